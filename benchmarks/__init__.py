@@ -1,0 +1,1 @@
+"""What produced every number that the README quotes; see benchmarks/README.md."""

@@ -1,0 +1,143 @@
+"""What one replayed step costs the host: time until `GraphedStep` returns, with an idle GPU in front of it.
+
+    python -m benchmarks.host_cost --json host.json            # one CUDA GPU
+    python -m benchmarks.host_cost --scale tiny                # does the script work? (CPU)
+
+benchmarks/README.md says what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import DASH, environment, print_table, write_json
+from benchmarks.workloads import Batch, build
+from pygraph_train import GraphedStep, PyGraphConfig
+
+MODELS = ("mlp", "bert")
+KERNELS = ("eager", "compiled")
+STEADY_STEPS = 20  # steps after the first replay before the calls are timed
+
+
+def measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: host microseconds of `args.calls` calls. A crash is part of the row, never raised."""
+    row: dict[str, Any] = {"model": model, "kernels": kernels, "error": None}
+    torch._dynamo.reset()
+    gc.collect()
+    try:
+        row.update(_measure(model, kernels, args))
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"[:2000]
+    return row
+
+
+def _measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(args.device)
+    workload = build(model, args.scale)
+    module = workload.module.to(device)
+    # on the device already: copies of the input are the data loader's cost, not the step's
+    batches = [{k: v.to(device) for k, v in batch.items()} for batch in workload.batches]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+    def loss_of(batch: Batch) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return workload.loss(module, batch)
+
+    engine = "cuda" if device.type == "cuda" else "emulated"
+    config = PyGraphConfig(compile=kernels == "compiled", engine=engine)
+    step = GraphedStep(loss_of, model=module, optimizer=optimizer, config=config)
+    row: dict[str, Any] = {"warmup_steps": 0, "steady": False}
+    while not row["steady"] and row["warmup_steps"] < args.max_warmup:
+        for _ in range(10):
+            step(batches[row["warmup_steps"] % len(batches)])
+            row["warmup_steps"] += 1
+        first = step.report().to_dict().get("first_replay_step")
+        row["steady"] = first is not None and row["warmup_steps"] >= first + STEADY_STEPS
+
+    times = [_host_us(step, batches[i % len(batches)], device) for i in range(args.calls)]
+    row["median_us"] = statistics.median(times)
+    row["p90_us"] = statistics.quantiles(times, n=10)[-1]
+    row["min_us"] = min(times)
+    profile_host = getattr(step, "profile_host", None)
+    row["breakdown"] = profile_host() if profile_host is not None else None
+    row["report"] = step.report().to_dict()
+    return row
+
+
+def _host_us(step: GraphedStep, batch: Batch, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # a full launch queue would make the call wait for the GPU
+    start = time.perf_counter()
+    step(batch)
+    return (time.perf_counter() - start) * 1e6
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)} (default: both)")
+    parser.add_argument("--kernels", help=f"of {', '.join(KERNELS)} (default: both; CPU: eager)")
+    parser.add_argument("--calls", type=int, default=300, help="timed calls")
+    parser.add_argument("--max-warmup", type=int, default=300, help="most steps before timing")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
+    args = parser.parse_args(argv)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cpu" and args.scale == "full":
+        parser.error("--scale full needs a CUDA GPU; --scale tiny tries the script on a CPU")
+    if args.calls < 2:
+        parser.error("--calls: a median and a 90th percentile need at least 2")
+    args.kernels = args.kernels or ("eager" if args.device == "cpu" else ",".join(KERNELS))
+    for name, known in (("models", MODELS), ("kernels", KERNELS)):
+        chosen = getattr(args, name).split(",")
+        if unknown := [c for c in chosen if c not in known]:
+            parser.error(f"--{name}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
+        setattr(args, name, chosen)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print one table, write the JSON. Returns 1 if any row crashed."""
+    args = parse(argv)
+    torch.set_float32_matmul_precision("high")
+    claim = args.device == "cuda" and args.scale == "full"
+    title = "Host time of one replayed step, µs"
+    if not claim:
+        title = "NO TIMING CLAIM (tiny models, emulated on a CPU or too small for a GPU): only that the script runs"
+    rows: list[dict[str, Any]] = []
+    record: dict[str, Any] = {"benchmark": "host_cost", "timing_claim": claim, "device": args.device}
+    record |= {"environment": environment(), "rows": rows}
+    for model in args.models:
+        for kernels in args.kernels:
+            rows.append(measure(model, kernels, args))
+            write_json(args.json, record)
+            if rows[-1]["error"]:
+                print(f"{model} {kernels}: {rows[-1]['error'].splitlines()[0]}", flush=True)
+    print_table(
+        title, ["model", "kernels", "median", "p90", "min", "replayed"], [_cells(row) for row in rows]
+    )
+    for row in rows:
+        if row.get("breakdown"):
+            print(f"{row['model']} {row['kernels']}: {row['breakdown']}")
+    return int(any(row["error"] for row in rows))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return [row["model"], row["kernels"], "crash", DASH, DASH, DASH]
+    times = [f"{row[key]:.1f}" for key in ("median_us", "p90_us", "min_us")]
+    return [row["model"], row["kernels"], *times, "yes" if row["steady"] else "NO"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

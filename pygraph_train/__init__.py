@@ -1,0 +1,44 @@
+"""pygraph-train takes the CPU out of PyTorch training steps.
+
+```python
+trainer = Trainer(callbacks=[PyGraphCallback()])                # Lightning
+step = GraphedStep(step_fn, model=model, optimizer=optimizer)   # a plain PyTorch loop
+```
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pygraph_train.config import PyGraphConfig
+    from pygraph_train.diagnose.report import StepReport
+    from pygraph_train.integrations.lightning import PyGraphCallback
+    from pygraph_train.step.graphed import GraphedStep
+    from pygraph_train.step.runner import PyGraphError
+
+__version__ = "0.1.0"
+
+__all__ = ["GraphedStep", "PyGraphCallback", "PyGraphConfig", "PyGraphError", "StepReport"]
+
+# read on first use: importing pygraph_train imports no framework
+_HOMES = {
+    "GraphedStep": "pygraph_train.step.graphed",
+    "PyGraphCallback": "pygraph_train.integrations.lightning",
+    "PyGraphConfig": "pygraph_train.config",
+    "PyGraphError": "pygraph_train.step.runner",
+    "StepReport": "pygraph_train.diagnose.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,108 @@
+"""User options: the only place where they and their defaults are written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["PyGraphConfig", "disabled_by_environment"]
+
+Switch = Literal["auto", "on", "off"]
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "forward": ("auto", "on", "off"),
+    "backward": ("auto", "on", "off"),
+    "optimizer": ("auto", "on", "off"),
+    "fuse": ("auto", "on", "off"),
+    "compile": ("auto", True, False),
+    "indirection": ("auto", "device", "host", "copy"),
+    "verify": ("off", "first", "always"),
+    "engine": ("auto", "cuda", "emulated", "off"),
+    "on_failure": ("fallback", "raise"),
+}
+
+
+@dataclass(frozen=True)
+class PyGraphConfig:
+    """Options of pygraph-train. Frozen; derive variants with `replace`.
+
+    Args:
+        forward, backward, optimizer: may this phase run from a graph. "off" is obeyed exactly; "on"
+            reports it as a failure when the phase cannot be captured; "auto" decides quietly.
+        fuse: may adjacent phases share one graph.
+        compile: use Inductor's kernels inside the graphs. "auto" compiles when the training steps left
+            make up for the compile time. False captures eager kernels: no compile time.
+        warmup_steps: training steps run without a graph before the first capture (>= 2; at least 11
+            under DistributedDataParallel).
+        max_signatures: captures kept; the least recently used one is released (>= 1).
+        indirection: how inputs at new addresses are served; only "copy" and "auto" exist so far.
+        verify: compare replays with the same step run without a graph: never, on the first replay of
+            each capture, or on every replay ("always" is for debugging: it doubles the cost of a step).
+        engine: "cuda" needs a CUDA device; "emulated" replays a CPU tape with CUDA-graph rules (for
+            tests and for seeing the mechanism; it is slower than plain training); "off" does nothing;
+            "auto" is "cuda" where there is a CUDA device and "off" elsewhere.
+        on_failure: "fallback" goes on without the graph and says why in the report; "raise" raises.
+        cache_dir: decisions kept between runs (unused so far).
+
+    Raises:
+        ValueError: an option has a value that is not allowed, or options contradict each other. The
+            message names the field.
+    """
+
+    forward: Switch = "auto"
+    backward: Switch = "auto"
+    optimizer: Switch = "auto"
+    fuse: Switch = "auto"
+    compile: bool | Literal["auto"] = "auto"
+    warmup_steps: int = 3
+    max_signatures: int = 8
+    indirection: Literal["auto", "device", "host", "copy"] = "auto"
+    verify: Literal["off", "first", "always"] = "first"
+    engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
+    on_failure: Literal["fallback", "raise"] = "fallback"
+    cache_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            # `in` would accept 1 for True
+            if not any(type(value) is type(a) and value == a for a in allowed):
+                raise ValueError(
+                    f"PyGraphConfig.{name}={value!r} is not allowed: use one of "
+                    + ", ".join(repr(a) for a in allowed)
+                )
+        for name, least in (("warmup_steps", 2), ("max_signatures", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(
+                    f"PyGraphConfig.{name}={value!r} is not allowed: use a whole number >= {least}"
+                )
+        if self.fuse == "on":
+            off = [p for p in ("forward", "backward", "optimizer") if getattr(self, p) == "off"]
+            if off:
+                raise ValueError(
+                    f"PyGraphConfig.fuse='on' contradicts {', '.join(f'{p}={chr(39)}off{chr(39)}' for p in off)}: "
+                    "a fused step holds every phase"
+                )
+
+    @classmethod
+    def of(cls, config: PyGraphConfig | None, overrides: dict[str, Any]) -> PyGraphConfig:
+        """`config` (or the defaults) with `overrides` applied.
+
+        Raises:
+            TypeError: `config` is not a PyGraphConfig, or an override names no field.
+        """
+        if config is not None and not isinstance(config, PyGraphConfig):
+            raise TypeError(f"config must be a PyGraphConfig, got {type(config).__name__}")
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in overrides:
+            if name not in names:
+                raise TypeError(f"PyGraphConfig has no option {name!r}; the options are: {', '.join(names)}")
+        return dataclasses.replace(config or cls(), **overrides)
+
+
+def disabled_by_environment() -> bool:
+    """True when PYGRAPH_DISABLE is set to anything but an empty string or 0."""
+    return os.environ.get("PYGRAPH_DISABLE", "") not in ("", "0")

@@ -1,0 +1,157 @@
+"""CUDA graphs through torch: one side stream, one memory pool, captures that clean up after themselves."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from pygraph_train import torch_internals
+from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.location import user_location
+
+__all__ = ["CudaEngine", "CudaGraph"]
+
+T = TypeVar("T")
+
+_capture_lock = threading.Lock()  # CUDA allows one capture at a time in the caching allocator
+
+
+class CudaGraph:
+    """One instantiated CUDA graph. See `graphs.engine.Graph`."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self.nodes = torch_internals.cuda_graph_nodes(graph)
+        graph.instantiate()
+        # looked up once: `replay` is the hot path
+        self._launch = graph.replay
+
+    def replay(self) -> None:
+        """Launch the graph in the current stream."""
+        self._launch()
+
+    def close(self) -> None:
+        """Destroy the graph. Its private memory returns to the pool."""
+        if self._graph is not None:
+            graph, self._graph = self._graph, None
+            self._launch = _replay_after_close
+            graph.reset()
+
+
+def _replay_after_close() -> None:
+    raise RuntimeError("this CUDA graph was closed and cannot be replayed")
+
+
+class CudaEngine:
+    """Captures on a side stream of `device` into one private pool shared by all its graphs.
+
+    Args:
+        device: a CUDA device with an index.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
+        self._stream = torch.cuda.Stream(self.device)
+        # the object keeps the pool alive while no graph uses it, with the gradients that live there
+        self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Run in the capture stream, after everything queued in the caller's stream and before what follows.
+
+        Workspaces, autotuning results and gradient accumulators then belong to the stream that captures.
+        """
+        caller = torch.cuda.current_stream(self.device)
+        if caller == self._stream:
+            yield
+            return
+        self._stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            caller.wait_stream(self._stream)
+
+    def capture(self, fn: Callable[[], T]) -> tuple[CudaGraph, T]:
+        """See `graphs.engine.Engine.capture`."""
+        if not _capture_lock.acquire(blocking=False):
+            raise RuntimeError("a CUDA graph capture is already under way in this process")
+        try:
+            return self._capture(fn)
+        finally:
+            _capture_lock.release()
+
+    def _capture(self, fn: Callable[[], T]) -> tuple[CudaGraph, T]:
+        # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
+        # private pool: hand them back first, so that the capture does not come on top of them.
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch_internals.clear_cublas_workspaces()
+        torch.cuda.empty_cache()
+        if self._pool is None:
+            raise RuntimeError("this engine was closed")
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # The collector must not run in the middle: a dead object of another library may free CUDA memory
+        # or destroy an event, which is forbidden while a stream captures.
+        collecting = gc.isenabled()
+        gc.disable()
+        caller = torch.cuda.current_stream(self.device)
+        ended = False
+        try:
+            with torch.cuda.stream(self._stream):
+                # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
+                # a weight cast cached outside would go stale, one cached inside would outlive its memory
+                torch.clear_autocast_cache()
+                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+                try:
+                    result = fn()
+                finally:
+                    failed = sys.exc_info()[1]
+                    try:
+                        graph.capture_end()
+                        ended = True
+                    except RuntimeError:
+                        if failed is None:
+                            raise
+            return CudaGraph(graph), result
+        except BaseException as error:
+            self._clean_up(graph, ended)
+            if isinstance(error, torch.cuda.OutOfMemoryError) or not _is_cuda_error(error):
+                raise
+            raise CaptureError(_reason(error), user_location(error.__traceback__)) from error
+        finally:
+            torch.clear_autocast_cache()
+            torch.cuda.set_stream(caller)
+            if collecting:
+                gc.enable()
+
+    def _clean_up(self, graph: torch.cuda.CUDAGraph, ended: bool) -> None:
+        """Make stream, allocator and random generator usable again after a failed capture."""
+        graph.reset()
+        if ended:
+            return
+        assert self._pool is not None
+        torch_internals.abandon_pool(self.device.index, self._pool.id)
+        self._stream = torch.cuda.Stream(self.device)  # the invalidated stream may keep the error
+        # torch leaves the generator marked as capturing, and the next dropout would raise. The end of a
+        # capture that succeeds takes the mark off and does not touch the random state.
+        mend = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            mend.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self.device)
+            mend.capture_end()
+        mend.reset()
+
+    def close(self) -> None:
+        """Release the pool."""
+        self._pool = None

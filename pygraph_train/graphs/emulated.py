@@ -1,0 +1,385 @@
+"""CUDA-graph rules on the CPU: a tape of dispatched operations with fixed addresses.
+
+Capturing runs the function for real below a dispatch mode and then puts back every byte and every
+random state, so that it leaves the world as a CUDA stream capture does: nothing was executed.
+Replaying runs the recorded operations on the recorded storages. It exists to test, without a GPU,
+everything that is built on graphs; it is slower than plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.location import user_location
+from pygraph_train.torch_internals import (
+    below_autograd,
+    is_operator,
+    no_torch_function,
+    storage_key,
+    writes_arguments,
+)
+
+__all__ = ["EmulatedEngine", "EmulatedGraph", "is_capturing"]
+
+T = TypeVar("T")
+
+_one_capture = threading.Lock()
+
+# These read a tensor on the host without a dispatched operation, so only a function mode sees them.
+_HOST_READS = {
+    torch.Tensor.numpy: "`.numpy()`",
+    torch.Tensor.__array__: "a conversion to a NumPy array",
+    torch.Tensor.tolist: "`.tolist()`",
+    torch.Tensor.__repr__: "printing a tensor",
+    torch.Tensor.__format__: "formatting a tensor",
+    torch.Tensor.__dlpack__: "DLPack export",
+    torch.Tensor.__reduce_ex__: "pickling a tensor",
+}
+
+_aten = torch.ops.aten
+
+
+def is_capturing() -> bool:
+    """Whether an emulated capture is under way in this process."""
+    return _one_capture.locked()
+
+
+class EmulatedEngine:
+    """Makes `EmulatedGraph`s. Keeps the `Engine` contract.
+
+    Not emulated: the shared memory pool (here no graph overwrites another one's memory).
+    """
+
+    name: str = "emulated"
+    device: torch.device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Nothing to prepare on the CPU."""
+        return nullcontext()
+
+    def capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
+        """Record the operations that `fn()` dispatches in this thread, without a lasting effect.
+
+        See `Engine.capture`. Python state that `fn` sets stays, as on CUDA: a `p.grad` that was None is
+        afterwards a tensor without defined values.
+
+        Raises:
+            CaptureError: `fn` read a value on the host, set the random state, or used something that the
+                tape cannot hold (sparse tensors, other devices, collectives).
+            RuntimeError: another capture is under way, or the engine is closed.
+        """
+        if self._closed:
+            raise RuntimeError("this emulated engine is closed: it cannot capture any more")
+        if not _one_capture.acquire(blocking=False):
+            raise RuntimeError("another capture is under way: a process captures one graph at a time")
+        try:
+            return self._capture(fn)
+        finally:
+            _one_capture.release()
+
+    def _capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
+        tape = _Tape()
+        try:
+            # A cast cached before would not be recorded, and one cached now would outlive its values.
+            torch.clear_autocast_cache()
+            with tape, _RefuseHostReads(tape):
+                result = fn()
+            tape.check_random_state()
+        except Exception as error:
+            if tape.refusal is not None and error is not tape.refusal:
+                raise tape.refusal from error  # user code had wrapped it
+            raise
+        finally:
+            torch.clear_autocast_cache()
+            tape.undo()
+        if tape.refusal is not None:  # user code had swallowed it: the tape lacks something
+            raise tape.refusal
+        graph = EmulatedGraph(tape.operations)
+        self._graphs.add(graph)
+        return graph, result
+
+    def close(self) -> None:
+        """Refuse further captures. Raises RuntimeError while a graph is open, as its pool would be."""
+        if any(not graph.closed for graph in self._graphs):
+            raise RuntimeError("close every graph of this engine before the engine")
+        self._closed = True
+
+
+class EmulatedGraph:
+    """Recorded operations, and the storages they read and write. Keeps the `Graph` contract."""
+
+    def __init__(self, operations: list[_Operation]) -> None:
+        self._operations = operations
+        self.nodes: int = len(operations)
+        self.closed: bool = False
+
+    def replay(self) -> None:
+        """Run the recorded operations in order, in the current random state."""
+        if self.closed:
+            raise RuntimeError("this graph is closed: capture it again instead of replaying it")
+        with below_autograd():
+            for operation in self._operations:
+                operation.run()
+
+    def close(self) -> None:
+        """Release the recorded storages that nobody else holds."""
+        self._operations = []
+        self.closed = True
+
+
+@dataclass(slots=True)
+class _Operation:
+    """One dispatched operation, with aliases of the very tensors it used."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[tuple[int, torch.Tensor]]
+    """Outputs in memory of their own: position among the output tensors, recorded tensor."""
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    """Kernels look at it although they run below autograd: oneDNN's LSTM returns a workspace or not."""
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    """Tensors made in inference mode can be written in inference mode only."""
+
+    def run(self) -> None:
+        with torch.inference_mode() if self.inference else torch.set_grad_enabled(self.grad):
+            self._run()
+
+    def _run(self) -> None:
+        returned = self.func(*self.args, **self.kwargs)
+        tensors = list(_tensors(returned))
+        for position, recorded in self.results:
+            new = tensors[position]
+            if (new.shape, new.stride(), new.dtype) != (recorded.shape, recorded.stride(), recorded.dtype):
+                raise RuntimeError(
+                    f"{self.func} returned {tuple(new.shape)} in a replay and {tuple(recorded.shape)} in the "
+                    "capture: its output shape depends on values, which a graph cannot hold"
+                )
+            if new.numel():
+                _span(recorded).copy_(_span(new))
+
+
+class _Tape(TorchDispatchMode):
+    """Records what is dispatched, and keeps what is needed to undo it."""
+
+    supports_higher_order_operators = True  # so that they reach us and can be refused
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[_Operation] = []
+        self.refusal: CaptureError | None = None
+        self._created: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
+        self._external: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
+        self._random_state_before = torch.get_rng_state()
+        self._random_state = self._random_state_before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented  # a tensor subclass unwraps itself, its inner operations come back here
+        kwargs = kwargs or {}
+        # Function modes of the user have seen the public call already, and not this one in eager.
+        with no_torch_function():
+            self._check(func, args, kwargs)
+            inputs = list(_tensors((args, kwargs)))
+            if func is _aten.lift_fresh.default and self._record_constant(inputs[0]):
+                return func(*args, **kwargs)
+            for tensor in inputs:
+                self._keep_external(tensor)
+            for leaf in _leaves((args, kwargs)):
+                if isinstance(leaf, torch.Generator) and leaf not in self._generators:
+                    self._generators[leaf] = leaf.get_state()
+            # Aliases now: an in-place change of shape below must not reach the tape.
+            recorded_args, recorded_kwargs = _aliases(args), _aliases(kwargs)
+            returned = func(*args, **kwargs)
+            self._random_state = torch.get_rng_state()
+            self._record(func, recorded_args, recorded_kwargs, inputs, returned)
+            return returned
+
+    def refuse(self, reason: str) -> CaptureError:
+        """Remember and return the error: user code may swallow it, the capture is lost all the same."""
+        error = CaptureError(reason, user_location())
+        self.refusal = self.refusal or error
+        return error
+
+    def check_random_state(self) -> None:
+        """Every change of the default generator has to come from a recorded operation."""
+        if not torch.equal(torch.get_rng_state(), self._random_state):
+            raise self.refuse(
+                "the random state was set or used outside of tensor operations (manual_seed, set_rng_state, "
+                "checkpoint with preserve_rng_state=True), which a replay would not repeat"
+            )
+
+    def undo(self) -> None:
+        """Put back every byte and random state, and make values that were never computed visible."""
+        torch.set_rng_state(self._random_state_before)
+        for storage, before in self._external.values():
+            if storage.nbytes() != before.nbytes():
+                storage.resize_(before.nbytes())
+            storage.copy_(before)
+        for storage, dtype in self._created.values():
+            _poison(storage, dtype)
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_operator(func):
+            raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
+        if func.namespace in ("c10d", "_c10d_functional"):
+            # Running one for real has an effect on other processes that no one can undo.
+            raise self.refuse(f"the collective {func} cannot be recorded by the CPU emulation")
+        if func is _aten._local_scalar_dense.default:
+            raise self.refuse("`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host")
+        if torch.Tag.data_dependent_output in func.tags:
+            raise self.refuse(f"{func} returns a tensor's value to the host")
+        if _shape_depends_on_values(func, args, kwargs):
+            raise self.refuse(f"{func} has an output or a workspace whose shape depends on tensor values")
+        self.check_random_state()
+
+    def _check_memory(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            raise self.refuse(f"a tensor of layout {tensor.layout} cannot be recorded by the CPU emulation")
+        if tensor.device.type != "cpu":
+            raise self.refuse(f"a tensor on {tensor.device} cannot be recorded by the CPU emulation")
+
+    def _record_constant(self, tensor: torch.Tensor) -> bool:
+        """torch.tensor(numbers): memory filled outside of any operation, so its bytes are baked in.
+
+        Every replay writes them again: the captured function may update the tensor in place.
+        """
+        storage = tensor.untyped_storage()
+        # Not resizable is memory that someone else owns, such as a NumPy array: an ordinary input.
+        key = storage_key(storage)
+        if key in self._external or key in self._created or not storage.resizable():
+            return False
+        self._keep_external(tensor)
+        constant = tensor.clone()
+        self.operations.append(_Operation(_aten.copy_.default, (tensor.data, constant), {}, []))
+        return True
+
+    def _keep_external(self, tensor: torch.Tensor) -> None:
+        """The first time an operation meets memory from outside of the capture, copy its bytes.
+
+        What an operation's schema says about mutation is not relied on: batch norm's is silent about
+        its running statistics. Holding the storage also keeps its address from being used again.
+        """
+        self._check_memory(tensor)
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        if key not in self._created and key not in self._external:
+            self._external[key] = (storage, storage.clone())
+
+    def _record(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], returned: Any) -> None:
+        outputs = list(_tensors(returned))
+        borrowed = {storage_key(tensor.untyped_storage()) for tensor in inputs}
+        results = []
+        for position, output in enumerate(outputs):
+            self._check_memory(output)
+            storage = output.untyped_storage()
+            key = storage_key(storage)
+            if key in borrowed:
+                continue
+            self._created.setdefault(key, (storage, output.dtype))
+            results.append((position, output.data))
+        if writes_arguments(func):
+            # set_, resize_, t_, ... change the tensor object but no memory; our aliases have it already.
+            runs = torch.Tag.inplace_view not in func.tags
+        else:
+            # Views do not run; nor does what has no tensors at all (profiler marks). An operation with
+            # tensors but no output does, such as an assertion.
+            runs = bool(results) or (bool(inputs) and not outputs)
+        if runs:
+            self.operations.append(_Operation(func, args, kwargs, results))
+
+
+class _RefuseHostReads(TorchFunctionMode):
+    """Refuses `_HOST_READS`.
+
+    Not inside backward hooks: `backward` itself is a call that function modes handle, and a mode is off
+    while it handles one. `.item()` and the like are dispatched, so the tape refuses them there too.
+    """
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        read = _HOST_READS.get(func)
+        if read is not None:
+            raise self._tape.refuse(f"{read} reads a tensor's values on the host")
+        return func(*args, **(kwargs or {}))
+
+
+def _shape_depends_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """As on CUDA, where these operations synchronise with the host."""
+    if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
+        masks = [index for index in _tensors(args[1]) if index.dtype in (torch.bool, torch.uint8)]
+        if func.overloadpacket is _aten.index or not masks:
+            return bool(masks)
+        # x[mask] = number is a masked fill; anything else looks for the indices of the mask first.
+        accumulate = len(args) > 3 and args[3]
+        return accumulate or len(masks) > 1 or args[2].numel() != 1
+    if func is _aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _leaves(item)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _aliases(tree: Any) -> Any:
+    """The same tree with other tensor objects on the same memory.
+
+    `.data`, because it shares neither the autograd graph (which would be kept alive, and whose leaf
+    gradients are only adopted, not copied, while nobody else holds them) nor the version counter
+    (replays write memory behind autograd's back, as CUDA graphs do).
+    """
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_aliases(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _aliases(value) for key, value in tree.items()}
+    return tree.data if isinstance(tree, torch.Tensor) else tree
+
+
+def _span(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory from a tensor's first to its last element: writable also where elements overlap."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,), tensor.storage_offset())
+
+
+def _poison(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """NaN in floating-point memory, a huge number in integer memory, nothing in booleans."""
+    if dtype is torch.bool or not storage.nbytes():
+        return
+    # All ones is NaN in every IEEE-like format; 0x7f7f... is large in every integer one, never an index.
+    byte = 0xFF if dtype.is_floating_point or dtype.is_complex else 0x7F
+    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(byte)

@@ -1,0 +1,64 @@
+"""Which line of the user's code is running, or raised."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import types
+from collections.abc import Iterable
+
+__all__ = ["NOT_USER_PACKAGES", "is_user_file", "user_location"]
+
+NOT_USER_PACKAGES = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "pygraph_train",
+    "integrations",  # our adapters, when run from the checkout
+)
+"""Top-level packages whose frames are never the user's."""
+
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def user_location(tb: types.TracebackType | None = None) -> str | None:
+    """`file:line` of the innermost frame of user code.
+
+    Args:
+        tb: the traceback to search; None searches the current call stack.
+    Returns:
+        None where no frame belongs to the user.
+    """
+    innermost_first: Iterable[tuple[types.FrameType, int]]
+    if tb is None:
+        innermost_first = traceback.walk_stack(sys._getframe(1))
+    else:
+        innermost_first = reversed(list(traceback.walk_tb(tb)))
+    for frame, line in innermost_first:
+        if _is_user_code(frame):
+            return f"{frame.f_code.co_filename}:{line}"
+    return None
+
+
+def _is_user_code(frame: types.FrameType) -> bool:
+    path = frame.f_code.co_filename
+    if path.startswith("<") and not path.startswith("<ipython"):  # generated code, frozen modules
+        return False
+    if path.startswith(_STDLIB) and "-packages" + os.sep not in path:  # contextlib, logging, copy, ...
+        return False
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package not in NOT_USER_PACKAGES
+
+
+def is_user_file(path: str) -> bool:
+    """`user_location`'s rule for a source file named in a traceback or a compiler's message."""
+    if path.startswith("<") and not path.startswith("<ipython"):
+        return False
+    _, found, tail = path.rpartition("-packages" + os.sep)
+    if found:
+        return tail.partition(os.sep)[0] not in NOT_USER_PACKAGES
+    return not path.startswith((_STDLIB, _OWN))

@@ -1,0 +1,1 @@
+"""One training step: phases, plans, guards, static inputs, optimizer preparation."""

@@ -1,0 +1,226 @@
+"""`GraphedStep`: a plain PyTorch training step that replays itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pygraph_train import torch_internals
+from pygraph_train.config import PyGraphConfig, disabled_by_environment
+from pygraph_train.diagnose.report import StepReport
+from pygraph_train.graphs import make_engine
+from pygraph_train.step.optimizer import OptimizerPreparation
+from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.runner import Replayed, StepRunner
+
+__all__ = ["GraphedStep"]
+
+
+class GraphedStep:
+    """One training step of a plain PyTorch loop: forward, loss, backward, clipping, optimizer.
+
+    ```python
+    step = GraphedStep(lambda batch: loss_fn(model(batch["x"]), batch["y"]), model=model, optimizer=opt)
+    for batch in loader:
+        loss = step(batch)      # instead of zero_grad, forward, backward, step
+        scheduler.step()
+    ```
+
+    The first steps run as they are; once the step is proved to be the same from a graph, it is replayed.
+    Results never depend on it. Gradients are emptied before each step (`set_to_none=True`) and stay in
+    `.grad` after it, in memory that the next step overwrites.
+
+    Args:
+        step_fn: computes the loss from what the object is called with. Returns a 0-dim tensor that requires
+            grad, or a dict with such a tensor under "loss"; the other entries are handed back as well.
+        model: the module whose parameters are trained. Everything is on one device.
+        optimizer: stepped after backward; None leaves `zero_grad` and `step` to the caller.
+        config: options.
+        scaler: a GradScaler for fp16.
+        max_grad_norm: clip the total gradient norm to this before the optimizer.
+
+    Raises:
+        ValueError: the engine asked for cannot work on the model's device.
+    """
+
+    def __init__(
+        self,
+        step_fn: Callable[..., Any],
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        config: PyGraphConfig | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self._config = PyGraphConfig.of(config, {})
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._program = _PlainProgram(step_fn, model, optimizer, device, scaler, max_grad_norm)
+        self._report = StepReport()
+        self._runner: StepRunner | None = None
+        engine = None if disabled_by_environment() else make_engine(self._config.engine, device)
+        if engine is None:
+            self._report.note("graphs are off: steps run as they are")
+        else:
+            self._runner = StepRunner(self._program, self._config, engine, self._report)
+        self._pending = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make one step, optimizer included.
+
+        Returns:
+            What `step_fn` returned, detached: tensors of their own.
+        """
+        return self._step(args, kwargs, update=True)
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward of a micro-batch whose gradients are added up; the next call steps."""
+        return self._step(args, kwargs, update=False)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
+        program = self._program
+        update = update and program.optimizer is not None
+        fresh = program.starts_fresh() if program.optimizer is None else not self._pending
+        position = PositionInAccumulation(fresh=fresh, update=update)
+        self._pending = not update
+
+        def run(call: Call) -> Any:
+            return program.run(call, args, kwargs, position)
+
+        if self._runner is None:
+            self._report.steps += 1
+            return run(plain_call)
+        outcome = self._runner.step(args, kwargs, position, run)
+        if not isinstance(outcome, Replayed):
+            return outcome.result
+        if update and not outcome.updated:
+            program.transform_gradients()
+            program.update()
+        return outcome.outputs
+
+    def report(self) -> StepReport:
+        """What became of the steps so far. Prints as a table."""
+        return self._report
+
+    def close(self) -> None:
+        """Release all graphs and give the optimizer back as it was. Later steps run without graphs."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def __enter__(self) -> GraphedStep:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _PlainProgram:
+    """`StepProgram` over a function, a model and an optimizer."""
+
+    recorder = None
+
+    def __init__(
+        self,
+        step_fn: Callable[..., Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        scaler: torch.amp.GradScaler | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self._step_fn = step_fn
+        self._scaler = scaler
+        self._max_grad_norm = max_grad_norm
+
+    def function(self) -> Callable[..., Any]:
+        return self._step_fn
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        result = call(self._step_fn, args, kwargs)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
+            raise TypeError(
+                "step_fn must return the loss, a 0-dim tensor that requires grad, or a dict with it under "
+                f"'loss'; got {_describe(result)}"
+            )
+        return loss, result
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def transform_gradients(self) -> None:
+        if self.optimizer is None:
+            return
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self._max_grad_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+
+    def update(self) -> None:
+        assert self.optimizer is not None
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        if self._scaler is not None and not preparation.step_supports_scaler:
+            return "the GradScaler reads on the host whether gradients overflowed; a fused optimizer does not need that"
+        return None
+
+    def abandon(self) -> None:
+        if self._scaler is not None and self.optimizer is not None:
+            torch_internals.refresh_scaler_state(self._scaler, self.optimizer)
+
+    def extra_state(self) -> Iterable[Tensor]:
+        return torch_internals.scaler_tensors(self._scaler) if self._scaler is not None else ()
+
+    def starts_fresh(self) -> bool:
+        """Without an optimizer of ours: whether the caller emptied the gradients."""
+        return all(p.grad is None for p in self.model.parameters())
+
+    def run(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], position: PositionInAccumulation
+    ) -> Any:
+        """The whole step without a graph."""
+        if self.optimizer is not None and position.fresh:
+            self.optimizer.zero_grad(set_to_none=True)
+        loss, result = self.forward(call, args, kwargs)
+        self.backward(loss)
+        if position.update:
+            self.transform_gradients()
+            self.update()
+        return _detached(result)
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach()
+    detached = copy.copy(result)
+    for name, value in result.items():
+        if isinstance(value, Tensor):
+            detached[name] = value.detach()
+    return detached
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {list(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"

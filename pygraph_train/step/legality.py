@@ -1,0 +1,304 @@
+"""Is a step a pure function of tensors? Found out by tracing it with Dynamo (DESIGN section 4).
+
+Replay runs no Python, so a step may be replayed only when Dynamo traces it as one graph that writes
+nothing back to Python, reads no tensor from the host, and whose guards hold for the call at hand.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pygraph_train import torch_internals
+from pygraph_train.graphs.location import is_user_file
+
+__all__ = ["NotLegal", "Problem", "Trace", "backward_hook", "readable"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a step cannot be replayed.
+
+    Attributes:
+        reason: one sentence, starting with the thing that stands in the way.
+        where: `file:line` in the user's code, or None when there is no single line.
+        fix: what to do about it, or "".
+    """
+
+    reason: str
+    where: str | None = None
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.reason} ({self.where})" if self.where else self.reason
+        return f"{text}. {self.fix}" if self.fix else text
+
+
+class NotLegal(Exception):
+    """Tracing found a problem before anything was executed."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+
+_Read = Callable[[dict[str, Any], dict[str, Any]], tuple[Tensor, ...]]
+
+
+def _reader(expressions: list[str], namespace: dict[str, Any]) -> _Read:
+    """One function that reads all of Dynamo's own source expressions: a call for each would be slow."""
+    return eval(f"lambda L, G: ({''.join(e + ', ' for e in expressions)})", dict(namespace))  # type: ignore[no-any-return]
+
+
+def _fresh_code() -> types.FunctionType:
+    """A function with a code object of its own: Dynamo keeps its compiled variants per code object."""
+
+    def traced_step(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return fn(*args, **kwargs)
+
+    return types.FunctionType(traced_step.__code__.replace(co_name="traced_step"), globals())
+
+
+class Trace:
+    """One function under Dynamo, for one signature of its arguments.
+
+    Call it as `trace(fn, args, kwargs)`: it runs `fn` for real through Dynamo's graph. `problem` is set
+    as soon as something is found that forbids replaying.
+
+    Args:
+        device: where the step's tensors live; tensors elsewhere would be baked into a graph.
+        inductor: compile with Inductor; otherwise run the traced graph with eager kernels.
+        recorder: suffix of the Python expression of an object that the step may write to because the
+            caller reproduces it on replay (Lightning's log records), or None.
+    """
+
+    def __init__(self, device: torch.device, *, inductor: bool = False, recorder: str | None = None) -> None:
+        self.device = device
+        self.inductor = inductor
+        self.problem: Problem | None = None
+        self.inputs: list[str] = []
+        """Expressions of the tensors that the step reads besides its arguments (parameters, attributes)."""
+        self._arguments: list[str] = []
+        self._read: _Read = lambda L, G: ()
+        self._recorder = recorder
+        self._code = _fresh_code()
+        self._compiles = 0
+        self._entry: Any = None
+        self._call = torch.compile(self._code, backend=self._backend, fullgraph=True, dynamic=False)
+
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `fn(*args, **kwargs)` through Dynamo.
+
+        Raises:
+            NotLegal: the function cannot be traced as one graph; nothing was executed.
+        """
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        before, stale = self._compiles, None
+        if self._entry is not None and not self._entry.guard_manager.check(frame):
+            stale = self._why(frame)
+        try:
+            with torch_internals.dynamo_step_config():
+                result = self._call(fn, args, kwargs)
+        except torch._dynamo.exc.Unsupported as error:
+            raise NotLegal(_problem_of_break(error)) from None
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise NotLegal(Problem(f"the compiler failed: {_first_line(error)}")) from None
+        entries = torch_internals.dynamo_cache_entries(self._code.__code__)
+        if not entries:
+            self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
+        elif self._entry is None:
+            self._entry = entries[0]
+        elif self._compiles > before and self.problem is None:
+            self.problem = stale or Problem("the step is traced anew although its inputs look the same")
+        return result
+
+    @property
+    def traced(self) -> bool:
+        """True once a call was traced."""
+        return self._entry is not None
+
+    def holds(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True when the trace is valid for this call. About a microsecond; runs nothing of `fn`."""
+        return bool(self._entry.guard_manager.check({"fn": fn, "args": args, "kwargs": kwargs}))
+
+    def why_not(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
+        """The guard that does not hold for this call, with its source line."""
+        return self._why({"fn": fn, "args": args, "kwargs": kwargs}) or Problem(
+            "a guard of the traced step failed"
+        )
+
+    def tensors(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """The tensors behind `inputs`, read now."""
+        return self._read({"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
+
+    def argument_tensors(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, Tensor]]:
+        """The tensors of the arguments that the step reads, each with how the user would write it."""
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        read = _reader(self._arguments, self._code.__globals__)
+        return list(zip(map(readable, self._arguments), read(frame, self._code.__globals__), strict=True))
+
+    # -- inside Dynamo ------------------------------------------------------------------------------
+
+    def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        self._compiles += 1
+        if self.problem is None:
+            self.problem = self._side_effects() or self._host_tensors(graph)
+        if self._compiles == 1:
+            self._read_inputs(graph)
+        if self.inductor:
+            from torch._inductor.compile_fx import compile_fx
+
+            return compile_fx(graph, example_inputs)
+        return graph.forward
+
+    def _side_effects(self) -> Problem | None:
+        for source, attribute, stack in torch_internals.dynamo_side_effects():
+            if self._recorder is not None and source.endswith(self._recorder):
+                continue
+            name = readable(source) + (f".{attribute}" if attribute else "")
+            return Problem(
+                f"{name} is written by the step, and replay runs no Python",
+                _innermost(stack),
+                "Move the write out of the step (a hook that runs every step), or keep it in a tensor buffer",
+            )
+        return None
+
+    def _host_tensors(self, graph: torch.fx.GraphModule) -> Problem | None:
+        """Tensors on another device, and inputs that are not tensors: their values would be baked in."""
+        for node in graph.graph.nodes:
+            value = node.meta.get("example_value")
+            if node.op == "placeholder":
+                if isinstance(value, Tensor):
+                    if value.device.type != self.device.type:
+                        name = readable(torch_internals.placeholder_source(node) or node.name)
+                        return Problem(
+                            f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",
+                            _first_use(node),
+                            f"Register it as a buffer or move it to {self.device.type}",
+                        )
+                elif value is not None:
+                    name = readable(torch_internals.placeholder_source(node) or node.name)
+                    return Problem(f"{name} is a Python number that changes", _first_use(node))
+            elif isinstance(value, Tensor) and value.device.type not in (self.device.type, "meta"):
+                return Problem(
+                    f"{getattr(node.target, '__name__', node.target)} makes a tensor on {value.device.type} "
+                    "inside the step",
+                    _line_of(node),
+                    f"Make it on the device ({self.device.type}) or outside of the step",
+                )
+        return None
+
+    def _read_inputs(self, graph: torch.fx.GraphModule) -> None:
+        for node in graph.graph.nodes:
+            if node.op != "placeholder" or not isinstance(node.meta.get("example_value"), Tensor):
+                continue
+            expression = torch_internals.placeholder_source(node)
+            if expression is not None:
+                of_argument = expression.startswith(("L['args']", "L['kwargs']"))
+                (self._arguments if of_argument else self.inputs).append(expression)
+        self._read = _reader(self.inputs, self._code.__globals__)
+
+    def _why(self, frame: dict[str, Any]) -> Problem | None:
+        for part in torch_internals.guard_failures(self._entry, frame):
+            guard, _, comment = part.partition("  # ")
+            where = next((w for w in _locations(comment) if is_user_file(w.rpartition(":")[0])), None)
+            return Problem(
+                f"{readable(guard.strip())} no longer holds: the step depends on Python state that changes",
+                where,
+                "Keep changing values in tensors, or out of the step",
+            )
+        return None
+
+
+_DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE and torch.compiler.disable decorators on the step"
+
+
+def backward_hook(model: nn.Module) -> Problem | None:
+    """Hooks that autograd runs in Python during backward: replay would not run them."""
+    for name, parameter in model.named_parameters():
+        hooks = list((parameter._backward_hooks or {}).values())
+        hooks += list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+        if hooks:
+            return Problem(f"parameter {name} has the gradient hook {_name(hooks[0])}", _defined_at(hooks[0]))
+    for name, module in model.named_modules():
+        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+            return Problem(
+                f"module {name or type(module).__name__} has the backward hook {_name(hook)}",
+                _defined_at(hook),
+            )
+    return None
+
+
+# -- sentences and places ---------------------------------------------------------------------------
+
+
+def _problem_of_break(error: BaseException) -> Problem:
+    stack = getattr(error, "real_stack", None)
+    message = str(error)
+    explanation = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in message.splitlines()
+            if line.strip().startswith("Explanation:")
+        ),
+        _first_line(error),
+    )
+    hint = next(
+        (line.split(":", 1)[1].strip() for line in message.splitlines() if line.strip().startswith("Hint:")),
+        "",
+    )
+    return Problem(f"the step is not one graph: {explanation.rstrip('.')}", _innermost(stack), hint)
+
+
+def _innermost(stack: Any) -> str | None:
+    frames = [f for f in stack or () if is_user_file(f.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+def _line_of(node: torch.fx.Node) -> str | None:
+    places = _locations(node.meta.get("stack_trace") or "")
+    return next((w for w in reversed(places) if is_user_file(w.rpartition(":")[0])), None)
+
+
+def _first_use(node: torch.fx.Node) -> str | None:
+    return next((w for user in node.users if (w := _line_of(user))), None)
+
+
+def _locations(text: str) -> list[str]:
+    """`file:line` of every frame named in a traceback (`File "x", line 3`) or a guard (`# x:3 in f`)."""
+    import re
+
+    found = [f"{f}:{n}" for f, n in re.findall(r'File "([^"]+)", line (\d+)', text)]
+    return found or [f"{f}:{n}" for f, n in re.findall(r"#?\s*(\S+\.py):(\d+)", text)]
+
+
+def readable(expression: str) -> str:
+    """`L['fn'].__self__._modules['net'].scale` as the user would write it: `self.net.scale`."""
+    import re
+
+    text = expression.replace("L['fn'].__self__", "self").replace("L['fn']", "step")
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    text = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
+    return text.replace("L['args']", "args").replace("L['kwargs']", "kwargs")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", type(fn).__qualname__)
+
+
+def _defined_at(fn: Any) -> str | None:
+    code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__call__", None), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None

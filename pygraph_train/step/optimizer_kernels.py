@@ -1,0 +1,129 @@
+"""Which kernels of `torch.optim` can be captured, and what a parameter group needs to get them.
+
+Pure functions of the optimizer's class and the user's flags, read off torch's sources (2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
+
+from pygraph_train import torch_internals
+
+__all__ = [
+    "CAPTURABLE",
+    "FUSED",
+    "NEEDS_FOREACH",
+    "GroupPlan",
+    "host_state_keys",
+    "plan_group",
+    "supported_class",
+    "unsupported",
+]
+
+CAPTURABLE = frozenset({Adam, AdamW, NAdam, RAdam, Adamax, ASGD, Adadelta, RMSprop, Rprop})
+FUSED = frozenset({Adam, AdamW, SGD, Adagrad})
+# Their single-tensor kernels pass lr as `alpha=`, which reads a tensor on the host; foreach does not.
+NEEDS_FOREACH = frozenset({Adadelta, RMSprop})
+
+_NEVER: dict[type, str] = {
+    LBFGS: "decides on the host how often to run the closure",
+    SparseAdam: "works on sparse gradients, whose sizes are known only on the host",
+    Adafactor: "reads its step count and learning rate on the host",
+}
+if hasattr(torch.optim, "Muon"):
+    _NEVER[torch.optim.Muon] = "reads its learning rate on the host"
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What `prepared()` changes in one parameter group, or why the group cannot be captured."""
+
+    changes: dict[str, bool] = field(default_factory=dict)
+    reason: str | None = None
+
+
+def supported_class(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The `torch.optim` class whose kernels `optimizer.step()` runs, None when that is not known.
+
+    A subclass counts as its base as long as it inherits `step` and the state's initialisation.
+    """
+    for cls in type(optimizer).__mro__:
+        if cls in CAPTURABLE or cls in FUSED:
+            return cls
+        if "step" in vars(cls) or "_init_group" in vars(cls):
+            return None
+    return None
+
+
+def plan_group(optimizer_class: type, flags: Mapping[str, Any], device_type: str) -> GroupPlan:
+    """Which flags a group needs so that its step can be captured.
+
+    Args:
+        optimizer_class: a class that `supported_class` returned.
+        flags: the user's values of capturable, fused and foreach.
+        device_type: device type of the group's parameters; "cpu" means the emulated engine.
+    """
+    name = optimizer_class.__name__
+    fused = bool(flags.get("fused"))
+    if device_type == "cpu":
+        if optimizer_class not in FUSED:
+            return GroupPlan(
+                reason=f"{name} has no fused CPU kernels, and torch supports capturable only on GPUs"
+            )
+        if not fused:
+            read = "learning rate" if optimizer_class is SGD else "step count"
+            return GroupPlan(
+                reason=f"{name}'s CPU kernels read the {read} on the host; pass fused=True to capture them"
+            )
+        return GroupPlan()
+    if device_type != "cuda":
+        return GroupPlan(reason=f"{name}'s parameters are on {device_type}, which has no CUDA graphs")
+    if optimizer_class in CAPTURABLE:
+        if optimizer_class in NEEDS_FOREACH and flags.get("foreach") is False:
+            return GroupPlan(
+                reason=f"{name} with foreach=False reads the learning rate on the host; leave foreach unset"
+            )
+        return GroupPlan({} if flags.get("capturable") else {"capturable": True})
+    if optimizer_class is Adagrad and not torch_internals.fused_adagrad_on_cuda():
+        return GroupPlan(
+            reason="Adagrad's CUDA kernels of this torch version read the step count on the host"
+        )
+    # foreach goes: where both are set, SGD prefers the foreach kernels.
+    return GroupPlan({} if fused else {"fused": True, "foreach": False})
+
+
+def host_state_keys(optimizer_class: type, flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """State entries that plain torch creates on the CPU for a group with the user's flags."""
+    if flags.get("capturable") or flags.get("fused") or optimizer_class in (SGD, ASGD):
+        return ()
+    return ("step", "mu_product") if optimizer_class is NAdam else ("step",)
+
+
+def unsupported(optimizer: Optimizer) -> str:
+    """Why an optimizer without a `supported_class` cannot be captured."""
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    for cls, why in _NEVER.items():
+        if type(optimizer) is cls:
+            return f"{cls.__name__} {why}"
+    return f"the step of {name} is not one of torch.optim's, so it cannot be proved capturable"

@@ -1,0 +1,68 @@
+"""What the runner needs to know of a training step, whoever wrote the loop around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pygraph_train.step.optimizer import OptimizerPreparation
+
+__all__ = ["Call", "StepProgram", "plain_call"]
+
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""How the step's function is run: plainly, or through a `Trace`."""
+
+
+def plain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the function as the user wrote it."""
+    return fn(*args, **kwargs)
+
+
+class StepProgram(Protocol):
+    """The pieces of one training step, in the order in which they run.
+
+    `forward`, `backward`, `transform_gradients` and `update` do only what can be captured: nothing that
+    must happen in Python on every step.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
+    recorder: str | None
+    """See `legality.Trace`."""
+
+    def function(self) -> Callable[..., Any]:
+        """The user's function that computes the loss (`training_step`); the one that is traced."""
+
+    def context(self) -> AbstractContextManager[Any]:
+        """The context in which `function` runs (autocast)."""
+
+    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Compute the loss.
+
+        Returns:
+            The loss with its autograd graph (0-dim), and a tree of everything that the outside wants
+            back from a replay.
+        """
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients into `.grad`."""
+
+    def transform_gradients(self) -> None:
+        """Unscale and clip, before the optimizer."""
+
+    def update(self) -> None:
+        """The optimizer's step and the scaler's update."""
+
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        """A reason, beside the optimizer's own, why `update` cannot be captured."""
+
+    def abandon(self) -> None:
+        """Forget Python-side notes of a step that was started and will not be finished."""
+
+    def extra_state(self) -> Iterable[Tensor]:
+        """Device tensors that `update` writes besides parameters, buffers and optimizer state."""

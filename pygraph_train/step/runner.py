@@ -1,0 +1,831 @@
+"""The life of a training step: watched, proved legal, captured, verified, replayed, or left alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.diagnose.report import CaptureRecord, Fallback, StepReport
+from pygraph_train.graphs.engine import CaptureError, Engine, Graph
+from pygraph_train.graphs.location import user_location
+from pygraph_train.step.gradients import Gradients, Snapshot
+from pygraph_train.step.inputs import StaticInputs
+from pygraph_train.step.legality import NotLegal, Problem, Trace, backward_hook, readable
+from pygraph_train.step.optimizer import OptimizerPreparation
+from pygraph_train.step.outputs import Outputs
+from pygraph_train.step.plan import NOTHING, WHOLE, Plan, PositionInAccumulation, plan_of
+from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.signature import Key, flatten, key_of, leaf_paths
+from pygraph_train.step.verify import Fingerprint, HostCopy, ScratchState
+
+__all__ = ["PyGraphError", "Ran", "Replayed", "StepRunner"]
+
+log = logging.getLogger("pygraph_train")
+
+R = TypeVar("R")
+
+_RUNS_BEFORE_CAPTURE = 2
+"""Runs with the kernels that will be captured: lazy initialisation and autotuning happen in them."""
+
+_MOST_RETRACES = 3
+"""New variants of one signature allowed before the step counts as changing all the time."""
+
+_REPLAYS_PER_RETRACE = 50
+"""A variant that served this many replays has paid for one more."""
+
+_REPLAYS_BEFORE_COMPILING = 100
+"""Signatures other than the first one prove with eager kernels that they are worth Inductor's time."""
+
+
+class PyGraphError(RuntimeError):
+    """A step could not run from a graph and `on_failure="raise"` was asked for."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The step ran from a graph.
+
+    Attributes:
+        outputs: the program's tree of results, as ordinary tensors.
+        updated: whether the optimizer's step was part of the graph.
+    """
+
+    outputs: Any
+    updated: bool
+
+
+@dataclass(frozen=True)
+class Ran(Generic[R]):
+    """The step ran without a graph; `result` is what the caller's `run` returned."""
+
+    result: R
+
+
+@dataclass
+class _Capture:
+    """One graph for one position in accumulation, and all that must still be true when it is replayed."""
+
+    graph: Graph
+    loss: Tensor
+    outputs: Outputs
+    gradients: Snapshot
+    updates: bool
+    hyperparameters: Any
+    optimizer_generation: int
+    addresses: list[int]
+    verified: bool
+
+
+@dataclass
+class _Variant:
+    """One signature under one set of guards."""
+
+    trace: Trace
+    used: list[bool] = field(default_factory=list)
+    watched: int = 0
+    prepared_runs: int = 0
+    compiled: Trace | None = None
+    inputs: StaticInputs | None = None
+    captures: dict[PositionInAccumulation, _Capture] = field(default_factory=dict)
+    compile_next: bool = False
+    replays: int = 0
+    last_used: int = 0
+    moves: int = 0
+    off: Problem | None = None
+
+    def forget_captures(self) -> None:
+        for capture in self.captures.values():
+            capture.graph.close()
+        self.captures.clear()
+        self.prepared_runs = 0
+
+
+@dataclass
+class _Signature:
+    """One key of arguments: its variants, latest hit first."""
+
+    seen: int = 0
+    retraces: int = 0
+    variants: list[_Variant] = field(default_factory=list)
+    off: Problem | None = None
+
+
+class StepRunner:
+    """Runs training steps, from a graph where that is proved to be the same.
+
+    Args:
+        program: the step.
+        config: options.
+        engine: where graphs are made.
+        report: filled while running.
+        steps_left: how many steps training will still make, if known (weighs compile time).
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        config: PyGraphConfig,
+        engine: Engine,
+        report: StepReport,
+        steps_left: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.program = program
+        self.config = config
+        self.engine = engine
+        self.report = report
+        self._steps_left = steps_left
+        self._signatures: OrderedDict[Key, _Signature] = OrderedDict()
+        self._first: _Signature | None = None
+        self._optimizer: OptimizerPreparation | None = None
+        self._plan: Plan | None = None
+        self._off: Problem | None = None
+        self._prepared_updates = 0
+        self._hyperparameter_changes = 0
+        parameters = {id(p): p for p in program.model.parameters()}
+        if program.optimizer is not None:
+            parameters |= {id(p): p for group in program.optimizer.param_groups for p in group["params"]}
+        self.gradients = Gradients(parameters.values())
+        # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
+        self._zeroed = (
+            self.gradients.parameters
+            if program.optimizer is None
+            else [p for group in program.optimizer.param_groups for p in group["params"]]
+        )
+        self._compiles = engine.name == "cuda"
+        self._steps = 0
+        self._clock = _Clock(engine, report)
+        report.engine = engine.name
+        if engine.name == "emulated" and config.compile is True:
+            report.note("the emulated engine runs eager kernels: compile=True has no effect")
+
+    # -- one step -----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        position: PositionInAccumulation,
+        run: Callable[[Call], R],
+    ) -> Replayed | Ran[R]:
+        """Make one training step (or one micro-batch of it).
+
+        Args:
+            args, kwargs: what the step's function is called with.
+            position: where the micro-batch stands in gradient accumulation.
+            run: makes the whole step without a graph, calling the step's function through the `Call`
+                that it is given, exactly once.
+        """
+        self._steps += 1
+        self.report.steps += 1
+        if self._off is not None:
+            return Ran(self._plainly(run))
+        leaves: list[Any] = []
+        structure = flatten((args, kwargs), leaves)
+        key = key_of(structure, leaves)
+        signature = self._signatures.get(key)
+        if signature is not None and signature.variants:
+            with self.program.context():
+                fn = self.program.function()
+                for variant in signature.variants:
+                    if variant.trace.traced and variant.trace.holds(fn, args, kwargs):
+                        break
+                else:
+                    variant = None
+            if variant is not None:
+                capture = variant.captures.get(position)
+                if capture is not None and self._still_valid(variant, capture, fn, args, kwargs):
+                    return self._replay(variant, capture, leaves, position)
+                return self._advance(signature, variant, args, kwargs, leaves, position, run)
+        return self._advance(self._meet(key), None, args, kwargs, leaves, position, run)
+
+    def _replay(
+        self, variant: _Variant, capture: _Capture, leaves: Sequence[Any], position: PositionInAccumulation
+    ) -> Replayed:
+        """The hot path: inputs in, learning rate in, launch, results out."""
+        assert variant.inputs is not None
+        variant.inputs.load(leaves)
+        if not position.fresh and not self.gradients.are(capture.gradients):
+            self.gradients.adopt()
+        if capture.updates and self._optimizer is not None:
+            self._optimizer.sync()
+        capture.graph.replay()
+        if not self.gradients.are(capture.gradients):
+            self.gradients.restore(capture.gradients)
+        variant.last_used = self._steps
+        variant.replays += 1
+        if variant.replays == _REPLAYS_BEFORE_COMPILING:
+            self._consider_compiling(variant)
+        self._clock.replayed(self._steps)
+        return Replayed(capture.outputs(leaves), capture.updates)
+
+    def _still_valid(
+        self, variant: _Variant, capture: _Capture, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Everything that the guards do not cover: addresses, optimizer state, hyperparameters."""
+        if not capture.verified or self.config.verify == "always":
+            return False
+        tensors = variant.trace.tensors(fn, args, kwargs)
+        if list(map(Tensor.data_ptr, tensors)) != capture.addresses:
+            return False
+        optimizer = self._optimizer
+        if capture.updates and optimizer is not None:
+            return (
+                capture.optimizer_generation == optimizer.generation
+                and optimizer.state_unchanged()
+                and optimizer.hyperparameters() == capture.hyperparameters
+            )
+        return True
+
+    def _consider_compiling(self, variant: _Variant) -> None:
+        """A variant that is used a lot may deserve Inductor's kernels after all."""
+        if variant.compiled is not None or not self._compiles or self.config.compile is False:
+            return
+        if self.config.compile is True or self._clock.compiling_pays(self._steps_left()):
+            variant.compile_next = True
+            variant.forget_captures()
+
+    # -- the way to a capture -----------------------------------------------------------------------
+
+    def _meet(self, key: Key) -> _Signature:
+        signature = self._signatures.setdefault(key, _Signature())
+        self._signatures.move_to_end(key)
+        if self._first is None:
+            self._first = signature
+        while len(self._signatures) > _MOST_SIGNATURES:  # shapes that never come back leave no trace
+            oldest = next(k for k, s in self._signatures.items() if s is not self._first)
+            for variant in self._signatures.pop(oldest).variants:
+                variant.forget_captures()
+        return signature
+
+    def _advance(
+        self,
+        signature: _Signature,
+        variant: _Variant | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        position: PositionInAccumulation,
+        run: Callable[[Call], R],
+    ) -> Replayed | Ran[R]:
+        """One step on the way from an unknown signature to a replayable capture."""
+        signature.seen += 1
+        if self._plan is None and (problem := self._begin()) is not None:
+            self._turn_off(problem)
+        if (
+            self._off is not None
+            or signature.off is not None
+            or (variant is not None and variant.off is not None)
+        ):
+            return Ran(self._plainly(run))
+        if signature is not self._first and signature.seen <= self.config.warmup_steps:
+            return Ran(self._plainly(run))  # it may never come back
+        if variant is None:
+            variant = self._new_variant(signature, args, kwargs, leaves)
+            if variant is None:
+                return Ran(self._plainly(run))
+        if variant.watched < self.config.warmup_steps:
+            return Ran(self._watch(signature, variant, args, kwargs, leaves, run))
+        if self._optimizer is None and self.program.optimizer is not None:
+            self._prepare_optimizer()
+        if (capture := variant.captures.get(position)) is not None:
+            self._check_moves(variant, capture, args, kwargs)
+        if variant.off is not None:
+            return Ran(self._plainly(run))
+        if variant.compile_next:
+            return Ran(self._compile(variant, (args, kwargs), run, position))
+        if position not in variant.captures and not self._ready_to_capture(variant, position):
+            return Ran(self._run_prepared(variant, run, position))
+        expected = None
+        if position not in variant.captures:
+            try:
+                expected = self._capture(variant, args, kwargs, leaves, position)
+            except NotLegal as refused:
+                variant.forget_captures()
+                variant.off = refused.problem
+                return Ran(self._fall_back(refused.problem, run))
+        capture = variant.captures[position]
+        if capture.verified and self.config.verify != "always":
+            return self._replay(variant, capture, leaves, position)
+        return self._first_replay(variant, capture, args, kwargs, leaves, position, expected, run)
+
+    def _begin(self) -> Problem | None:
+        """Decide the plan on the first step. Returns why nothing can be graphed at all."""
+        self._plan = plan_of(self.config, optimizer_capturable=self.program.optimizer is not None)
+        if self._plan == NOTHING:
+            off = [f"{p}='off'" for p in ("forward", "backward") if getattr(self.config, p) == "off"]
+            return Problem(
+                f"{', '.join(off or ['fuse=' + repr('off')])} was asked for, and forward and backward are "
+                "captured together or not at all"
+            )
+        if torch.is_anomaly_enabled():
+            return Problem(
+                "anomaly detection reads every gradient on the host", fix="Turn detect_anomaly off"
+            )
+        return backward_hook(self.program.model)
+
+    def _new_variant(
+        self, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    ) -> _Variant | None:
+        """A variant for a call that no trace of this signature holds for; None when there were too many."""
+        problem = _unsupported_leaf(args, kwargs, leaves)
+        if problem is None and signature.variants:
+            signature.retraces += 1
+            paid = sum(v.replays for v in signature.variants) // _REPLAYS_PER_RETRACE
+            if signature.retraces - paid > _MOST_RETRACES:
+                with self.program.context():
+                    problem = signature.variants[0].trace.why_not(self.program.function(), args, kwargs)
+        if problem is not None:
+            signature.off = problem
+            if signature is self._first:
+                self._turn_off(problem)
+            else:
+                self._note_fallback(problem)
+            return None
+        variant = _Variant(Trace(self.program.device, recorder=self.program.recorder))
+        variant.compile_next = self.config.compile is True and self._compiles and signature is self._first
+        signature.variants.insert(0, variant)
+        return variant
+
+    def _watch(
+        self,
+        signature: _Signature,
+        variant: _Variant,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        run: Callable[[Call], R],
+    ) -> R:
+        """Run through Dynamo with eager kernels: the cheap way to find out what the step is made of."""
+        first = variant.watched == 0
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+        try:
+            with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
+                result = run(variant.trace)
+        except NotLegal as refused:
+            problem: Problem | None = refused.problem
+            result = self._plainly(run)
+        else:
+            problem = variant.trace.problem
+            if problem is None and first:
+                problem = self._read_leaves(variant, args, kwargs, leaves)
+            if problem is None and versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]:
+                problem = Problem("the step changes its batch in place, which a replay would do to a copy")
+        if problem is not None:
+            variant.off = problem
+            if signature is self._first:
+                self._turn_off(problem)
+            else:
+                self._note_fallback(problem)
+        else:
+            variant.watched += 1
+        return result
+
+    def _read_leaves(
+        self, variant: _Variant, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+    ) -> Problem | None:
+        """Which leaves the traced step reads; a tensor that hides inside another object is refused."""
+        reads = variant.trace.argument_tensors(self.program.function(), args, kwargs)
+        known = {id(leaf) for leaf in leaves}
+        for expression, tensor in reads:
+            if id(tensor) not in known:
+                return Problem(
+                    f"{expression} is a tensor inside an object that is not a dict, list, tuple or dataclass",
+                    fix="Pass batches as plain containers of tensors",
+                )
+        read = {id(tensor) for _, tensor in reads}
+        variant.used = [isinstance(leaf, Tensor) and id(leaf) in read for leaf in leaves]
+        return None
+
+    def _prepare_optimizer(self) -> None:
+        """From the first legal step on, every optimizer step uses the kernels that graphs will hold."""
+        assert self.program.optimizer is not None
+        optimizer = OptimizerPreparation(self.program.optimizer, emulated=self.engine.name == "emulated")
+        reason = optimizer.reason or self.program.why_update_stays_outside(optimizer)
+        self._plan = plan_of(self.config, optimizer_capturable=reason is None)
+        self._optimizer = optimizer
+        if self._plan == WHOLE:
+            optimizer.settle()
+        else:
+            optimizer.close()
+            if self.config.optimizer != "off":
+                self._note_fallback(Problem(f"the optimizer runs outside of the graph: {reason}"))
+
+    @property
+    def _updates(self) -> bool:
+        """Whether graphs hold the optimizer's step."""
+        return self._plan == WHOLE and self._optimizer is not None
+
+    def _run_prepared(
+        self, variant: _Variant, run: Callable[[Call], R], position: PositionInAccumulation
+    ) -> R:
+        """An ordinary run with the kernels and the stream that the capture will use."""
+        with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
+            result = run(variant.compiled or plain_call)
+        variant.prepared_runs += 1
+        self._prepared_updates += position.update
+        return result
+
+    def _ready_to_capture(self, variant: _Variant, position: PositionInAccumulation) -> bool:
+        if variant.prepared_runs < _RUNS_BEFORE_CAPTURE:
+            return False
+        if not position.fresh and not self.gradients.exist:
+            return False  # the graph of the first micro-batch is to own the gradients
+        return not self._updates or self._prepared_updates > 0  # the optimizer's state exists
+
+    def _compile(
+        self,
+        variant: _Variant,
+        fn_args: tuple[Any, Any],
+        run: Callable[[Call], R],
+        position: PositionInAccumulation,
+    ) -> R:
+        """The step in which Inductor works. A failure costs its time, not the step."""
+        variant.compile_next = False
+        variant.forget_captures()
+        variant.compiled = Trace(self.program.device, inductor=True, recorder=self.program.recorder)
+        before = self.gradients.snapshot()
+        scratch = ScratchState(self.program.device, self._beside_parameters(variant, *fn_args))
+        try:
+            with self._clock.compiling():
+                return self._run_prepared(variant, run, position)
+        except Exception as error:
+            problem = _compiler_problem(error)
+            if problem is None:
+                raise
+            variant.compiled = None
+            scratch.restore()
+            self.gradients.restore(before)
+            self.program.abandon()
+            self._note_fallback(problem)
+            return self._run_prepared(variant, run, position)
+
+    def _capture(
+        self,
+        variant: _Variant,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        position: PositionInAccumulation,
+    ) -> Fingerprint | None:
+        """Capture the step. Returns what the first replay must reproduce, None without verification.
+
+        Raises:
+            NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
+        """
+        started = time.perf_counter()
+        if self._updates:
+            assert self._optimizer is not None
+            self._optimizer.settle()
+        if variant.inputs is None:
+            variant.inputs = StaticInputs(self.program.device, leaves, variant.used)
+        variant.inputs.load(leaves)
+        static_args, static_kwargs = variant.inputs.tree((args, kwargs))
+        static_leaves: list[Any] = []
+        flatten((static_args, static_kwargs), static_leaves)
+        call = variant.compiled or plain_call
+        updates = self._updates and position.update
+        program, gradients = self.program, self.gradients
+        if not position.fresh:
+            gradients.adopt()
+
+        def body() -> tuple[Tensor, Outputs]:
+            if position.fresh:
+                gradients.clear(self._zeroed)
+            loss, tree = program.forward(call, static_args, static_kwargs)
+            program.backward(loss)
+            if updates:
+                program.transform_gradients()
+                program.update()
+            gradients.settle()
+            return loss.detach(), Outputs(tree, static_leaves)
+
+        before = gradients.snapshot()
+        try:
+            expected = None
+            if self.config.verify != "off":
+                expected = self._reference(variant, call, static_args, static_kwargs, position, updates)
+            self._make_room(variant)
+            with self._optimizer_context():
+                graph, (loss, outputs) = self.engine.capture(body)
+        except BaseException as error:
+            gradients.restore(before)
+            program.abandon()
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C and the like: the caller's business, with everything in order
+            raise NotLegal(_problem_of(error)) from error
+        program.abandon()
+        optimizer = self._optimizer
+        if optimizer is not None:
+            optimizer.remember()
+        variant.captures[position] = _Capture(
+            graph=graph,
+            loss=loss,
+            outputs=outputs,
+            gradients=gradients.claim(),
+            updates=updates,
+            hyperparameters=optimizer.hyperparameters() if optimizer is not None and updates else None,
+            optimizer_generation=optimizer.generation if optimizer is not None else 0,
+            addresses=self._addresses(variant, args, kwargs),
+            verified=self.config.verify == "off",
+        )
+        seconds = time.perf_counter() - started
+        self.report.plan = str(self._plan)
+        self.report.captured(
+            CaptureRecord(str(position), seconds, graph.nodes, variant.compiled is not None, self._steps)
+        )
+        self._clock.interrupted()
+        log.info("pygraph: captured %s in %.2f s (%d nodes)", position, seconds, graph.nodes)
+        return expected
+
+    def _reference(
+        self,
+        variant: _Variant,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        position: PositionInAccumulation,
+        updates: bool,
+    ) -> Fingerprint:
+        """Loss and gradients of this step without a graph; everything else is put back."""
+        before = self.gradients.snapshot()
+        scratch = ScratchState(self.program.device, self._beside_parameters(variant, args, kwargs))
+        try:
+            with self._optimizer_context(), self.engine.warm_up():
+                if position.fresh:
+                    self.gradients.clear(self._zeroed)
+                else:
+                    self.gradients.restore([None if g is None else g.clone() for g in before])
+                loss, _ = self.program.forward(call, args, kwargs)
+                self.program.backward(loss)
+                if updates:
+                    self.program.transform_gradients()
+                return Fingerprint.of(loss.detach(), self.gradients.snapshot())
+        finally:
+            scratch.restore()
+            self.gradients.restore(before)
+            self.program.abandon()
+
+    def _first_replay(
+        self,
+        variant: _Variant,
+        capture: _Capture,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        position: PositionInAccumulation,
+        expected: Fingerprint | None,
+        run: Callable[[Call], R],
+    ) -> Replayed | Ran[R]:
+        """A replay that must give what the step gives without a graph; else it is undone."""
+        assert variant.inputs is not None
+        if expected is None:
+            variant.inputs.load(leaves)
+            static_args, static_kwargs = variant.inputs.tree((args, kwargs))
+            call = variant.compiled or plain_call
+            expected = self._reference(variant, call, static_args, static_kwargs, position, capture.updates)
+        before = self.gradients.snapshot()
+        written = [t for t in self._beside_parameters(variant, args, kwargs)]
+        if capture.updates and self._optimizer is not None:
+            written += self.gradients.parameters
+            written += self._optimizer.state_tensors()
+        if not position.fresh:
+            written += [g for g in before if g is not None]
+        backup = HostCopy(self.program.device, written)
+        replayed = self._replay(variant, capture, leaves, position)
+        difference = expected.compare(Fingerprint.of(capture.loss, capture.gradients))
+        if difference is None:
+            capture.verified = True
+            return replayed
+        backup.restore()
+        self.gradients.restore(before)
+        problem = Problem(
+            f"the first replay of {position} differs from the step without a graph: {difference}",
+            fix="Please report this; the step runs without a graph",
+        )
+        log.warning("pygraph: %s", problem)
+        variant.forget_captures()
+        variant.off = problem
+        return Ran(self._fall_back(problem, run))
+
+    # -- changes that captures do not survive -------------------------------------------------------
+
+    def _addresses(self, variant: _Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        return list(map(Tensor.data_ptr, variant.trace.tensors(self.program.function(), args, kwargs)))
+
+    def _check_moves(
+        self, variant: _Variant, capture: _Capture, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Drop captures that rest on something that has changed; stop when it changes all the time."""
+        optimizer = self._optimizer
+        allowed = _MOST_RETRACES + variant.replays // _REPLAYS_PER_RETRACE
+        addresses = self._addresses(variant, args, kwargs)
+        if addresses != capture.addresses:
+            variant.moves += 1
+            moved = next(
+                expression
+                for expression, new, old in zip(
+                    variant.trace.inputs, addresses, capture.addresses, strict=True
+                )
+                if new != old
+            )
+            variant.forget_captures()
+            if variant.moves > allowed:
+                variant.off = Problem(f"{readable(moved)} lives at a new address again and again")
+                self._note_fallback(variant.off)
+        elif capture.updates and optimizer is not None:
+            if capture.optimizer_generation != optimizer.generation or not optimizer.state_unchanged():
+                variant.forget_captures()
+                self._prepared_updates = 0
+            elif optimizer.hyperparameters() != capture.hyperparameters:
+                variant.forget_captures()
+                self._hyperparameter_changes += 1
+                if self._hyperparameter_changes > allowed:
+                    self._plan = plan_of(self.config, optimizer_capturable=False)
+                    self.report.plan = str(self._plan)
+                    self._close_optimizer()
+                    self._note_fallback(
+                        Problem(
+                            "the optimizer runs outside of the graph: a hyperparameter other than the learning "
+                            "rate changes again and again (betas or momentum under OneCycleLR, for example)",
+                            fix="OneCycleLR(cycle_momentum=False) keeps it in the graph",
+                        )
+                    )
+
+    def _make_room(self, variant: _Variant) -> None:
+        """Release the least recently used captures above `max_signatures`.
+
+        Raises:
+            NotLegal: all of them were used a moment ago; capturing in turn would cost more than it gives.
+        """
+        holders = [
+            v for s in self._signatures.values() for v in s.variants if v.captures and v is not variant
+        ]
+        if len(holders) < self.config.max_signatures:
+            return
+        oldest = min(holders, key=lambda v: v.last_used)
+        if self._steps - oldest.last_used < 4 * self.config.max_signatures:
+            raise NotLegal(
+                Problem(
+                    f"{self.config.max_signatures} other input signatures are in use",
+                    fix="Raise PyGraphConfig.max_signatures, or pad batches to fewer shapes",
+                )
+            )
+        oldest.forget_captures()
+        oldest.inputs = None
+
+    # -- without a graph ----------------------------------------------------------------------------
+
+    def _plainly(self, run: Callable[[Call], R]) -> R:
+        with self._optimizer_context():
+            return run(plain_call)
+
+    def _fall_back(self, problem: Problem, run: Callable[[Call], R]) -> R:
+        self._note_fallback(problem)
+        return self._plainly(run)
+
+    def _note_fallback(self, problem: Problem) -> None:
+        if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._steps)):
+            log.info("pygraph: step %d runs without a graph: %s", self._steps, problem)
+        if self.config.on_failure == "raise":
+            raise PyGraphError(str(problem))
+
+    def _turn_off(self, problem: Problem) -> None:
+        self._off = problem
+        self._close_optimizer()
+        self._note_fallback(problem)
+
+    def _optimizer_context(self) -> AbstractContextManager[None]:
+        return self._optimizer.prepared() if self._optimizer is not None and self._updates else nullcontext()
+
+    def _close_optimizer(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.close()
+
+    def _beside_parameters(
+        self, variant: _Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
+        """Device tensors, other than parameters, that forward and backward may write in place."""
+        parameters = {id(p) for p in self.gradients.parameters}
+        found = {id(t): t for t in self.program.model.buffers()}
+        found |= {id(t): t for t in variant.trace.tensors(self.program.function(), args, kwargs)}
+        found |= {id(t): t for t in self.program.extra_state()}
+        return [t for t in found.values() if id(t) not in parameters]
+
+    def close(self) -> None:
+        """Release every graph and give the optimizer back as it was."""
+        for signature in self._signatures.values():
+            for variant in signature.variants:
+                variant.forget_captures()
+        self._signatures.clear()
+        self._close_optimizer()
+        self._off = self._off or Problem("the runner was closed")
+        self.engine.close()
+
+
+_MOST_SIGNATURES = 1024
+
+
+def _unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Problem | None:
+    paths = leaf_paths(args, "args") + leaf_paths(kwargs, "kwargs")
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.requires_grad:
+            return Problem(f"{path} requires a gradient: its .grad would lie in a static buffer")
+        if leaf.layout is not torch.strided:
+            return Problem(f"{path} is a {leaf.layout} tensor, whose memory a graph cannot fix")
+        if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+            return Problem(f"{path} is an expanded tensor", fix="Call .contiguous() on it")
+    return None
+
+
+def _compiler_problem(error: BaseException) -> Problem | None:
+    """The sentence for a failure of the compiler, None for any other exception."""
+    if isinstance(error, NotLegal):
+        return Problem(
+            f"Inductor could not compile the step: {error.problem.reason}; graphs hold eager kernels"
+        )
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch", "triton")):
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Problem(f"Inductor could not compile the step: {first}; graphs hold eager kernels")
+    return None
+
+
+def _problem_of(error: Exception) -> Problem:
+    if isinstance(error, NotLegal):
+        return error.problem
+    if isinstance(error, CaptureError):
+        return Problem(error.reason, error.where)
+    if isinstance(error, torch.OutOfMemoryError):
+        return Problem(
+            "out of memory during the capture", fix="A smaller batch leaves room for the graph's memory"
+        )
+    first = (str(error).strip().splitlines() or [""])[0]
+    return Problem(
+        f"the capture failed with {type(error).__name__}: {first}", user_location(error.__traceback__)
+    )
+
+
+class _Clock:
+    """Step times for the report, and the compile decision. Never makes a replayed step wait."""
+
+    def __init__(self, engine: Engine, report: StepReport) -> None:
+        self._cuda = engine.name == "cuda"
+        self._report = report
+        self._started = time.perf_counter()
+        self._last: float | None = None
+        self._intervals: deque[float] = deque(maxlen=2048)
+        report.replay_intervals = self._intervals
+
+    def replayed(self, step: int) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self._intervals.append(now - self._last)
+        elif self._report.first_replay_step is None:
+            self._report.first_replay_step = step
+            self._report.first_replay_seconds = now - self._started
+        self._last = now
+        self._report.steps_replayed += 1
+
+    def interrupted(self) -> None:
+        """The next interval holds more than a step."""
+        self._last = None
+
+    @contextmanager
+    def ungraphed(self) -> Iterator[None]:
+        self._last = None
+        if self._cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        yield
+        if self._cuda:
+            torch.cuda.synchronize()
+        self._report.ungraphed_seconds.append(time.perf_counter() - started)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._report.compile_seconds += time.perf_counter() - started
+        if self._report.ungraphed_seconds:
+            self._report.ungraphed_seconds.pop()
+
+    def compiling_pays(self, steps_left: float | None) -> bool:
+        """Inductor usually saves a third of the device time and costs about a minute."""
+        if steps_left is None or not self._intervals:
+            return False
+        step = sorted(self._intervals)[len(self._intervals) // 2]
+        return steps_left * step / 3 > _COMPILE_SECONDS
+
+
+_COMPILE_SECONDS = 120.0
+"""Above this expected saving `compile="auto"` compiles: twice what a medium model takes."""

@@ -1,0 +1,87 @@
+"""Trees of arguments: flattened, rebuilt, and reduced to what a capture depends on."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Key", "flatten", "key_of", "leaf_paths", "map_leaves"]
+
+Key = tuple[Any, ...]
+"""Hashable: equal keys mean equal structure, tensor metadata and types of the other leaves."""
+
+
+def flatten(tree: Any, leaves: list[Any]) -> Any:
+    """Append the leaves of `tree` to `leaves`, depth first, and return its hashable structure.
+
+    Mappings (also dict-like classes such as transformers' BatchEncoding), sequences, namedtuples and
+    dataclass instances are containers; everything else, strings included, is a leaf.
+    """
+    kind = type(tree)
+    if kind is Tensor:
+        leaves.append(tree)
+        return None
+    if kind is tuple or kind is list:
+        return (kind, *[flatten(value, leaves) for value in tree])
+    if kind is dict or isinstance(tree, Mapping):
+        return (kind, tuple(tree), *[flatten(value, leaves) for value in tree.values()])
+    if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
+        return (kind, *[flatten(value, leaves) for value in tree])
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return (kind, *[flatten(getattr(tree, f.name), leaves) for f in dataclasses.fields(tree)])
+    leaves.append(tree)
+    return None
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """A copy of `tree` with `fn` applied to each leaf, in `flatten`'s order."""
+    kind = type(tree)
+    if kind is dict:
+        return {name: map_leaves(fn, value) for name, value in tree.items()}
+    if isinstance(tree, Mapping):
+        other = copy.copy(tree)
+        for name, value in tree.items():
+            other[name] = map_leaves(fn, value)  # type: ignore[index]
+        return other
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return kind(*[map_leaves(fn, value) for value in tree])
+    if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
+        return kind([map_leaves(fn, value) for value in tree])  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        other = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            # frozen dataclasses refuse plain assignment
+            object.__setattr__(other, field.name, map_leaves(fn, getattr(tree, field.name)))
+        return other
+    return fn(tree)
+
+
+def key_of(structure: Any, leaves: Sequence[Any]) -> Key:
+    """What a capture depends on besides the guards of its trace.
+
+    Values of leaves that are not tensors are left to the guards: a file name that the step never reads
+    does not matter, a number that it reads does.
+    """
+    return (structure, *[_leaf_key(leaf) for leaf in leaves])
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad)
+    return type(leaf)
+
+
+def leaf_paths(tree: Any, prefix: str = "") -> list[str]:
+    """How the user would write each leaf of `tree`, in `flatten`'s order: `args[0]['x']`."""
+    if isinstance(tree, Mapping):
+        return [path for name, value in tree.items() for path in leaf_paths(value, f"{prefix}[{name!r}]")]
+    if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
+        return [path for i, value in enumerate(tree) for path in leaf_paths(value, f"{prefix}[{i}]")]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = dataclasses.fields(tree)
+        return [path for f in fields for path in leaf_paths(getattr(tree, f.name), f"{prefix}.{f.name}")]
+    return [prefix]

@@ -1,0 +1,121 @@
+"""Checking a replay against the step without a graph, and putting things back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Fingerprint", "HostCopy", "ScratchState"]
+
+_SAMPLES = 256
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
+"""Relative, for gradients whose kernels add in no fixed order (atomics)."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A loss and gradients, small enough to keep while the graph is captured.
+
+    Attributes:
+        loss: a copy, 0-dim.
+        exact: per gradient the sum of its bytes as integers: equal bytes give equal sums.
+        norms: per gradient its norm, float64.
+        samples: per gradient up to 256 values spread over it.
+    """
+
+    loss: Tensor
+    exact: Tensor
+    norms: Tensor
+    samples: list[Tensor]
+    tolerance: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, loss: Tensor, gradients: Sequence[Tensor | None]) -> Fingerprint:
+        """Compute it on the device. Gradients: tensors of any shape, or None where there is none."""
+        present = [g.detach() for g in gradients if g is not None]
+        flat = [g.reshape(-1) for g in present]
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        exact = [f.view(integers[f.element_size()]).sum(dtype=torch.int64) for f in flat]
+        norms = [f.double().norm() if f.numel() < 1 << 20 else f.float().norm().double() for f in flat]
+        samples = [f[:: max(1, f.numel() // _SAMPLES)].double() for f in flat]
+        empty = torch.zeros(0, device=loss.device)
+        return cls(
+            loss=loss.detach().clone(),
+            exact=torch.stack(exact) if exact else empty,
+            norms=torch.stack(norms) if norms else empty,
+            samples=samples,
+            tolerance=max((_TOLERANCE.get(g.dtype, 2e-3) for g in present), default=0.0),
+        )
+
+    def compare(self, other: Fingerprint) -> str | None:
+        """None when equal, bit for bit or within the tolerance of the dtype; else what differs."""
+        if self.exact.shape != other.exact.shape:
+            return f"{other.exact.numel()} gradients instead of {self.exact.numel()}"
+        same_loss = torch.equal(self.loss, other.loss)
+        if same_loss and torch.equal(self.exact, other.exact):
+            return None
+        tolerance = max(self.tolerance, _TOLERANCE.get(self.loss.dtype, 2e-3))
+        if not torch.allclose(self.loss, other.loss, rtol=tolerance, atol=1e-6, equal_nan=True):
+            return f"loss {float(other.loss):.8g} instead of {float(self.loss):.8g}"
+        # gradients that are sums of cancelling terms have noise of the size of the terms
+        floor = self.norms.nan_to_num().max() * 1e-6 if self.norms.numel() else 0.0
+        if not _close(self.norms, other.norms, tolerance, floor):
+            worst = int((self.norms - other.norms).abs().nan_to_num().argmax())
+            return f"gradient {worst} has norm {float(other.norms[worst]):.8g} instead of {float(self.norms[worst]):.8g}"
+        for index, (mine, theirs) in enumerate(zip(self.samples, other.samples, strict=True)):
+            scale = mine.nan_to_num().abs().max() * tolerance * 10 + floor if mine.numel() else 0.0
+            if not _close(mine, theirs, tolerance, scale):
+                return f"gradient {index} has other values"
+        return None
+
+
+def _close(expected: Tensor, found: Tensor, rtol: float, atol: Tensor | float) -> bool:
+    same = (expected - found).abs() <= rtol * expected.abs() + atol
+    same |= ~torch.isfinite(expected) & ~torch.isfinite(found)  # overflowing fp16 gradients
+    return bool(same.all())
+
+
+class ScratchState:
+    """Random state and tensors that a run without consequences may change; `restore` puts them back.
+
+    Args:
+        device: whose default generator is kept, besides the CPU's.
+        tensors: kept by value, on the device: buffers are small.
+    """
+
+    def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
+        self._device = device
+        self._cpu_random = torch.get_rng_state()
+        self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._tensors = [t.detach() for t in tensors]
+        self._values = [t.clone() for t in self._tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        torch.set_rng_state(self._cpu_random)
+        if self._random is not None:
+            torch.cuda.set_rng_state(self._random, self._device)
+        for tensor, value in zip(self._tensors, self._values, strict=True):
+            tensor.copy_(value)
+
+
+class HostCopy:
+    """Like `ScratchState`, but kept in host memory: parameters and optimizer state are large."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
+        self._random = ScratchState(device, ())
+        self._tensors = [t.detach() for t in tensors]
+        self._values = [t.to("cpu", copy=True) for t in self._tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        self._random.restore()
+        for tensor, value in zip(self._tensors, self._values, strict=True):
+            tensor.copy_(value)

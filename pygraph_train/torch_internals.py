@@ -1,0 +1,201 @@
+"""Every private torch API that the library uses, one function each, with the versions it was tried on."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+
+def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
+    """The live tables of step hooks that `step()` runs: global and own (torch 2.11, 2.13)."""
+    from torch.optim import optimizer as module
+
+    return (
+        module._global_optimizer_pre_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        module._global_optimizer_post_hooks,
+    )
+
+
+def optimizer_step_override(optimizer: torch.optim.Optimizer) -> Any:
+    """What someone put over `optimizer.step`, but for the schedulers' call counter (torch 2.11, 2.13)."""
+    step = vars(optimizer).get("step")
+    return None if step is None or getattr(step, "_wrapped_by_lr_sched", False) else step
+
+
+_OPTIMIZER_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+
+
+def optimizer_private_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's attributes that fused steps set or need, as they are now (torch 2.11, 2.13)."""
+    return {name: vars(optimizer)[name] for name in _OPTIMIZER_ATTRIBUTES if name in vars(optimizer)}
+
+
+def restore_optimizer_private_attributes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Undo changes since `optimizer_private_attributes` (torch 2.11, 2.13)."""
+    for name in _OPTIMIZER_ATTRIBUTES:
+        if name in saved:
+            setattr(optimizer, name, saved[name])
+        else:
+            vars(optimizer).pop(name, None)
+
+
+def set_step_supports_amp_scaling(optimizer: torch.optim.Optimizer, supported: bool) -> None:
+    """Tell GradScaler that `step()` takes grad_scale and found_inf (torch 2.11, 2.13)."""
+    optimizer._step_supports_amp_scaling = supported  # type: ignore[attr-defined]
+
+
+@functools.cache
+def fused_adagrad_on_cuda() -> bool:
+    """Whether fused Adagrad runs on CUDA (torch 2.11: no, 2.13: yes)."""
+    # The version that brought the CUDA kernel also made Adagrad take GradScaler's tensors.
+    optimizer = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)], fused=True)
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def tensor_version(tensor: torch.Tensor) -> int:
+    """Counter of the in-place changes of a tensor (torch 2.11, 2.13)."""
+    return tensor._version
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Call operators as a dispatch mode sees them: no autograd, autocast or function modes (torch 2.13)."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(keys),
+    ):
+        yield
+
+
+def no_torch_function() -> AbstractContextManager[None]:
+    """Calls inside are not shown to `TorchFunctionMode`s and `__torch_function__` (torch 2.13)."""
+    return torch._C.DisableTorchFunction()
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Identity of a storage while it is alive, also when its memory moves or is empty (torch 2.13)."""
+    return storage._cdata
+
+
+def is_operator(func: object) -> bool:
+    """Whether what a dispatch mode was given is an ordinary operator, not a higher-order one (torch 2.13)."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def writes_arguments(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator's schema declares that it mutates an argument (torch 2.13)."""
+    return func._schema.is_mutable
+
+
+# --- Dynamo -----------------------------------------------------------------------------------------
+
+
+def dynamo_cache_entries(code: types.CodeType) -> list[Any]:
+    """Compiled variants of a frame, each with `.guard_manager` (tried on torch 2.11, 2.13)."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return list(_debug_get_cache_entry_list(code))
+
+
+def dynamo_step_config() -> AbstractContextManager[None]:
+    """Trace with every Python number specialised, so that a guard stands for it (torch 2.11, 2.13)."""
+    import torch._dynamo.config as config
+
+    return config.patch(
+        specialize_int=True,
+        specialize_float=True,
+        allow_unspec_int_on_nn_module=False,
+        automatic_dynamic_shapes=False,
+        assume_static_by_default=True,
+        capture_scalar_outputs=False,
+        capture_dynamic_output_shape_ops=False,
+        side_effect_replay_policy="info",  # keeps the user's stack of every mutation
+        recompile_limit=32,
+        suppress_errors=False,
+    )
+
+
+def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]]:
+    """Python objects that the frame being compiled writes to; call inside a backend (torch 2.11, 2.13).
+
+    Returns:
+        One (source expression, attribute or "", user stack) for each write to an object that existed
+        before the frame.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    found = []
+    for variable in effects._get_modified_vars():
+        if isinstance(variable.mutation_type, (AttributeMutationNew, ValueMutationNew)):
+            continue
+        source = variable.source.name if variable.source is not None else type(variable).__name__
+        if callable(source):  # a method in older versions
+            source = source()
+        stacks = effects.mutation_user_stacks.get(variable) or [None]
+        attributes = list(effects.store_attr_mutations.get(variable, ())) or [""]
+        found += [(source, attribute, stacks[0]) for attribute in attributes]
+    return found
+
+
+def placeholder_source(node: torch.fx.Node) -> str | None:
+    """Python expression over the frame's locals `L` that a graph input was read from (torch 2.11, 2.13)."""
+    grapharg = node.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    if source is None:
+        return None
+    name = source.name
+    return name() if callable(name) else name
+
+
+def guard_failures(entry: Any, frame_locals: dict[str, Any]) -> list[str]:
+    """The guards of a cache entry that do not hold, with their source lines (torch 2.11, 2.13)."""
+    return [str(part) for part in entry.guard_manager.check_verbose(frame_locals).verbose_code_parts or ()]
+
+
+# --- CUDA allocator and generators ------------------------------------------------------------------
+
+
+def abandon_pool(device: int, pool: tuple[int, int]) -> None:
+    """End an allocation to a graph pool that a failed capture left open (torch 2.11, 2.13)."""
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # it was closed after all
+    torch._C._cuda_releasePool(device, pool)
+
+
+def clear_cublas_workspaces() -> None:
+    """Free cuBLAS workspaces of all streams; the next product allocates its own (torch 2.11, 2.13)."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def refresh_scaler_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Forget that this optimizer's gradients were unscaled in this step (torch 2.11, 2.13)."""
+    scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def cuda_graph_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    """Number of nodes of a captured graph, -1 without cuda-bindings (torch 2.11, cuda-bindings 13)."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return -1
+    status, _, count, *_ = (*driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph())), 0, 0)
+    return int(count) if int(status) == 0 else -1
+
+
+def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
+    """Scale and growth counter on the device, once they exist (torch 2.11, 2.13)."""
+    return [t for t in (scaler._scale, scaler._growth_tracker) if t is not None]

@@ -1,0 +1,199 @@
+"""Captured optimizer steps equal eager ones, for every optimizer that the preparation makes capturable."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from pygraph_train.step.optimizer import OptimizerPreparation
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (Adam, {}),
+    (Adam, {"fused": True, "amsgrad": True}),
+    (Adam, {"foreach": False}),
+    (AdamW, {"weight_decay": 0.1}),
+    (AdamW, {"fused": True}),
+    (NAdam, {}),
+    (RAdam, {}),
+    (Adamax, {}),
+    (ASGD, {}),
+    (Adadelta, {}),
+    (RMSprop, {}),
+    (RMSprop, {"momentum": 0.9, "centered": True}),
+    (Rprop, {}),
+    (Adagrad, {"lr_decay": 0.01}),
+    (SGD, {}),
+    (SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (SGD, {"momentum": 0.9, "foreach": True}),
+]
+IDS = [f"{cls.__name__}-{'-'.join(options) or 'default'}" for cls, options in CASES]
+
+
+def make(cls: type[Optimizer], options: dict[str, Any]) -> tuple[list[torch.nn.Parameter], Any]:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(n, 7, generator=generator).cuda()) for n in (5, 64, 1)]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    return params, cls([{"params": params[:2]}, {"params": params[2:], "lr": 0.02}], lr=0.01, **options)
+
+
+def fill_grads(params: list[torch.nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step + 1)
+    for p in params:
+        assert p.grad is not None
+        p.grad.copy_(torch.randn(p.shape, generator=generator))
+
+
+def set_lr(optimizer: Optimizer, step: int) -> None:
+    for index, group in enumerate(optimizer.param_groups):
+        group["lr"] = 0.01 / (1 + step) + 0.001 * index
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
+def test_replayed_steps_equal_eager_steps_while_the_learning_rate_changes(
+    cls: type[Optimizer], options: dict[str, Any]
+) -> None:
+    params, optimizer = make(cls, options)
+    eager_params, eager = make(cls, options)
+    prep, eager_prep = (OptimizerPreparation(o, emulated=False) for o in (optimizer, eager))
+    if prep.reason is not None and cls is Adagrad:
+        pytest.skip(prep.reason)
+    assert prep.reason is None
+    graph = torch.cuda.CUDAGraph()
+    for step in range(12):
+        for ps, o in ((params, optimizer), (eager_params, eager)):
+            fill_grads(ps, step)
+            set_lr(o, step)
+        with eager_prep.prepared():
+            eager.step()
+        if step < 2:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), prep.prepared():
+                optimizer.step()
+            torch.cuda.current_stream().wait_stream(stream)
+            prep.settle()
+        else:
+            if step == 2:
+                prep.remember()
+                with prep.prepared(), torch.cuda.graph(graph):
+                    optimizer.step()
+                assert prep.state_unchanged()
+            prep.sync()
+            graph.replay()
+        for p, q in zip(params, eager_params, strict=True):
+            assert torch.equal(p, q), f"step {step}"
+    for s, t in zip(prep.state_tensors(), eager_prep.state_tensors(), strict=True):
+        assert torch.equal(s, t)
+    assert all(type(group["lr"]) is float for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
+def test_checkpoint_of_prepared_training_is_that_of_plain_training(
+    cls: type[Optimizer], options: dict[str, Any]
+) -> None:
+    params, optimizer = make(cls, options)
+    plain_params, plain = make(cls, options)
+    prep = OptimizerPreparation(optimizer, emulated=False)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            for ps, o in ((params, optimizer), (plain_params, plain)):
+                fill_grads(ps, step)
+                set_lr(o, step)
+            plain.step()
+            with prep.prepared():
+                optimizer.step()
+            prep.settle()
+
+    def compare() -> None:
+        ours, theirs = optimizer.state_dict(), plain.state_dict()
+        assert ours["param_groups"] == theirs["param_groups"]
+        assert ours["state"].keys() == theirs["state"].keys()
+        for index, state in theirs["state"].items():
+            assert list(ours["state"][index]) == list(state)
+            for key, value in state.items():
+                mine = ours["state"][index][key]
+                assert (mine.device, mine.dtype) == (value.device, value.dtype), key
+                if cls is not Rprop:  # a sign may flip where a gradient nearly cancels
+                    torch.testing.assert_close(mine, value, rtol=1e-4, atol=1e-5)
+
+    train(range(4))
+    compare()
+    saved = copy.deepcopy(plain.state_dict())
+    optimizer.load_state_dict(saved)
+    plain.load_state_dict(saved)
+    with torch.no_grad():
+        for p, q in zip(params, plain_params, strict=True):
+            p.copy_(q)
+    compare()
+    train(range(4, 6))
+    compare()
+    prep.close()
+    for mine, value in zip(_tensors(optimizer), _tensors(plain), strict=True):
+        assert mine.device == value.device
+
+
+def _tensors(optimizer: Optimizer) -> list[Tensor]:
+    return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+
+def test_settle_keeps_identity_and_values_and_then_rests() -> None:
+    params = [torch.nn.Parameter(torch.randn(512, 1024, device="cuda")) for _ in range(4)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = AdamW(params)
+    prep = OptimizerPreparation(optimizer, emulated=False)
+    with prep.prepared():
+        optimizer.step()
+    tensors = prep.state_tensors()
+    values = [t.clone() for t in tensors]
+    prep.settle()
+    assert all(a is b for a, b in zip(prep.state_tensors(), tensors, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, values, strict=True))
+    generation, addresses = prep.generation, [t.data_ptr() for t in tensors]
+    prep.settle()
+    assert prep.generation == generation and [t.data_ptr() for t in tensors] == addresses
+
+
+def test_scaler_step_of_default_sgd_reads_nothing_back() -> None:
+    params, optimizer = make(SGD, {"momentum": 0.9})
+    prep = OptimizerPreparation(optimizer, emulated=False)
+    assert prep.step_supports_scaler
+    scaler = torch.amp.GradScaler("cuda")
+    before = [p.detach().clone() for p in params]
+    scaler.scale(torch.zeros((), device="cuda"))
+    for p in params:
+        assert p.grad is not None
+        p.grad.fill_(float("inf"))
+    with prep.prepared():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.step(optimizer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    scaler.update()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
