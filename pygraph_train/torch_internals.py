@@ -62,7 +62,7 @@ def fused_adagrad_on_cuda() -> bool:
 
 def tensor_version(tensor: torch.Tensor) -> int:
     """Counter of the in-place changes of a tensor (torch 2.11, 2.13)."""
-    return tensor._version
+    return int(tensor._version)
 
 
 @contextmanager
@@ -136,14 +136,14 @@ def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     effects = InstructionTranslator.current_tx().output.side_effects
-    found = []
+    found: list[tuple[str, str, traceback.StackSummary | None]] = []
     for variable in effects._get_modified_vars():
         if isinstance(variable.mutation_type, (AttributeMutationNew, ValueMutationNew)):
             continue
         source = variable.source.name if variable.source is not None else type(variable).__name__
         if callable(source):  # a method in older versions
             source = source()
-        stacks = effects.mutation_user_stacks.get(variable) or [None]
+        stacks: Any = effects.mutation_user_stacks.get(variable) or [None]
         attributes = list(effects.store_attr_mutations.get(variable, ())) or [""]
         found += [(source, attribute, stacks[0]) for attribute in attributes]
     return found
@@ -192,8 +192,8 @@ def cuda_graph_nodes(graph: torch.cuda.CUDAGraph) -> int:
         from cuda.bindings import driver
     except ImportError:
         return -1
-    status, _, count, *_ = (*driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph())), 0, 0)
-    return int(count) if int(status) == 0 else -1
+    answer: Any = driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()))
+    return int(answer[-1]) if int(answer[0]) == 0 else -1  # (status, nodes, count)
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:

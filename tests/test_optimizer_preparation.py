@@ -71,7 +71,9 @@ def assert_same(a: Any, b: Any) -> None:
     """Equal values of equal types, all the way down, and tensors equal bit for bit."""
     assert type(a) is type(b)
     if isinstance(a, Tensor):
-        assert a.device == b.device and a.dtype == b.dtype and torch.equal(a, b)
+        assert a.device == b.device
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
     elif isinstance(a, dict):
         assert list(a) == list(b)
         for key in a:
@@ -154,7 +156,8 @@ def test_checkpoint_loaded_inside_prepared_keeps_its_plain_values() -> None:
         assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
         assert optimizer.param_groups[0]["lr"].item() == 0.5
         assert_same(optimizer.state_dict(), saved)
-    assert optimizer.param_groups[0]["lr"] == 0.5 and type(optimizer.param_groups[0]["lr"]) is float
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert type(optimizer.param_groups[0]["lr"]) is float
 
 
 def test_values_return_after_an_exception() -> None:
@@ -185,7 +188,8 @@ def test_learning_rate_set_inside_prepared_is_kept(assign: bool) -> None:
             optimizer.param_groups[0]["lr"] = 0.25
         else:
             optimizer.param_groups[0]["lr"].fill_(0.25)  # what a scheduler does with a tensor
-    assert optimizer.param_groups[0]["lr"] == 0.25 and type(optimizer.param_groups[0]["lr"]) is float
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert type(optimizer.param_groups[0]["lr"]) is float
     with prep.prepared():
         assert optimizer.param_groups[0]["lr"].item() == 0.25
 
@@ -289,7 +293,8 @@ def test_sparse_gradients_are_refused() -> None:
     params, optimizer = two_groups(FUSED_CPU["sgd"])
     prep = OptimizerPreparation(optimizer, emulated=True)
     params[0].grad = torch.ones(5, 3).to_sparse()
-    assert prep.reason is not None and "sparse gradients" in prep.reason
+    assert prep.reason is not None
+    assert "sparse gradients" in prep.reason
 
 
 def test_step_hooks_of_others_are_named_with_their_line() -> None:
@@ -305,12 +310,15 @@ def test_step_hooks_of_others_are_named_with_their_line() -> None:
         register_optimizer_step_post_hook,
     ):
         handle = register(my_hook)
-        assert prep.reason is not None and where in prep.reason
+        assert prep.reason is not None
+        assert where in prep.reason
         assert prep.hyperparameters() != clean  # a hook added in mid-run is noticed on the hot path
         handle.remove()
-        assert prep.reason is None and prep.hyperparameters() == clean
+        assert prep.reason is None
+        assert prep.hyperparameters() == clean
     handle = optimizer.register_step_pre_hook(functools.partial(my_hook))
-    assert prep.reason is not None and where in prep.reason
+    assert prep.reason is not None
+    assert where in prep.reason
 
 
 def test_replaced_step_is_named_but_the_schedulers_counter_is_fine() -> None:
@@ -322,7 +330,8 @@ def test_replaced_step_is_named_but_the_schedulers_counter_is_fine() -> None:
     def my_step(closure: Any = None) -> None: ...
 
     optimizer.step = my_step  # type: ignore[method-assign,assignment]
-    assert prep.reason is not None and "my_step (" in prep.reason
+    assert prep.reason is not None
+    assert "my_step (" in prep.reason
 
 
 # Signatures and state
@@ -356,7 +365,8 @@ def test_added_parameter_group_trains() -> None:
     optimizer.add_param_group({"params": [extra], "lr": 0.5})
     prep.sync()
     run(optimizer, [*params, extra], range(1, 2), prep)
-    assert not torch.equal(extra, torch.ones(2)) and optimizer.param_groups[2]["lr"] == 0.5
+    assert not torch.equal(extra, torch.ones(2))
+    assert optimizer.param_groups[2]["lr"] == 0.5
 
 
 def replace_moment(o: Optimizer) -> None:
@@ -405,15 +415,16 @@ def test_loading_frees_the_old_state() -> None:
 def test_close_leaves_a_plain_optimizer() -> None:
     plain_params, plain = two_groups(FUSED_CPU["adamw"])
     params, optimizer = two_groups(FUSED_CPU["adamw"])
-    before = {k for k in vars(optimizer)}
+    before = set(vars(optimizer))
     prep = OptimizerPreparation(optimizer, emulated=True)
     run(plain, plain_params, range(3))
     run(optimizer, params, range(3), prep)
     prep.close()
     prep.close()
     assert prep.reason is not None
-    assert {k for k in vars(optimizer)} == before
-    assert not optimizer._optimizer_state_dict_post_hooks and not optimizer._optimizer_step_pre_hooks
+    assert set(vars(optimizer)) == before
+    assert not optimizer._optimizer_state_dict_post_hooks
+    assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_load_state_dict_post_hooks
     run(plain, plain_params, range(3, 6))
     run(optimizer, params, range(3, 6), prep)
@@ -457,7 +468,8 @@ def test_explicit_choice_of_kernels_is_kept_on_cuda() -> None:
 @pytest.mark.parametrize("cls", [Adadelta, RMSprop])
 def test_kernels_that_read_the_learning_rate_on_the_host_are_refused(cls: type) -> None:
     why = plan_group(cls, {"foreach": False}, "cuda").reason
-    assert why is not None and "foreach=False" in why
+    assert why is not None
+    assert "foreach=False" in why
 
 
 def test_sgd_and_adagrad_become_fused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +479,8 @@ def test_sgd_and_adagrad_become_fused_on_cuda(monkeypatch: pytest.MonkeyPatch) -
     assert plan_group(Adagrad, {"fused": None, "foreach": None}, "cuda") == fused
     monkeypatch.setattr(torch_internals, "fused_adagrad_on_cuda", lambda: False)
     why = plan_group(Adagrad, {"fused": None, "foreach": None}, "cuda").reason
-    assert why is not None and "this torch version" in why
+    assert why is not None
+    assert "this torch version" in why
 
 
 def test_other_devices_are_refused() -> None:
@@ -487,7 +500,8 @@ def test_host_state_is_what_torch_creates_on_the_host(cls: Any) -> None:
     optimizer.step()
     small = {k for k, t in optimizer.state[param].items() if t.dim() == 0}
     assert set(host_state_keys(cls, {"capturable": False, "fused": None})) == small
-    assert host_state_keys(cls, {"capturable": True}) == () and host_state_keys(cls, {"fused": True}) == ()
+    assert host_state_keys(cls, {"capturable": True}) == ()
+    assert host_state_keys(cls, {"fused": True}) == ()
 
 
 @pytest.fixture
@@ -540,4 +554,5 @@ def test_sparse_gradients_found_inside_prepared_run_the_plain_kernels() -> None:
         optimizer.step()
     torch.testing.assert_close(params[0].detach(), start - 0.5)
     params[0].grad = None
-    assert prep.reason is not None and "sparse" in prep.reason
+    assert prep.reason is not None
+    assert "sparse" in prep.reason

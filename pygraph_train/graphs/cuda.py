@@ -112,7 +112,7 @@ class CudaEngine:
                 # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
                 # a weight cast cached outside would go stale, one cached inside would outlive its memory
                 torch.clear_autocast_cache()
-                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+                graph.capture_begin(self._pool.id, capture_error_mode="thread_local")
                 try:
                     result = fn()
                 finally:
@@ -155,3 +155,23 @@ class CudaEngine:
     def close(self) -> None:
         """Release the pool."""
         self._pool = None
+
+
+def _is_cuda_error(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return any(
+        sign in text
+        for sign in ("CUDA error", "cudaError", "captur", "pinned", "CUBLAS_STATUS", "cuDNN error")
+    )
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    if "pinned" in text:
+        return "the step copies unpinned memory from the host to the device, which a CUDA graph cannot hold"
+    return (
+        "the step does something that a CUDA graph cannot hold (waits for the device, reads a value on the host, "
+        f"or calls an operation that cannot be captured): {text}"
+    )

@@ -124,7 +124,7 @@ class GraphedStep:
 class _PlainProgram:
     """`StepProgram` over a function, a model and an optimizer."""
 
-    recorder = None
+    recorder: str | None = None
 
     def __init__(
         self,

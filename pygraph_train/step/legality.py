@@ -157,7 +157,8 @@ class Trace:
         if self.inductor:
             from torch._inductor.compile_fx import compile_fx
 
-            return compile_fx(graph, example_inputs)
+            compiled: Any = compile_fx(graph, example_inputs)
+            return compiled  # type: ignore[no-any-return]
         return graph.forward
 
     def _side_effects(self) -> Problem | None:
@@ -300,5 +301,5 @@ def _name(fn: Any) -> str:
 
 
 def _defined_at(fn: Any) -> str | None:
-    code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__call__", None), "__code__", None)
+    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None

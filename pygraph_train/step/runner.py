@@ -593,7 +593,7 @@ class StepRunner:
             call = variant.compiled or plain_call
             expected = self._reference(variant, call, static_args, static_kwargs, position, capture.updates)
         before = self.gradients.snapshot()
-        written = [t for t in self._beside_parameters(variant, args, kwargs)]
+        written = self._beside_parameters(variant, args, kwargs)
         if capture.updates and self._optimizer is not None:
             written += self.gradients.parameters
             written += self._optimizer.state_tensors()

@@ -43,7 +43,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     if kind is dict:
         return {name: map_leaves(fn, value) for name, value in tree.items()}
     if isinstance(tree, Mapping):
-        other = copy.copy(tree)
+        other: Any = copy.copy(tree)
         for name, value in tree.items():
             other[name] = map_leaves(fn, value)  # type: ignore[index]
         return other

@@ -176,7 +176,8 @@ def test_settle_keeps_identity_and_values_and_then_rests() -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, values, strict=True))
     generation, addresses = prep.generation, [t.data_ptr() for t in tensors]
     prep.settle()
-    assert prep.generation == generation and [t.data_ptr() for t in tensors] == addresses
+    assert prep.generation == generation
+    assert [t.data_ptr() for t in tensors] == addresses
 
 
 def test_scaler_step_of_default_sgd_reads_nothing_back() -> None:

@@ -1,0 +1,366 @@
+"""PyTorch Lightning: `Trainer(callbacks=[PyGraphCallback()])`.
+
+The callback stands between the training loop and its automatic optimization. A step that the runner
+replays leaves the same traces as one that ran: progress counters, logged values, outputs. Everything else
+runs through Lightning's own code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer import call as hooks
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from pygraph_train import torch_internals
+from pygraph_train.config import PyGraphConfig, disabled_by_environment
+from pygraph_train.diagnose.report import Fallback, StepReport
+from pygraph_train.graphs import make_engine
+from pygraph_train.integrations.lightning_log import LogBook, Recorder
+from pygraph_train.integrations.lightning_transfer import overlapped_transfer
+from pygraph_train.step.legality import NotLegal, Problem
+from pygraph_train.step.optimizer import OptimizerPreparation
+from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.runner import PyGraphError, Replayed, StepRunner
+
+__all__ = ["PyGraphCallback"]
+
+log = logging.getLogger("pygraph_train")
+
+_INSIDE_FORWARD_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
+"""Hooks between forward and backward: overridden, they must run in Python on every step."""
+
+_INSIDE_UPDATE = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+"""Hooks between backward and the optimizer: overridden, they split the step there."""
+
+_KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+
+
+class PyGraphCallback(Callback):
+    """Replays the training step of a stock Trainer as one CUDA graph wherever that changes nothing.
+
+    Losses, logged values, parameters and checkpoints are those of a run without the callback. What cannot
+    be replayed runs as before, and `report()` says why.
+
+    Args:
+        config: options; the defaults suit most runs.
+        **overrides: single options, as `PyGraphCallback(compile=False)`.
+
+    Raises:
+        ValueError, TypeError: an option is unknown or has a value that is not allowed.
+        MisconfigurationException: (from `Trainer.fit`) two PyGraph callbacks in one Trainer, or
+            `engine="cuda"` without a CUDA device.
+    """
+
+    def __init__(self, config: PyGraphConfig | None = None, **overrides: Any) -> None:
+        self.config = PyGraphConfig.of(config, overrides)
+        self._report = StepReport()
+        self._step: _AutomaticStep | None = None
+
+    def report(self) -> StepReport:
+        """What became of the training steps so far. Prints as a table."""
+        return self._report
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a second callback of this kind: two would capture each other."""
+        others = [c for c in trainer.callbacks if isinstance(c, PyGraphCallback)]  # type: ignore[attr-defined]
+        if len(others) > 1:
+            raise MisconfigurationException(
+                f"this Trainer has {len(others)} PyGraphCallbacks; keep one of them in Trainer(callbacks=[...])"
+            )
+        if self.config.engine == "cuda" and not torch.cuda.is_available():
+            raise MisconfigurationException(
+                "PyGraphCallback(engine='cuda') needs a CUDA device, and torch finds none; "
+                "engine='auto' trains without graphs here"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Optimizers exist and checkpoints are restored: take over the optimization of batches."""
+        self._report = StepReport()
+        if disabled_by_environment() or self.config.engine == "off":
+            self._report.note("graphs are off: training ran as it is")
+            return
+        problem = _unsupported(trainer, pl_module)
+        if problem is not None:
+            self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, 0))
+            log.info("pygraph: training runs without graphs: %s", problem)
+            if self.config.on_failure == "raise":
+                raise PyGraphError(str(problem))
+            return
+        engine = make_engine(self.config.engine, trainer.strategy.root_device)
+        if engine is None:
+            self._report.note("no CUDA device: training ran as it is (engine='emulated' shows the mechanism)")
+            return
+        program = _LightningProgram(trainer, pl_module)
+        runner = StepRunner(program, self.config, engine, self._report, lambda: _steps_left(trainer))
+        self._step = _AutomaticStep(trainer, pl_module, program, runner)
+        self._step.attach()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give everything back."""
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give everything back."""
+        self._detach()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give everything back, and show what happened."""
+        self._detach()
+        if stage == "fit" and trainer.is_global_zero and (self._report.steps or self._report.fallbacks):
+            import rich
+
+            rich.print(self._report)
+
+    def _detach(self) -> None:
+        if self._step is not None:
+            step, self._step = self._step, None
+            step.detach()
+
+
+class _AutomaticStep:
+    """Takes the place of `run` of Lightning's automatic optimization loop while attached."""
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, program: _LightningProgram, runner: StepRunner
+    ) -> None:
+        self._trainer = trainer
+        self._program = program
+        self._runner = runner
+        self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._lightning_run = self._loop.run
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        self._loop.run = self.run  # type: ignore[method-assign]
+        self._undo.append(lambda: self._loop.__dict__.pop("run", None))
+        self._undo.append(self._program.book.attach())
+        self._undo.append(overlapped_transfer(self._trainer))
+
+    def detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._runner.close()
+
+    def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """One batch: forward, backward and, at the end of an accumulation, the optimizer."""
+        loop, trainer = self._loop, self._trainer
+        if loop._skip_backward:
+            return self._lightning_run(optimizer, batch_idx, kwargs)
+        position = PositionInAccumulation(
+            fresh=batch_idx % trainer.accumulate_grad_batches == 0,
+            update=not trainer.fit_loop._should_accumulate(),
+        )
+
+        def run(call: Call) -> dict[str, Any]:
+            with self._program.running_through(call):
+                return self._lightning_run(optimizer, batch_idx, kwargs)
+
+        self._program.book.start_step()
+        outcome = self._runner.step(tuple(kwargs.values()), {}, position, run)
+        if not isinstance(outcome, Replayed):
+            self._program.book.ran()
+            return outcome.result
+        output, logged = outcome.outputs
+        self._program.book.replayed(logged)
+        progress = loop.optim_progress.optimizer
+        if position.fresh:
+            progress.zero_grad.increment_ready()
+            progress.zero_grad.increment_started()
+            progress.zero_grad.increment_completed()
+        if outcome.updated:
+            progress.step.increment_ready()
+            progress.step.increment_completed()
+        elif position.update:
+            loop._optimizer_step(batch_idx, lambda: self._after_backward(output["loss"]))
+        else:
+            self._after_backward(output["loss"])
+        return output
+
+    def _after_backward(self, loss: Tensor) -> Tensor:
+        """The closure of an optimizer step whose forward and backward were replayed."""
+        if self._program.split_after_backward:
+            hooks._call_callback_hooks(self._trainer, "on_after_backward")
+            hooks._call_lightning_module_hook(self._trainer, "on_after_backward")
+        return loss
+
+
+class _LightningProgram:
+    """`StepProgram` over a LightningModule."""
+
+    recorder: str | None = ".log.records"
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self.model = module
+        self.optimizer: torch.optim.Optimizer | None = trainer.optimizers[0]
+        self.device = trainer.strategy.root_device
+        self._trainer = trainer
+        self._precision = trainer.precision_plugin
+        self.scaler = getattr(self._precision, "scaler", None)
+        self.book = LogBook(trainer, module)
+        self._recorder = Recorder()
+        # as Lightning asks: does the user's own optimizer unscale in its kernels?
+        self._unscales_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self.split_after_backward = _overridden(trainer, module, "on_after_backward") is not None
+
+    def function(self) -> Callable[..., Any]:
+        return MethodType(type(self.model).training_step, self.model)
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        with self._recording(), self._precision.train_step_context():
+            yield
+
+    @contextmanager
+    def _recording(self) -> Iterator[Recorder]:
+        """`self.log` appends to a list instead: traced, it is part of no graph and breaks none."""
+        self._recorder.records.clear()
+        self.model.__dict__["log"] = self._recorder
+        try:
+            yield self._recorder
+        finally:
+            self.model.__dict__.pop("log", None)
+
+    @contextmanager
+    def running_through(self, call: Call) -> Iterator[None]:
+        """Make Lightning's own loop call `training_step` through `call`, and log for real afterwards."""
+        if call is plain_call:
+            yield
+            return
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with self._recording() as recorder:
+                output = call(self.function(), args, kwargs)
+                records = list(recorder.records)
+                recorder.records.clear()
+            for record in records:
+                self.model.log(record.name, record.value, *record.args, **record.kwargs)
+            self.book.know(records)
+            return output
+
+        self.model.__dict__["training_step"] = training_step
+        try:
+            yield
+        finally:
+            self.model.__dict__.pop("training_step", None)
+
+    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        with self._recording() as recorder, self._precision.train_step_context():
+            output = call(self.function(), args, kwargs)
+            records = list(recorder.records)
+            recorder.records.clear()
+        result = ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
+        if result.closure_loss is None:
+            raise NotLegal(Problem("training_step returned None, which skips the batch"))
+        logged = self.book.accumulate(records)
+        return result.closure_loss, (result.asdict(), logged)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        self.model.backward(loss)
+
+    def transform_gradients(self) -> None:
+        assert self.optimizer is not None
+        if self.scaler is not None and not self._unscales_itself:
+            self.scaler.unscale_(self.optimizer)
+        # the base class: MixedPrecision refuses fused optimizers, whose gradients are unscaled here
+        Precision.clip_gradients(
+            self._precision,
+            self.optimizer,
+            self._trainer.gradient_clip_val or 0,
+            self._trainer.gradient_clip_algorithm or "norm",  # type: ignore[arg-type]
+        )
+
+    def update(self) -> None:
+        assert self.optimizer is not None
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        for hook in _INSIDE_UPDATE:
+            owner = _overridden(self._trainer, self.model, hook)
+            if owner is not None:
+                return f"{owner} runs in Python on every step"
+        if self.scaler is None:
+            return None
+        if not preparation.step_supports_scaler:
+            return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
+        if self._trainer.gradient_clip_val and not self._unscales_itself:
+            return "Lightning does not clip gradients of an optimizer that unscales them in its kernels"
+        return None
+
+    def abandon(self) -> None:
+        if self.scaler is not None and self.optimizer is not None:
+            torch_internals.refresh_scaler_state(self.scaler, self.optimizer)
+
+    def extra_state(self) -> Iterable[Tensor]:
+        yield from self.book.accumulators()
+        if self.scaler is not None:
+            yield from torch_internals.scaler_tensors(self.scaler)
+
+
+def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
+    """Why nothing of this run can be replayed, seen before the first step."""
+    if not module.automatic_optimization:
+        return Problem("manual optimization: the order of its phases is known only to Python")
+    if type(trainer.strategy) is not SingleDeviceStrategy:
+        return Problem(f"{type(trainer.strategy).__name__} is not supported yet: its steps run as they are")
+    if type(trainer.precision_plugin) not in _KNOWN_PRECISION:
+        return Problem(f"the precision plugin {type(trainer.precision_plugin).__name__} is not known")
+    if len(trainer.optimizers) != 1:
+        return Problem(f"{len(trainer.optimizers)} optimizers under automatic optimization")
+    if "training_step" in vars(module):
+        return Problem("training_step was replaced on the module object")
+    for hook in _INSIDE_FORWARD_BACKWARD:
+        owner = _overridden(trainer, module, hook)
+        if owner is not None:
+            return Problem(
+                f"{owner} runs in Python between forward and backward",
+                _where(trainer, module, hook),
+                "on_train_batch_start and on_train_batch_end are outside of the graph",
+            )
+    if torch.is_anomaly_enabled() or trainer._detect_anomaly:
+        return Problem("detect_anomaly reads every gradient on the host", fix="Trainer(detect_anomaly=False)")
+    return None
+
+
+def _overridden(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
+    """`Class.hook` of whoever overrides it."""
+    for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
+        if _overrides(owner, hook):
+            return f"{type(owner).__name__}.{hook}"
+    return None
+
+
+def _overrides(owner: Any, hook: str) -> bool:
+    parent = LightningModule if isinstance(owner, LightningModule) else Callback
+    return hasattr(parent, hook) and is_overridden(hook, owner, parent=parent)
+
+
+def _where(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
+    for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
+        code = getattr(getattr(owner, hook, None), "__code__", None)
+        if _overrides(owner, hook) and code is not None:
+            return f"{code.co_filename}:{code.co_firstlineno}"
+    return None
+
+
+def _steps_left(trainer: Trainer) -> float | None:
+    total = trainer.estimated_stepping_batches
+    return (total - trainer.global_step) * trainer.accumulate_grad_batches if total != float("inf") else None

@@ -1,0 +1,257 @@
+"""`self.log` inside a replayed step: the same metrics, accumulated by the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _ResultMetric
+from torch import Tensor
+
+from pygraph_train.step.legality import NotLegal, Problem
+
+__all__ = ["LogBook", "Record", "Recorder"]
+
+_FX = "training_step"
+
+
+@dataclass
+class Record:
+    """One call of `self.log`."""
+
+    name: str
+    value: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Recorder:
+    """Stands in for `self.log` while `training_step` is traced or captured."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Take the place of `LightningModule.log`."""
+        self.records.append(Record(name, value, args, kwargs))
+
+
+class _Entry:
+    """One logged name: Lightning's metric, and the device tensors that graphs accumulate into."""
+
+    def __init__(self, metric: _ResultMetric, dtype: torch.dtype, device: torch.device) -> None:
+        self.metric = metric
+        self.bar_name = metric.meta.forked_name(on_step=True)
+        self.on_bar = metric.meta.prog_bar and metric.meta.on_step
+        self.total = self.count = None
+        if metric.meta.on_epoch:
+            self.total = torch.zeros((), dtype=torch.promote_types(dtype, _get_default_dtype()), device=device)
+            if metric.meta.is_mean_reduction:
+                self.count = torch.zeros((), dtype=torch.int64, device=device)
+
+    def tensors(self) -> Iterator[Tensor]:
+        if self.total is not None:
+            yield self.total
+        if self.count is not None:
+            yield self.count
+
+    def load(self) -> None:
+        """Continue from what Lightning's metric holds: it was reset, or steps ran without a graph."""
+        metric = self.metric
+        if self.total is not None and metric.value is not self.total:
+            self.total.copy_(metric.value)
+        if self.count is not None and metric.cumulated_batch_size is not self.count:
+            self.count.copy_(metric.cumulated_batch_size)
+
+    def add(self, value: Tensor, batch_size: int) -> None:
+        """In a capture: the arithmetic of `_ResultMetric.update`, in place."""
+        meta = self.metric.meta
+        if self.total is None:
+            return
+        if meta.is_mean_reduction:
+            self.total.copy_(self.total + value * batch_size)
+        elif meta.is_sum_reduction:
+            self.total.copy_(self.total + value)
+        else:
+            self.total.copy_(meta.reduce_fx(self.total, value))
+        if self.count is not None:
+            self.count.add_(batch_size)
+
+    def store(self, value: Tensor) -> None:
+        """After a replay: let Lightning's metric see it."""
+        metric = self.metric
+        metric._computed = None
+        metric._update_count += 1
+        metric.has_reset = False
+        if metric.meta.on_step:
+            metric._forward_cache = value
+            if not metric.meta.on_epoch:
+                metric.value = value
+        if self.total is not None:
+            metric.value = self.total
+        if self.count is not None:
+            metric.cumulated_batch_size = self.count
+
+
+class LogBook:
+    """Everything that a training step logs.
+
+    A replay updates the epoch's sums on the device and hands out the step's values. The host only marks
+    Lightning's metrics as updated; it waits for the device nowhere. The progress bar, which wants Python
+    numbers, gets those of the step before; the last step of an epoch waits for its own.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._entries: dict[str, _Entry] = {}
+        self._on_bar: list[_Entry] = []
+        self._results: Any = trainer.fit_loop.epoch_loop._results
+        self._late = _LateNumbers(trainer.strategy.root_device)
+        self._replayed = False
+        self._metrics: Callable[[bool], Any] = self._results.metrics
+
+    def attach(self) -> Callable[[], None]:
+        """Serve the bar from this book. Returns what undoes it."""
+        self._results.metrics = self._metrics_with_late_bar
+        return self._detach
+
+    def _detach(self) -> None:
+        self._results.__dict__.pop("metrics", None)
+        for entry in self._entries.values():
+            # accumulators outlive the run only inside metrics: leave ordinary tensors there
+            if entry.total is not None and entry.metric.value is entry.total:
+                entry.metric.value = entry.total.clone()
+            if entry.count is not None and entry.metric.cumulated_batch_size is entry.count:
+                entry.metric.cumulated_batch_size = entry.count.clone()
+
+    def accumulators(self) -> Iterator[Tensor]:
+        """Device tensors that captured steps write."""
+        for entry in self._entries.values():
+            yield from entry.tensors()
+
+    def know(self, records: list[Record]) -> None:
+        """After Lightning logged these for real: make accumulators, outside of any capture."""
+        for record in records:
+            key = f"{_FX}.{record.name}"
+            metric = self._results.get(key)
+            if key not in self._entries and metric is not None and metric.is_tensor:
+                value = self._as_tensor(record.value)
+                self._entries[key] = _Entry(metric, value.dtype, value.device)
+
+    def accumulate(self, records: list[Record]) -> dict[str, Tensor]:
+        """In a capture, or a run that stands for one: add the logged values up.
+
+        Returns:
+            The values of this step by storage key, 0-dim.
+        Raises:
+            NotLegal: something was logged that only Python can add up.
+        """
+        values: dict[str, Tensor] = {}
+        for record in records:
+            key = f"{_FX}.{record.name}"
+            metric = self._results.get(key)
+            if metric is None or key not in self._entries or metric.meta.enable_graph:
+                raise NotLegal(
+                    Problem(
+                        f"self.log({record.name!r}, ...) in training_step logs something that only Python can add up"
+                    )
+                )
+            value = self._as_tensor(record.value)
+            entry = self._entries[key]
+            batch_size = record.kwargs.get("batch_size")
+            entry.add(value, self._results._extract_batch_size(metric, batch_size, metric.meta))
+            values[key] = value
+        return values
+
+    def _as_tensor(self, value: Any) -> Tensor:
+        dtype = _get_default_dtype()
+        if not isinstance(value, Tensor):
+            # torch.tensor would copy from the host, which a capture cannot hold
+            return torch.full((), float(value), dtype=dtype, device=self._module.device)
+        value = value.detach().squeeze()
+        return value if value.dtype in (torch.float32, torch.float64) else value.to(dtype)
+
+    # -- around each step ---------------------------------------------------------------------------
+
+    def start_step(self) -> None:
+        """Before a step that may be replayed: accumulators hold what Lightning's metrics hold."""
+        if not self._entries:
+            return
+        if self._trainer._logger_connector.should_reset_tensors(_FX):
+            self._results.reset(metrics=False, fx=_FX)
+        for key, entry in self._entries.items():
+            entry.metric = self._results[key]
+            entry.load()
+
+    def ran(self) -> None:
+        """The step ran without a graph: Lightning logged."""
+        self._replayed = False
+
+    def replayed(self, values: dict[str, Tensor]) -> None:
+        """The step was replayed: do what `self.log` would have done."""
+        if not values:
+            return
+        for key, value in values.items():
+            self._entries[key].store(value)
+        self._trainer._logger_connector._current_fx = _FX
+        self._on_bar = [self._entries[key] for key in values if self._entries[key].on_bar]
+        self._replayed = True
+        if self._on_bar:
+            self._late.push([e.metric._forward_cache for e in self._on_bar])
+
+    def _metrics_with_late_bar(self, on_step: bool) -> Any:
+        if not on_step or not self._replayed or not self._on_bar:
+            return self._metrics(on_step)
+        metas = [entry.metric.meta for entry in self._on_bar]
+        for meta in metas:
+            meta.prog_bar = False  # would wait for the device
+        try:
+            metrics = self._metrics(on_step)
+        finally:
+            for meta in metas:
+                meta.prog_bar = True
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        final = epoch_loop.batch_progress.is_last_batch or epoch_loop._is_training_done
+        for entry, number in zip(self._on_bar, self._late.read(final=final), strict=False):
+            metrics["pbar"][entry.bar_name] = number
+        return metrics
+
+
+class _LateNumbers:
+    """Scalars on their way from the device to the host, one step behind."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._step = 0
+        self._sent: list[tuple[Any, torch.cuda.Event | None]] = []  # this step's and the one's before
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+
+    def push(self, values: list[Tensor]) -> None:
+        """Start moving this step's values."""
+        self._step += 1
+        if not self._cuda:
+            self._sent = [(values, None)]
+            return
+        # three in turn: one being written, one being read, one for a host that is ahead
+        slot = (self._step % 3, len(values))
+        if slot not in self._buffers:
+            self._buffers[slot] = torch.zeros(len(values), dtype=torch.float64, pin_memory=True)
+        buffer = self._buffers[slot]
+        for i, value in enumerate(values):
+            buffer[i].copy_(value, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._sent = [*self._sent[-1:], (buffer, event)]
+
+    def read(self, *, final: bool) -> list[float]:
+        """The values of the step before, of this step when `final`; empty before there are any."""
+        if not self._sent or (self._cuda and not final and len(self._sent) < 2):
+            return []
+        values, event = self._sent[-1 if final else 0]
+        if event is not None:
+            event.synchronize()
+        return [float(v) for v in values]

@@ -1,0 +1,55 @@
+"""Batches on their way to the device while it still works on the previous step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.hooks import DataHooks
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from pygraph_train.step.signature import flatten
+
+__all__ = ["overlapped_transfer"]
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
+    """Move training batches on a stream of their own. Returns what undoes it.
+
+    In the stream of the kernels a copy waits for all of them. Transfer hooks of the user may compute on
+    the device and expect that order, so with such hooks nothing is changed.
+    """
+    strategy = trainer.strategy
+    if strategy.root_device.type != "cuda" or _has_transfer_hooks(trainer):
+        return lambda: None
+    move = strategy.batch_to_device
+    copies = torch.cuda.Stream(strategy.root_device)
+
+    def batch_to_device(batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if not trainer.training:
+            return move(batch, device, dataloader_idx)
+        compute = torch.cuda.current_stream()
+        with torch.cuda.stream(copies):
+            moved = move(batch, device, dataloader_idx)
+        compute.wait_stream(copies)
+        leaves: list[Any] = []
+        flatten(moved, leaves)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                leaf.record_stream(compute)  # the memory is free only when the kernels have read it
+        return moved
+
+    strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
+    return lambda: strategy.__dict__.pop("batch_to_device", None)
+
+
+def _has_transfer_hooks(trainer: Trainer) -> bool:
+    owners: list[tuple[Any, type]] = [(trainer.lightning_module, LightningModule)]
+    if trainer.datamodule is not None:  # type: ignore[attr-defined]
+        owners.append((trainer.datamodule, DataHooks))  # type: ignore[attr-defined]
+    return any(is_overridden(hook, owner, parent=parent) for owner, parent in owners for hook in _HOOKS)
