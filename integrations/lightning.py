@@ -19,7 +19,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call as hooks
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -42,7 +42,12 @@ log = logging.getLogger("pygraph_train")
 _INSIDE_FORWARD_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
 """Hooks between forward and backward: overridden, they must run in Python on every step."""
 
-_INSIDE_UPDATE = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+_INSIDE_UPDATE = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
 """Hooks between backward and the optimizer: overridden, they split the step there."""
 
 _KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -203,7 +208,7 @@ class _LightningProgram:
     recorder: str | None = ".log.records"
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self.model = module
+        self.model: LightningModule = module
         self.optimizer: torch.optim.Optimizer | None = trainer.optimizers[0]
         self.device = trainer.strategy.root_device
         self._trainer = trainer
@@ -272,9 +277,9 @@ class _LightningProgram:
             loss = self.scaler.scale(loss)
         self.model.backward(loss)
 
-    def transform_gradients(self) -> None:
+    def transform_gradients(self, *, in_kernels: bool = True) -> None:
         assert self.optimizer is not None
-        if self.scaler is not None and not self._unscales_itself:
+        if self.scaler is not None and not (self._unscales_itself and in_kernels):
             self.scaler.unscale_(self.optimizer)
         # the base class: MixedPrecision refuses fused optimizers, whose gradients are unscaled here
         Precision.clip_gradients(

@@ -48,7 +48,9 @@ class _Entry:
         self.on_bar = metric.meta.prog_bar and metric.meta.on_step
         self.total = self.count = None
         if metric.meta.on_epoch:
-            self.total = torch.zeros((), dtype=torch.promote_types(dtype, _get_default_dtype()), device=device)
+            self.total = torch.zeros(
+                (), dtype=torch.promote_types(dtype, _get_default_dtype()), device=device
+            )
             if metric.meta.is_mean_reduction:
                 self.count = torch.zeros((), dtype=torch.int64, device=device)
 

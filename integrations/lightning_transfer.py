@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 
-from pygraph_train.step.signature import flatten
+from pygraph_train.step.inputs import Transfer
 
 __all__ = ["overlapped_transfer"]
 
@@ -28,21 +27,12 @@ def overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
     if strategy.root_device.type != "cuda" or _has_transfer_hooks(trainer):
         return lambda: None
     move = strategy.batch_to_device
-    copies = torch.cuda.Stream(strategy.root_device)
+    transfer = Transfer(strategy.root_device)
 
     def batch_to_device(batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if not trainer.training:
             return move(batch, device, dataloader_idx)
-        compute = torch.cuda.current_stream()
-        with torch.cuda.stream(copies):
-            moved = move(batch, device, dataloader_idx)
-        compute.wait_stream(copies)
-        leaves: list[Any] = []
-        flatten(moved, leaves)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.is_cuda:
-                leaf.record_stream(compute)  # the memory is free only when the kernels have read it
-        return moved
+        return transfer(lambda: move(batch, device, dataloader_idx))
 
     strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
     return lambda: strategy.__dict__.pop("batch_to_device", None)

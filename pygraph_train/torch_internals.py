@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import traceback
 import types
 from collections.abc import Iterator, Mapping
@@ -119,9 +120,14 @@ def dynamo_step_config() -> AbstractContextManager[None]:
         assume_static_by_default=True,
         capture_scalar_outputs=False,
         capture_dynamic_output_shape_ops=False,
+        skip_nnmodule_hook_guards=False,  # hooks registered in mid-run have to be noticed
+        skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
         side_effect_replay_policy="info",  # keeps the user's stack of every mutation
         recompile_limit=32,
         suppress_errors=False,
+        # `warning_once` and its like (transformers puts them on Logger) say nothing the second time
+        ignore_logging_functions=config.ignore_logging_functions
+        | {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")},
     )
 
 
@@ -135,7 +141,8 @@ def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
-    effects = InstructionTranslator.current_tx().output.side_effects
+    output = InstructionTranslator.current_tx().output
+    effects = output.side_effects
     found: list[tuple[str, str, traceback.StackSummary | None]] = []
     for variable in effects._get_modified_vars():
         if isinstance(variable.mutation_type, (AttributeMutationNew, ValueMutationNew)):
@@ -143,10 +150,27 @@ def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]
         source = variable.source.name if variable.source is not None else type(variable).__name__
         if callable(source):  # a method in older versions
             source = source()
+        writes = effects.store_attr_mutations.get(variable, {})
+        changed = [name for name, value in writes.items() if not _puts_back(output, source, name, value)]
+        if writes and not changed:
+            continue
         stacks: Any = effects.mutation_user_stacks.get(variable) or [None]
-        attributes = list(effects.store_attr_mutations.get(variable, ())) or [""]
-        found += [(source, attribute, stacks[0]) for attribute in attributes]
+        found += [(source, attribute, stacks[0]) for attribute in changed or [""]]
     return found
+
+
+def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:
+    """Whether an attribute holds, after the frame, the constant that it held before (torch 2.11, 2.13).
+
+    Context variables are set at the start of a forward and reset at its end: nothing remains to be done.
+    """
+    try:
+        owner = eval(source, {**output.global_scope, "L": output.local_scope, "G": output.global_scope})
+        before = getattr(owner, attribute)
+        after = value.as_python_constant()
+    except Exception:  # Dynamo raises many kinds for values that are no constants
+        return False
+    return type(before) is type(after) and bool(before == after)
 
 
 def placeholder_source(node: torch.fx.Node) -> str | None:
@@ -159,9 +183,9 @@ def placeholder_source(node: torch.fx.Node) -> str | None:
     return name() if callable(name) else name
 
 
-def guard_failures(entry: Any, frame_locals: dict[str, Any]) -> list[str]:
-    """The guards of a cache entry that do not hold, with their source lines (torch 2.11, 2.13)."""
-    return [str(part) for part in entry.guard_manager.check_verbose(frame_locals).verbose_code_parts or ()]
+def guard_failures(guards: Any, frame_locals: dict[str, Any]) -> list[str]:
+    """The guards of a cache entry's manager that do not hold, with their source lines (torch 2.11, 2.13)."""
+    return [str(part) for part in guards.check_verbose(frame_locals).verbose_code_parts or ()]
 
 
 # --- CUDA allocator and generators ------------------------------------------------------------------

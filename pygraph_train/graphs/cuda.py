@@ -19,6 +19,8 @@ __all__ = ["CudaEngine", "CudaGraph"]
 
 T = TypeVar("T")
 
+_abandoned: list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool]] = []
+
 _capture_lock = threading.Lock()  # CUDA allows one capture at a time in the caching allocator
 
 
@@ -136,12 +138,17 @@ class CudaEngine:
                 gc.enable()
 
     def _clean_up(self, graph: torch.cuda.CUDAGraph, ended: bool) -> None:
-        """Make stream, allocator and random generator usable again after a failed capture."""
+        """Make stream, allocators and random generator usable again after a failed capture."""
         graph.reset()
         if ended:
             return
+        # CUDA threw the capture away before torch could end it. torch's device allocator is told here; its
+        # host allocator cannot be told and goes on asking the graph object whether an allocation is its
+        # own: keep that object for ever, and its pool's name out of use.
         assert self._pool is not None
         torch_internals.abandon_pool(self.device.index, self._pool.id)
+        _abandoned.append((graph, self._pool))
+        self._pool = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(self.device)  # the invalidated stream may keep the error
         # torch leaves the generator marked as capturing, and the next dropout would raise. The end of a
         # capture that succeeds takes the mark off and does not touch the random state.

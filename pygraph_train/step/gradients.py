@@ -1,4 +1,4 @@
-"""Gradients of captured steps: one set of fixed addresses for all graphs of a step."""
+"""Gradients of captured steps: fixed addresses, shared by all graphs of a step."""
 
 from __future__ import annotations
 
@@ -6,78 +6,117 @@ import operator
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "Snapshot"]
 
 Snapshot = list[Tensor | None]
 
+_grad = operator.attrgetter("grad")
+
 
 class Gradients:
-    """The `.grad` of every parameter, and the canonical tensors that graphs write them to.
+    """The `.grad` of the parameters that one captured step can reach.
 
     The first capture that starts from empty gradients owns them: autograd allocates them inside its
     graph, which costs nothing. Graphs captured later copy theirs there as their last operation, so
     whatever was replayed, `p.grad` is the same tensor with the gradients of the last step, and graphs of
-    accumulating micro-batches find each other's sums.
+    accumulating micro-batches find each other's sums. Gradients that the step cannot reach are never
+    touched: they may belong to another step.
+
+    Args:
+        parameters: all of them.
+        emptied: those whose gradients are emptied before forward; the others carry theirs over.
+        canonical: the tensors that graphs write to, by parameter. Shared between captures.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], emptied: Iterable[Tensor], canonical: dict[Tensor, Tensor]
+    ) -> None:
         self.parameters = list(parameters)
-        self._static: dict[nn.Parameter, Tensor] = {}
-
-    @property
-    def exist(self) -> bool:
-        """True once a capture has set the canonical tensors."""
-        return bool(self._static)
+        self._emptied = list(emptied)
+        ids = set(map(id, self._emptied))
+        self.carried = [p for p in self.parameters if id(p) not in ids]
+        self._canonical = canonical
+        self._began: list[bool] = []
+        self._final: Snapshot = []
 
     def snapshot(self) -> Snapshot:
         """The present `.grad` objects (not their contents)."""
-        return [p.grad for p in self.parameters]
+        return list(map(_grad, self.parameters))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put `.grad` objects back."""
         for p, grad in zip(self.parameters, snapshot, strict=True):
             p.grad = grad
 
-    @staticmethod
-    def clear(parameters: Iterable[nn.Parameter]) -> None:
-        """Empty gradients, as `zero_grad(set_to_none=True)` does."""
-        for p in parameters:
+    # -- making a capture ---------------------------------------------------------------------------
+
+    def empty(self) -> None:
+        """What `zero_grad(set_to_none=True)` does before a fresh micro-batch."""
+        for p in self._emptied:
             p.grad = None
 
-    def are(self, expected: Snapshot) -> bool:
-        """True when every `.grad` is the expected object."""
-        return all(map(operator.is_, [p.grad for p in self.parameters], expected))
+    def isolate(self) -> None:
+        """Let the next backward add to copies, so that `restore` undoes it."""
+        for p in self.carried:
+            if p.grad is not None:
+                p.grad = p.grad.clone()
 
-    def adopt(self) -> None:
-        """Move present gradients into the canonical tensors, so that a graph can add to them."""
+    def begin(self) -> None:
+        """Before a capture: carried gradients lie where graphs find them."""
         for p in self.parameters:
-            if p.grad is None:
-                continue
-            static = self._static.setdefault(p, p.grad)
-            if static is not p.grad:
-                static.copy_(p.grad)
-                p.grad = static
+            canonical = self._canonical.get(p)
+            if canonical is not None and (canonical.shape, canonical.dtype) != (p.shape, p.dtype):
+                del self._canonical[p]
+        self._adopt()
+        self._began = [p.grad is not None for p in self.carried]
 
     def settle(self) -> None:
         """Inside a capture, after the last use of `.grad`: leave the gradients in the canonical tensors."""
-        sources, targets = [], []
-        for p in self.parameters:
-            if p.grad is None or (p in self._static and self._static[p] is p.grad):
-                continue
-            if p in self._static:
-                sources.append(p.grad)
-                targets.append(self._static[p])
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for p in self.parameters:
-            if p.grad is not None and p in self._static:
-                p.grad = self._static[p]
+        moved = [p for p in self.parameters if p.grad is not None and p in self._canonical]
+        moved = [p for p in moved if self._canonical[p] is not p.grad]
+        if moved:
+            torch._foreach_copy_([self._canonical[p] for p in moved], [p.grad for p in moved])
+        for p in moved:
+            p.grad = self._canonical[p]
 
-    def claim(self) -> Snapshot:
-        """After a successful capture: new tensors become canonical. Returns the graph's gradients."""
+    def claim(self) -> None:
+        """After a successful capture: new tensors become canonical."""
         for p in self.parameters:
             if p.grad is not None:
-                self._static.setdefault(p, p.grad)
-        return self.snapshot()
+                self._canonical.setdefault(p, p.grad)
+        self._final = self.snapshot()
+
+    # -- replaying it -------------------------------------------------------------------------------
+
+    @property
+    def final(self) -> Snapshot:
+        """The `.grad` objects that the graph writes, None where it leaves none."""
+        return self._final
+
+    def fit(self) -> bool:
+        """True when gradients are carried over for the same parameters as in the capture."""
+        return not self.carried or [p.grad is not None for p in self.carried] == self._began
+
+    def before_replay(self) -> None:
+        """Carried gradients go where the graph adds to them."""
+        if self.carried and not self._in_place():
+            self._adopt()
+
+    def after_replay(self) -> None:
+        """`.grad` is what the graph has written."""
+        if not self._in_place():
+            self.restore(self._final)
+
+    def _in_place(self) -> bool:
+        return all(map(operator.is_, map(_grad, self.parameters), self._final))
+
+    def _adopt(self) -> None:
+        for p in self.carried:
+            if p.grad is None:
+                continue
+            canonical = self._canonical.setdefault(p, p.grad)
+            if canonical is not p.grad:
+                canonical.copy_(p.grad)
+                p.grad = canonical

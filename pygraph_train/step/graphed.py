@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,10 +13,12 @@ from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs import make_engine
+from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
+from pygraph_train.step.signature import map_leaves
 
 __all__ = ["GraphedStep"]
 
@@ -44,6 +45,9 @@ class GraphedStep:
         config: options.
         scaler: a GradScaler for fp16.
         max_grad_norm: clip the total gradient norm to this before the optimizer.
+        move_inputs: move CPU tensors among the arguments to the model's CUDA device before `step_fn` sees
+            them, while the device still works on the step before (pinned memory helps). False when
+            `step_fn` wants tensors on the CPU.
 
     Raises:
         ValueError: the engine asked for cannot work on the model's device.
@@ -58,6 +62,7 @@ class GraphedStep:
         config: PyGraphConfig | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
+        move_inputs: bool = True,
     ) -> None:
         self._config = PyGraphConfig.of(config, {})
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -69,6 +74,7 @@ class GraphedStep:
             self._report.note("graphs are off: steps run as they are")
         else:
             self._runner = StepRunner(self._program, self._config, engine, self._report)
+        self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
         self._pending = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,25 +90,32 @@ class GraphedStep:
         return self._step(args, kwargs, update=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
+        if self._transfer is not None:
+            device = self._program.device
+            original = (args, kwargs)
+            args, kwargs = self._transfer(lambda: map_leaves(lambda leaf: _moved(leaf, device), original))
         program = self._program
         update = update and program.optimizer is not None
         fresh = program.starts_fresh() if program.optimizer is None else not self._pending
         position = PositionInAccumulation(fresh=fresh, update=update)
-        self._pending = not update
 
         def run(call: Call) -> Any:
             return program.run(call, args, kwargs, position)
 
         if self._runner is None:
             self._report.steps += 1
-            return run(plain_call)
-        outcome = self._runner.step(args, kwargs, position, run)
-        if not isinstance(outcome, Replayed):
-            return outcome.result
-        if update and not outcome.updated:
-            program.transform_gradients()
-            program.update()
-        return outcome.outputs
+            result = run(plain_call)
+        else:
+            outcome = self._runner.step(args, kwargs, position, run)
+            if isinstance(outcome, Replayed):
+                result = outcome.outputs
+                if update and not outcome.updated:
+                    program.transform_gradients()
+                    program.update()
+            else:
+                result = outcome.result
+        self._pending = not update  # only now: a step that raised is not part of an accumulation
+        return result
 
     def report(self) -> StepReport:
         """What became of the steps so far. Prints as a table."""
@@ -161,7 +174,7 @@ class _PlainProgram:
     def backward(self, loss: Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
-    def transform_gradients(self) -> None:
+    def transform_gradients(self, *, in_kernels: bool = True) -> None:
         if self.optimizer is None:
             return
         if self._scaler is not None:
@@ -208,14 +221,16 @@ class _PlainProgram:
         return _detached(result)
 
 
+def _moved(leaf: Any, device: torch.device) -> Any:
+    on_host = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+    return leaf.to(device, non_blocking=True) if on_host else leaf
+
+
 def _detached(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.detach()
-    detached = copy.copy(result)
-    for name, value in result.items():
-        if isinstance(value, Tensor):
-            detached[name] = value.detach()
-    return detached
+    try:
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+    except TypeError:
+        return result  # a container that only its author can rebuild; such a step is never replayed
 
 
 def _describe(value: Any) -> str:

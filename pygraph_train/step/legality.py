@@ -6,8 +6,9 @@ nothing back to Python, reads no tensor from the host, and whose guards hold for
 
 from __future__ import annotations
 
+import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from pygraph_train import torch_internals
 from pygraph_train.graphs.location import is_user_file
 
-__all__ = ["NotLegal", "Problem", "Trace", "backward_hook", "readable"]
+__all__ = ["NotLegal", "Problem", "Trace", "backward_hook", "guard_constants", "readable"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,30 @@ def _fresh_code() -> types.FunctionType:
     """A function with a code object of its own: Dynamo keeps its compiled variants per code object."""
 
     def traced_step(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+        guard_constants(result)
+        return result
 
     return types.FunctionType(traced_step.__code__.replace(co_name="traced_step"), globals())
+
+
+def guard_constants(tree: Any) -> None:
+    """Inside a traced function: let a guard stand for each Python number, string, ... of `tree`.
+
+    Dynamo sets none for a value that is only passed through, and a replay would return the old one.
+    """
+    if isinstance(tree, (bool, int, float, complex, str, bytes)):
+        if tree:  # any use of the value will do
+            return
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            guard_constants(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            guard_constants(item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            guard_constants(getattr(tree, field.name))
 
 
 class Trace:
@@ -88,7 +110,7 @@ class Trace:
         self._recorder = recorder
         self._code = _fresh_code()
         self._compiles = 0
-        self._entry: Any = None
+        self._guards: Any = None
         self._call = torch.compile(self._code, backend=self._backend, fullgraph=True, dynamic=False)
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +121,7 @@ class Trace:
         """
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         before, stale = self._compiles, None
-        if self._entry is not None and not self._entry.guard_manager.check(frame):
+        if self._guards is not None and not self._guards.check(frame):
             stale = self._why(frame)
         try:
             with torch_internals.dynamo_step_config():
@@ -111,8 +133,9 @@ class Trace:
         entries = torch_internals.dynamo_cache_entries(self._code.__code__)
         if not entries:
             self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
-        elif self._entry is None:
-            self._entry = entries[0]
+        elif self._guards is None:
+            # not the entry: torch._dynamo.reset() frees it
+            self._guards = entries[0].guard_manager
         elif self._compiles > before and self.problem is None:
             self.problem = stale or Problem("the step is traced anew although its inputs look the same")
         return result
@@ -120,11 +143,13 @@ class Trace:
     @property
     def traced(self) -> bool:
         """True once a call was traced."""
-        return self._entry is not None
+        return self._guards is not None
 
     def holds(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True when the trace is valid for this call. About a microsecond; runs nothing of `fn`."""
-        return bool(self._entry.guard_manager.check({"fn": fn, "args": args, "kwargs": kwargs}))
+        # no cache entry: reset, or an object died that a guard knows by its id
+        guards = self._guards
+        return guards.cache_entry is not None and guards.check({"fn": fn, "args": args, "kwargs": kwargs})
 
     def why_not(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
         """The guard that does not hold for this call, with its source line."""
@@ -209,7 +234,7 @@ class Trace:
         self._read = _reader(self.inputs, self._code.__globals__)
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
-        for part in torch_internals.guard_failures(self._entry, frame):
+        for part in torch_internals.guard_failures(self._guards, frame):
             guard, _, comment = part.partition("  # ")
             where = next((w for w in _locations(comment) if is_user_file(w.rpartition(":")[0])), None)
             return Problem(

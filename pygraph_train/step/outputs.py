@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pygraph_train.step.legality import NotLegal, Problem
 from pygraph_train.step.signature import map_leaves
+from pygraph_train.torch_internals import storage_key
 
 __all__ = ["Outputs"]
+
+# what `guard_constants` and Dynamo's own guards cover
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
 class Outputs:
@@ -20,11 +26,16 @@ class Outputs:
     step logs, one copy per replay makes them ordinary tensors that nobody overwrites.
 
     Args:
-        tree: the step's results; its tensors have fixed addresses.
+        tree: the step's results; its tensors have fixed addresses. Guards stand for its other leaves.
         static_leaves: the leaves that the step was called with.
+        state: tensors that live longer than a step (parameters, buffers): a result that is one of them,
+            or a view of one, shows their present values, as it does without a graph.
+
+    Raises:
+        NotLegal: a result is an object that no guard can stand for.
     """
 
-    def __init__(self, tree: Any, static_leaves: Sequence[Any]) -> None:
+    def __init__(self, tree: Any, static_leaves: Sequence[Any], state: Sequence[Tensor] = ()) -> None:
         self._tree = tree
         leaves: list[Any] = []
         map_leaves(leaves.append, tree)
@@ -32,7 +43,9 @@ class Outputs:
         self._groups: list[tuple[Tensor, list[int], bool]] = []  # static tensor, leaf positions, packed
         # a result that is one of the arguments is taken from the call, not from the graph
         self._passed: dict[int, int] = {}
-        inputs = {id(leaf): k for k, leaf in enumerate(static_leaves) if _has_identity(leaf)}
+        self._alive: list[tuple[int, Tensor]] = []
+        inputs = {id(leaf): k for k, leaf in enumerate(static_leaves) if isinstance(leaf, Tensor)}
+        storages = {storage_key(t.untyped_storage()) for t in state if t.layout is torch.strided}
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         tensor_of: dict[int, Tensor] = {}
         iterator = iter(tensors)
@@ -42,10 +55,19 @@ class Outputs:
             if id(leaf) in inputs:
                 self._passed[position] = inputs[id(leaf)]
             elif isinstance(leaf, Tensor):
-                if leaf.dim() == 0:
+                if leaf.layout is torch.strided and storage_key(leaf.untyped_storage()) in storages:
+                    self._alive.append((position, tensor_of[position]))
+                elif leaf.dim() == 0:
                     scalars.setdefault((leaf.dtype, leaf.device), []).append(position)
                 else:
                     self._groups.append((tensor_of[position], [position], False))
+            elif not isinstance(leaf, _CONSTANTS):
+                raise NotLegal(
+                    Problem(
+                        f"the step returns a {type(leaf).__name__}, which may be another one on every step",
+                        fix="Return tensors, numbers and strings in dicts, lists or tuples",
+                    )
+                )
         for positions in scalars.values():
             if len(positions) == 1:
                 self._groups.append((tensor_of[positions[0]], positions, False))
@@ -67,12 +89,9 @@ class Outputs:
                     values[position] = value
             else:
                 values[positions[0]] = copy
+        for position, tensor in self._alive:
+            values[position] = tensor.detach()
         for position, source in self._passed.items():
             values[position] = leaves[source]
         iterator = iter(values)
         return map_leaves(lambda _: next(iterator), self._tree)
-
-
-def _has_identity(leaf: Any) -> bool:
-    """Interned values (None, small numbers) are the same object by chance."""
-    return isinstance(leaf, Tensor) or (leaf is not None and not isinstance(leaf, (bool, int, float)))

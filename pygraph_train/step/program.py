@@ -29,11 +29,17 @@ class StepProgram(Protocol):
     must happen in Python on every step.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
     device: torch.device
     recorder: str | None
     """See `legality.Trace`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The module whose parameters are trained."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What `update` steps, None when that is the caller's business."""
 
     def function(self) -> Callable[..., Any]:
         """The user's function that computes the loss (`training_step`); the one that is traced."""
@@ -52,8 +58,13 @@ class StepProgram(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Compute gradients into `.grad`."""
 
-    def transform_gradients(self) -> None:
-        """Unscale and clip, before the optimizer."""
+    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+        """Unscale and clip, before the optimizer.
+
+        Args:
+            in_kernels: leave out what the optimizer's kernels will do themselves. False where no update
+                follows, to see the gradients that it would leave behind.
+        """
 
     def update(self) -> None:
         """The optimizer's step and the scaler's update."""

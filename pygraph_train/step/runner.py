@@ -13,11 +13,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import CaptureRecord, Fallback, StepReport
 from pygraph_train.graphs.engine import CaptureError, Engine, Graph
 from pygraph_train.graphs.location import user_location
-from pygraph_train.step.gradients import Gradients, Snapshot
+from pygraph_train.step.gradients import Gradients
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.legality import NotLegal, Problem, Trace, backward_hook, readable
 from pygraph_train.step.optimizer import OptimizerPreparation
@@ -38,6 +39,9 @@ _RUNS_BEFORE_CAPTURE = 2
 
 _MOST_RETRACES = 3
 """New variants of one signature allowed before the step counts as changing all the time."""
+
+_MOST_MICRO_BATCHES = 16
+"""So long a capture waits for a micro-batch that starts from empty gradients."""
 
 _REPLAYS_PER_RETRACE = 50
 """A variant that served this many replays has paid for one more."""
@@ -77,10 +81,11 @@ class _Capture:
     graph: Graph
     loss: Tensor
     outputs: Outputs
-    gradients: Snapshot
+    gradients: Gradients
     updates: bool
     hyperparameters: Any
     optimizer_generation: int
+    leaves: list[Tensor | None]
     addresses: list[int]
     verified: bool
 
@@ -92,6 +97,7 @@ class _Variant:
     trace: Trace
     used: list[bool] = field(default_factory=list)
     watched: int = 0
+    looked_twice: bool = False
     prepared_runs: int = 0
     compiled: Trace | None = None
     inputs: StaticInputs | None = None
@@ -100,6 +106,7 @@ class _Variant:
     replays: int = 0
     last_used: int = 0
     moves: int = 0
+    writes_parameters: bool = False
     off: Problem | None = None
 
     def forget_captures(self) -> None:
@@ -150,16 +157,7 @@ class StepRunner:
         self._off: Problem | None = None
         self._prepared_updates = 0
         self._hyperparameter_changes = 0
-        parameters = {id(p): p for p in program.model.parameters()}
-        if program.optimizer is not None:
-            parameters |= {id(p): p for group in program.optimizer.param_groups for p in group["params"]}
-        self.gradients = Gradients(parameters.values())
-        # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
-        self._zeroed = (
-            self.gradients.parameters
-            if program.optimizer is None
-            else [p for group in program.optimizer.param_groups for p in group["params"]]
-        )
+        self._canonical_gradients: dict[Tensor, Tensor] = {}
         self._compiles = engine.name == "cuda"
         self._steps = 0
         self._clock = _Clock(engine, report)
@@ -196,12 +194,14 @@ class StepRunner:
             with self.program.context():
                 fn = self.program.function()
                 for variant in signature.variants:
-                    if variant.trace.traced and variant.trace.holds(fn, args, kwargs):
+                    if not variant.trace.traced or variant.trace.holds(fn, args, kwargs):
                         break
                 else:
                     variant = None
             if variant is not None:
                 capture = variant.captures.get(position)
+                if capture is not None and not capture.gradients.fit():
+                    return Ran(self._plainly(run))  # emptied in the middle of an accumulation
                 if capture is not None and self._still_valid(variant, capture, fn, args, kwargs):
                     return self._replay(variant, capture, leaves, position)
                 return self._advance(signature, variant, args, kwargs, leaves, position, run)
@@ -213,13 +213,11 @@ class StepRunner:
         """The hot path: inputs in, learning rate in, launch, results out."""
         assert variant.inputs is not None
         variant.inputs.load(leaves)
-        if not position.fresh and not self.gradients.are(capture.gradients):
-            self.gradients.adopt()
+        capture.gradients.before_replay()
         if capture.updates and self._optimizer is not None:
             self._optimizer.sync()
         capture.graph.replay()
-        if not self.gradients.are(capture.gradients):
-            self.gradients.restore(capture.gradients)
+        capture.gradients.after_replay()
         variant.last_used = self._steps
         variant.replays += 1
         if variant.replays == _REPLAYS_BEFORE_COMPILING:
@@ -234,7 +232,7 @@ class StepRunner:
         if not capture.verified or self.config.verify == "always":
             return False
         tensors = variant.trace.tensors(fn, args, kwargs)
-        if list(map(Tensor.data_ptr, tensors)) != capture.addresses:
+        if not _same_memory(tensors, capture):
             return False
         optimizer = self._optimizer
         if capture.updates and optimizer is not None:
@@ -366,10 +364,10 @@ class StepRunner:
     ) -> R:
         """Run through Dynamo with eager kernels: the cheap way to find out what the step is made of."""
         first = variant.watched == 0
-        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+        versions = _versions(leaves)
         try:
             with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
-                result = run(variant.trace)
+                result = run(self._watched(variant))
         except NotLegal as refused:
             problem: Problem | None = refused.problem
             result = self._plainly(run)
@@ -377,23 +375,34 @@ class StepRunner:
             problem = variant.trace.problem
             if problem is None and first:
                 problem = self._read_leaves(variant, args, kwargs, leaves)
-            if problem is None and versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]:
+            if problem is None and versions != _versions(leaves):
                 problem = Problem("the step changes its batch in place, which a replay would do to a copy")
-        if problem is not None:
+        if problem is None:
+            variant.watched += 1
+        elif first and not variant.looked_twice:
+            # first calls set things up (caches, hooks, flags): what the second one does counts
+            variant.looked_twice = True
+            variant.trace = Trace(self.program.device, recorder=self.program.recorder)
+        else:
             variant.off = problem
             if signature is self._first:
                 self._turn_off(problem)
             else:
                 self._note_fallback(problem)
-        else:
-            variant.watched += 1
         return result
 
     def _read_leaves(
         self, variant: _Variant, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
     ) -> Problem | None:
         """Which leaves the traced step reads; a tensor that hides inside another object is refused."""
-        reads = variant.trace.argument_tensors(self.program.function(), args, kwargs)
+        fn = self.program.function()
+        try:
+            reads = variant.trace.argument_tensors(fn, args, kwargs)
+            state = variant.trace.tensors(fn, args, kwargs)
+        except Exception as error:  # Dynamo's own names, for NumPy arrays and other things it converts
+            return Problem(f"the step reads something that is not a tensor as if it were one: {error}")
+        if (problem := _history(variant.trace, state)) is not None:
+            return problem
         known = {id(leaf) for leaf in leaves}
         for expression, tensor in reads:
             if id(tensor) not in known:
@@ -404,6 +413,18 @@ class StepRunner:
         read = {id(tensor) for _, tensor in reads}
         variant.used = [isinstance(leaf, Tensor) and id(leaf) in read for leaf in leaves]
         return None
+
+    def _watched(self, variant: _Variant) -> Call:
+        """The trace, and whether forward writes parameters in place (Embedding(max_norm=...) does)."""
+
+        def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            parameters = list(self.program.model.parameters())
+            before = _versions(parameters)
+            result = variant.trace(fn, args, kwargs)
+            variant.writes_parameters |= before != _versions(parameters)
+            return result
+
+        return call
 
     def _prepare_optimizer(self) -> None:
         """From the first legal step on, every optimizer step uses the kernels that graphs will hold."""
@@ -437,8 +458,9 @@ class StepRunner:
     def _ready_to_capture(self, variant: _Variant, position: PositionInAccumulation) -> bool:
         if variant.prepared_runs < _RUNS_BEFORE_CAPTURE:
             return False
-        if not position.fresh and not self.gradients.exist:
-            return False  # the graph of the first micro-batch is to own the gradients
+        if not position.fresh and not self._canonical_gradients:
+            # the graph of the first micro-batch is to own the gradients, if there is one
+            return variant.prepared_runs >= _RUNS_BEFORE_CAPTURE + _MOST_MICRO_BATCHES
         return not self._updates or self._prepared_updates > 0  # the optimizer's state exists
 
     def _compile(
@@ -452,8 +474,10 @@ class StepRunner:
         variant.compile_next = False
         variant.forget_captures()
         variant.compiled = Trace(self.program.device, inductor=True, recorder=self.program.recorder)
-        before = self.gradients.snapshot()
+        gradients = self._gradients(variant, *fn_args, position)
+        before = gradients.snapshot()
         scratch = ScratchState(self.program.device, self._beside_parameters(variant, *fn_args))
+        gradients.isolate()
         try:
             with self._clock.compiling():
                 return self._run_prepared(variant, run, position)
@@ -463,7 +487,7 @@ class StepRunner:
                 raise
             variant.compiled = None
             scratch.restore()
-            self.gradients.restore(before)
+            gradients.restore(before)
             self.program.abandon()
             self._note_fallback(problem)
             return self._run_prepared(variant, run, position)
@@ -485,34 +509,38 @@ class StepRunner:
         if self._updates:
             assert self._optimizer is not None
             self._optimizer.settle()
-        if variant.inputs is None:
-            variant.inputs = StaticInputs(self.program.device, leaves, variant.used)
-        variant.inputs.load(leaves)
-        static_args, static_kwargs = variant.inputs.tree((args, kwargs))
-        static_leaves: list[Any] = []
-        flatten((static_args, static_kwargs), static_leaves)
         call = variant.compiled or plain_call
         updates = self._updates and position.update
-        program, gradients = self.program, self.gradients
-        if not position.fresh:
-            gradients.adopt()
+        program = self.program
+        reads = variant.trace.tensors(program.function(), args, kwargs)
+        if (problem := _history(variant.trace, reads)) is not None:
+            raise NotLegal(problem)
+        gradients = self._gradients(variant, args, kwargs, position)
+        gradients.begin()
+        before = gradients.snapshot()
+        static_leaves: list[Any] = []
 
         def body() -> tuple[Tensor, Outputs]:
-            if position.fresh:
-                gradients.clear(self._zeroed)
+            gradients.empty()
             loss, tree = program.forward(call, static_args, static_kwargs)
             program.backward(loss)
             if updates:
                 program.transform_gradients()
                 program.update()
             gradients.settle()
-            return loss.detach(), Outputs(tree, static_leaves)
+            return loss.detach(), Outputs(tree, static_leaves, reads)
 
-        before = gradients.snapshot()
         try:
+            if variant.inputs is None:
+                variant.inputs = StaticInputs(leaves, variant.used)
+            variant.inputs.load(leaves)
+            static_args, static_kwargs = variant.inputs.tree((args, kwargs))
+            flatten((static_args, static_kwargs), static_leaves)
             expected = None
             if self.config.verify != "off":
-                expected = self._reference(variant, call, static_args, static_kwargs, position, updates)
+                expected = self._reference(
+                    variant, gradients, call, static_args, static_kwargs, updates=updates
+                )
             self._make_room(variant)
             with self._optimizer_context():
                 graph, (loss, outputs) = self.engine.capture(body)
@@ -523,6 +551,7 @@ class StepRunner:
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(_problem_of(error)) from error
         program.abandon()
+        gradients.claim()
         optimizer = self._optimizer
         if optimizer is not None:
             optimizer.remember()
@@ -530,11 +559,12 @@ class StepRunner:
             graph=graph,
             loss=loss,
             outputs=outputs,
-            gradients=gradients.claim(),
+            gradients=gradients,
             updates=updates,
             hyperparameters=optimizer.hyperparameters() if optimizer is not None and updates else None,
             optimizer_generation=optimizer.generation if optimizer is not None else 0,
-            addresses=self._addresses(variant, args, kwargs),
+            leaves=[t if t.requires_grad else None for t in reads],
+            addresses=list(map(Tensor.data_ptr, reads)),
             verified=self.config.verify == "off",
         )
         seconds = time.perf_counter() - started
@@ -549,29 +579,28 @@ class StepRunner:
     def _reference(
         self,
         variant: _Variant,
+        gradients: Gradients,
         call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        position: PositionInAccumulation,
+        *,
         updates: bool,
     ) -> Fingerprint:
         """Loss and gradients of this step without a graph; everything else is put back."""
-        before = self.gradients.snapshot()
+        before = gradients.snapshot()
         scratch = ScratchState(self.program.device, self._beside_parameters(variant, args, kwargs))
         try:
             with self._optimizer_context(), self.engine.warm_up():
-                if position.fresh:
-                    self.gradients.clear(self._zeroed)
-                else:
-                    self.gradients.restore([None if g is None else g.clone() for g in before])
+                gradients.empty()
+                gradients.isolate()
                 loss, _ = self.program.forward(call, args, kwargs)
                 self.program.backward(loss)
                 if updates:
-                    self.program.transform_gradients()
-                return Fingerprint.of(loss.detach(), self.gradients.snapshot())
+                    self.program.transform_gradients(in_kernels=False)
+                return Fingerprint.of(loss.detach(), gradients.snapshot())
         finally:
             scratch.restore()
-            self.gradients.restore(before)
+            gradients.restore(before)
             self.program.abandon()
 
     def _first_replay(
@@ -591,22 +620,23 @@ class StepRunner:
             variant.inputs.load(leaves)
             static_args, static_kwargs = variant.inputs.tree((args, kwargs))
             call = variant.compiled or plain_call
-            expected = self._reference(variant, call, static_args, static_kwargs, position, capture.updates)
-        before = self.gradients.snapshot()
+            expected = self._reference(
+                variant, capture.gradients, call, static_args, static_kwargs, updates=capture.updates
+            )
+        before = capture.gradients.snapshot()
         written = self._beside_parameters(variant, args, kwargs)
         if capture.updates and self._optimizer is not None:
-            written += self.gradients.parameters
+            written += self._optimized()
             written += self._optimizer.state_tensors()
-        if not position.fresh:
-            written += [g for g in before if g is not None]
+        written += [p.grad for p in capture.gradients.carried if p.grad is not None]
         backup = HostCopy(self.program.device, written)
         replayed = self._replay(variant, capture, leaves, position)
-        difference = expected.compare(Fingerprint.of(capture.loss, capture.gradients))
+        difference = expected.compare(Fingerprint.of(capture.loss, capture.gradients.final))
         if difference is None:
             capture.verified = True
             return replayed
         backup.restore()
-        self.gradients.restore(before)
+        capture.gradients.restore(before)
         problem = Problem(
             f"the first replay of {position} differs from the step without a graph: {difference}",
             fix="Please report this; the step runs without a graph",
@@ -618,24 +648,21 @@ class StepRunner:
 
     # -- changes that captures do not survive -------------------------------------------------------
 
-    def _addresses(self, variant: _Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        return list(map(Tensor.data_ptr, variant.trace.tensors(self.program.function(), args, kwargs)))
-
     def _check_moves(
         self, variant: _Variant, capture: _Capture, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Drop captures that rest on something that has changed; stop when it changes all the time."""
         optimizer = self._optimizer
         allowed = _MOST_RETRACES + variant.replays // _REPLAYS_PER_RETRACE
-        addresses = self._addresses(variant, args, kwargs)
-        if addresses != capture.addresses:
+        tensors = variant.trace.tensors(self.program.function(), args, kwargs)
+        if not _same_memory(tensors, capture):
             variant.moves += 1
             moved = next(
                 expression
-                for expression, new, old in zip(
-                    variant.trace.inputs, addresses, capture.addresses, strict=True
+                for expression, tensor, leaf, address in zip(
+                    variant.trace.inputs, tensors, capture.leaves, capture.addresses, strict=True
                 )
-                if new != old
+                if tensor.data_ptr() != address or (leaf is not None and leaf is not tensor)
             )
             variant.forget_captures()
             if variant.moves > allowed:
@@ -714,11 +741,30 @@ class StepRunner:
         self, variant: _Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
         """Device tensors, other than parameters, that forward and backward may write in place."""
-        parameters = {id(p) for p in self.gradients.parameters}
+        reads = variant.trace.tensors(self.program.function(), args, kwargs)
         found = {id(t): t for t in self.program.model.buffers()}
-        found |= {id(t): t for t in variant.trace.tensors(self.program.function(), args, kwargs)}
+        found |= {id(t): t for t in reads if not t.requires_grad or variant.writes_parameters}
         found |= {id(t): t for t in self.program.extra_state()}
-        return [t for t in found.values() if id(t) not in parameters]
+        return list(found.values())
+
+    def _optimized(self) -> list[Tensor]:
+        """The optimizer's parameters."""
+        optimizer = self.program.optimizer
+        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    def _gradients(
+        self,
+        variant: _Variant,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        position: PositionInAccumulation,
+    ) -> Gradients:
+        """The gradients that one step can reach: of what it reads, and of what the optimizer holds."""
+        owned = self._optimized() or list(self.program.model.parameters())
+        reads = variant.trace.tensors(self.program.function(), args, kwargs)
+        reached = {id(t): t for t in (*owned, *(t for t in reads if t.requires_grad))}
+        # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
+        return Gradients(reached.values(), owned if position.fresh else (), self._canonical_gradients)
 
     def close(self) -> None:
         """Release every graph and give the optimizer back as it was."""
@@ -734,11 +780,37 @@ class StepRunner:
 _MOST_SIGNATURES = 1024
 
 
+def _same_memory(tensors: Sequence[Tensor], capture: _Capture) -> bool:
+    """Whether a graph works on these very tensors: parameters are the same objects, all are where they were."""
+    if list(map(Tensor.data_ptr, tensors)) != capture.addresses:
+        return False
+    return all(old is None or old is new for old, new in zip(capture.leaves, tensors, strict=True))
+
+
+def _versions(leaves: Sequence[Any]) -> list[int]:
+    """Counters of in-place changes; inference tensors have none."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [0 if t.is_inference() else torch_internals.tensor_version(t) for t in tensors]
+
+
+def _history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
+    """Backward would leave the step through a tensor that was computed outside of it."""
+    for expression, tensor in zip(trace.inputs, tensors, strict=True):
+        if tensor.requires_grad and not tensor.is_leaf:
+            return Problem(
+                f"{readable(expression)} was computed outside of the step and requires a gradient",
+                fix="Compute it inside the step, or detach it",
+            )
+    return None
+
+
 def _unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Problem | None:
     paths = leaf_paths(args, "args") + leaf_paths(kwargs, "kwargs")
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, Tensor):
             continue
+        if type(leaf) is not Tensor or leaf.is_nested:
+            return Problem(f"{path} is a {type(leaf).__name__}, of which a graph would see a plain tensor")
         if leaf.requires_grad:
             return Problem(f"{path} requires a gradient: its .grad would lie in a static buffer")
         if leaf.layout is not torch.strided:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["Key", "flatten", "key_of", "leaf_paths", "map_leaves"]
@@ -38,14 +40,20 @@ def flatten(tree: Any, leaves: list[Any]) -> Any:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """A copy of `tree` with `fn` applied to each leaf, in `flatten`'s order."""
+    """A copy of `tree` with `fn` applied to each leaf, in `flatten`'s order.
+
+    Raises:
+        TypeError: a container of another library, of which a shallow copy might share its contents.
+    """
     kind = type(tree)
     if kind is dict:
         return {name: map_leaves(fn, value) for name, value in tree.items()}
     if isinstance(tree, Mapping):
+        if not isinstance(tree, (dict, UserDict)):
+            raise TypeError(f"{kind.__name__} is a mapping that nobody but its author can rebuild")
         other: Any = copy.copy(tree)
         for name, value in tree.items():
-            other[name] = map_leaves(fn, value)  # type: ignore[index]
+            other[name] = map_leaves(fn, value)
         return other
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return kind(*[map_leaves(fn, value) for value in tree])
@@ -70,9 +78,11 @@ def key_of(structure: Any, leaves: Sequence[Any]) -> Key:
 
 
 def _leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad)
-    return type(leaf)
+    if not isinstance(leaf, Tensor):
+        return type(leaf)
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        return (type(leaf), leaf.layout)  # they have no strides, and are refused anyhow
+    return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad)
 
 
 def leaf_paths(tree: Any, prefix: str = "") -> list[str]:

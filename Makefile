@@ -1,0 +1,62 @@
+# `make demo` and `make test` work in a bare clone: they need python3 (>= 3.10), make and a package registry.
+#
+#   PYTHON=python3.12   the interpreter to build .venv from
+#   VENV=dir            where the environment is; `VENV=` (empty) makes none and uses PYTHON as it is, with
+#                       the packages it has: for a machine with its own torch, or without a registry
+#   ARGS="..."          options for the script behind demo, bench, test and gpu-test
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+READY := in-place
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+PIP := -m pip --disable-pip-version-check --no-input install -qq
+HAS_GPU := $(shell command -v nvidia-smi 2>/dev/null)
+BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
+
+.PHONY: help demo test lint gpu-test bench clean in-place
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY) ## train the digits example with PyGraph in a Lightning Trainer and print its report
+	$(PY) examples/lightning_digits.py $(ARGS)
+
+test: lint ## every check: formatting, lint, types, tests (GPU tests skip themselves without a GPU)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(READY) ## formatting, lint and types only
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+gpu-test: $(READY) ## the tests that need a CUDA device
+	$(PY) -m pytest tests/gpu $(ARGS)
+
+bench: $(READY) ## the benchmark behind the README's table (without a GPU: tiny models, no timing claim)
+	$(PY) -m benchmarks.lightning_step --scale $(BENCH_SCALE) $(ARGS)
+
+clean: ## remove caches and build outputs (the environment stays: rm -r .venv)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache lightning_logs
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Anything that installs depends on this file: nothing is installed again until a version changes.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed; set PYTHON=")'
+	@echo "installing into $(VENV) (torch is large: the first time takes a while)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[dev,examples]"
+ifneq ($(HAS_GPU),)
+	@$(VENV)/bin/python -c 'import torch; torch.cuda.is_available() or print("note: there is an NVIDIA GPU, but torch", torch.__version__, "cannot use it: see Installing in README.md")'
+endif
+	@touch $@
+
+in-place:
+	@$(PYTHON) $(PIP) --no-deps --no-build-isolation -e .

@@ -1,0 +1,820 @@
+"""`GraphedStep` computes what a plain PyTorch loop computes, bit for bit, while it replays."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import CONFIG, Diary, Net, adam, adamw, batches, both, loss_of, replayed, sgd
+
+from pygraph_train import GraphedStep
+
+OPTIMIZERS = pytest.mark.parametrize(
+    ("make_optimizer", "plan"),
+    [(adamw, "{F B O}"), (sgd, "{F B O}"), (adam, "{F B} O")],
+    ids=["adamw", "sgd", "adam"],
+)
+
+
+# -- learning rates and optimizer state --------------------------------------------------------------
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("schedule", ["step", "cosine"])
+def test_schedulers_change_the_learning_rate_of_replays(make_optimizer, plan, schedule):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+        if schedule == "step":
+            scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+        else:
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(40):
+            diary.write("loss", step(batch))
+            scheduler.step()
+            diary.write_state(model, optimizer)
+            assert type(optimizer.state_dict()["param_groups"][0]["lr"]) is float
+            assert type(optimizer.param_groups[0]["lr"]) is float
+
+    replayed(both(script), least=30, plan=plan)
+
+
+def test_replay_reads_new_learning_rate():
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    step = GraphedStep(lambda x: model(x).sum(), model=model, optimizer=optimizer, config=CONFIG)
+    x = torch.ones(1, 4)
+    for _ in range(20):
+        step(x)
+    for lr in (0.0, 0.25, 1.0):
+        count, before = step.report().steps_replayed, model.weight.detach().clone()
+        optimizer.param_groups[0]["lr"] = lr
+        step(x)
+        assert step.report().steps_replayed == count + 1
+        assert torch.equal(model.weight, before - lr)
+
+
+@OPTIMIZERS
+def test_scheduler_per_epoch_with_a_smaller_last_batch(make_optimizer, plan):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for _ in range(12):
+            for batch in [*batches(5), batches(1, size=3)[0]]:
+                diary.write("loss", step(batch))
+            scheduler.step()
+            diary.write_state(model, optimizer)
+
+    report = replayed(both(script), least=50, plan=plan)
+    assert len(report.captures) == 2  # one for each size, and not again and again
+
+
+def test_one_cycle_with_cycling_betas_takes_the_optimizer_out_of_the_graph():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(50):
+            diary.write("loss", step(batch))
+            scheduler.step()
+            diary.write_state(model, optimizer)
+
+    report = replayed(both(script), least=15, plan="{F B} O")
+    assert any("hyperparameter" in f.reason and "OneCycleLR" in f.reason for f in report.fallbacks)
+    assert len(report.captures) <= 6
+
+
+@OPTIMIZERS
+def test_loading_checkpoints_in_mid_run(make_optimizer, plan):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        saved: dict[str, Any] = {}
+        for index, batch in enumerate(batches(40)):
+            diary.write("loss", step(batch))
+            if index == 12:
+                saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+                diary.write("checkpoint", saved)
+            if index == 20:
+                model.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=25, plan=plan)
+
+
+def test_other_hyperparameters_changed_in_mid_run():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model, weight_decay=0.0)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            if index == 20:
+                optimizer.param_groups[0]["weight_decay"] = 0.5
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=25)
+
+
+def test_parameter_group_added_in_mid_run():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.second.parameters(), lr=1e-2, fused=True)
+        for p in [*model.first.parameters(), *model.norm.parameters()]:
+            p.requires_grad_(False)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(50)):
+            if index == 20:
+                for p in model.first.parameters():
+                    p.requires_grad_(True)
+                optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 1e-3})
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=25)
+
+
+# -- gradients -----------------------------------------------------------------------------------------
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_gradient_accumulation_with_a_ragged_group(make_optimizer, plan, clip):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, max_grad_norm=clip)
+        for _ in range(6):
+            data = batches(14)  # three groups of four, one of two
+            for index, batch in enumerate(data):
+                last = index % 4 == 3 or index == len(data) - 1
+                diary.write("loss", (step if last else step.accumulate)(batch))
+                diary.write_state(model, optimizer)
+
+    report = replayed(both(script), least=60, plan=plan)
+    assert len(report.captures) == 3
+
+
+def test_accumulation_with_micro_batches_that_are_not_replayed():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for group in range(20):
+            for index, batch in enumerate(batches(4)):
+                if index == group % 4:
+                    batch = batches(1, size=2 + group)[0]  # a shape that never comes back
+                diary.write("loss", (step if index == 3 else step.accumulate)(batch))
+                diary.write_state(model, optimizer)
+
+    replayed(both(script), least=30)
+
+
+def test_gradients_emptied_or_changed_in_the_middle_of_an_accumulation():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for group in range(24):
+            for index, batch in enumerate(batches(3)):
+                diary.write("loss", (step if index == 2 else step.accumulate)(batch))
+                diary.write_state(model, optimizer)
+                if group == 15 and index == 0:
+                    optimizer.zero_grad()
+                if group == 16 and index == 1:
+                    optimizer.zero_grad(set_to_none=False)
+                if group == 17 and index == 0:
+                    model.first.weight.grad = None
+                if group == 18 and index == 1:
+                    model.first.weight.grad = model.first.weight.grad * 2
+                if group == 19 and index == 1:
+                    model.second.weight.grad.mul_(3)
+
+    replayed(both(script), least=40)
+
+
+def test_zero_grad_by_the_user_and_gradients_read_after_the_step():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, max_grad_norm=0.1)
+        for index, batch in enumerate(batches(36)):
+            diary.write("loss", step(batch))
+            diary.write("norm", [p.grad.norm() for p in model.parameters()])
+            optimizer.zero_grad(set_to_none=index % 2 == 0)
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=30)
+
+
+@pytest.mark.parametrize("emptied", ["never", "always", "at times"])
+def test_parameters_outside_of_the_optimizer_keep_accumulating(emptied):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.second.parameters(), lr=1e-2, fused=True)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            if emptied == "always" or (emptied == "at times" and index % 11 == 10):
+                model.zero_grad()
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=25)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_without_an_optimizer_the_caller_steps(set_to_none):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adam(model)
+        step = diary.step(loss_of(model), model=model)
+        for batch in batches(50):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            diary.write("loss", step(batch))
+            optimizer.step()
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.steps_replayed >= 20, str(report)
+
+
+@OPTIMIZERS
+def test_freezing_and_unfreezing_layers(make_optimizer, plan):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index in (15, 35):
+                model.first.requires_grad_(index == 35)
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=35, plan=plan)
+
+
+def test_layers_frozen_from_the_start_and_unfrozen_later():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        model.first.requires_grad_(False)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(50)):
+            if index == 20:
+                model.first.requires_grad_(True)
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=25)
+
+
+# -- addresses -------------------------------------------------------------------------------------------
+
+
+class Scaled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def _new_data(model: Scaled, optimizer: Any) -> None:
+    model.second.weight.data = model.second.weight.data.clone()
+
+
+def _new_attribute(model: Scaled, optimizer: Any) -> None:
+    model.scale = torch.full((3,), 0.5)
+
+
+def _new_parameter_outside(model: Scaled, optimizer: Any) -> None:
+    model.second.weight = nn.Parameter(model.second.weight.detach() * 2)
+
+
+def _new_parameter_on_the_same_memory(model: Scaled, optimizer: Any) -> None:
+    model.second.weight = nn.Parameter(model.second.weight.data)
+
+
+def _new_module_in_optimizer(model: Scaled, optimizer: Any) -> None:
+    for p in model.second.parameters():
+        optimizer.state.pop(p)
+    model.second = nn.Linear(8, 3)
+    optimizer.param_groups[0]["params"][:] = list(model.parameters())
+
+
+def _assigned_state_dict(model: Scaled, optimizer: Any) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def _new_buffer(model: Scaled, optimizer: Any) -> None:
+    model.norm.running_mean = torch.ones(8)
+
+
+def _tied(model: Scaled, optimizer: Any) -> None:
+    model.second.bias = nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _new_data,
+        _new_attribute,
+        _new_parameter_outside,
+        _new_parameter_on_the_same_memory,
+        _new_module_in_optimizer,
+        _assigned_state_dict,
+        _new_buffer,
+        _tied,
+    ],
+)
+def test_tensors_replaced_in_mid_run(change):
+    def script(diary: Diary) -> None:
+        model = Scaled()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(50)):
+            if index == 20:
+                change(model, optimizer)
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=30)
+
+
+def test_a_tensor_attribute_replaced_on_every_step():
+    def script(diary: Diary) -> None:
+        model = Scaled()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        keep = []
+        for index, batch in enumerate(batches(40)):
+            model.scale = torch.full((3,), float(index))
+            keep.append(model.scale)
+            diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert len(report.captures) <= 5
+    assert any("scale" in f.reason and "address" in f.reason for f in report.fallbacks), str(report)
+
+
+def test_tied_weights():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(20, 8)
+            self.head = nn.Linear(8, 20, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embed(ids))
+
+    def script(diary: Diary) -> None:
+        model = Tied()
+        optimizer = adamw(model)
+        data = [torch.randint(0, 20, (4, 5)) for _ in range(40)]
+
+        def step_fn(ids: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for ids in data:
+            diary.write("loss", step(ids))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=30)
+
+
+def test_embedding_that_renormalises_its_weight_in_forward():
+    def script(diary: Diary) -> None:
+        model = nn.Sequential(nn.Embedding(12, 4, max_norm=0.7), nn.Linear(4, 1))
+        optimizer = adamw(model)
+        data = [torch.randint(0, 12, (6,)) for _ in range(40)]
+        step = diary.step(lambda ids: model(ids).square().mean(), model=model, optimizer=optimizer)
+        for ids in data:
+            diary.write("loss", step(ids))
+            diary.write_state(model, optimizer)
+
+    both(script)
+
+
+# -- around the step ---------------------------------------------------------------------------------------
+
+
+def test_validation_and_ema_between_steps():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        average = copy.deepcopy(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        data = batches(40)
+        for index, batch in enumerate(data):
+            diary.write("loss", step(batch))
+            with torch.no_grad():
+                for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                    slow.lerp_(fast, 0.1)
+            if index % 5 == 4:
+                model.eval()
+                with torch.no_grad():
+                    diary.write(
+                        "validation", [loss_of(m)(batch) for m in (model, average) for batch in data[:3]]
+                    )
+                model.train()
+            diary.write_state(model, optimizer)
+            diary.write_state(average)
+
+    replayed(both(script), least=30)
+
+
+def test_training_in_eval_mode_for_a_while():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            model.train(not 20 <= index < 35)
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=35)
+
+
+def test_model_used_and_differentiated_between_steps():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(36):
+            diary.write("loss", step(batch))
+            penalty = model(batch[0]).square().mean()
+            diary.write("penalty", torch.autograd.grad(penalty, list(model.parameters())))
+            penalty = model(batch[0]).abs().mean()
+            penalty.backward()  # adds to p.grad, which the next step empties
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=30)
+
+
+def test_two_steps_over_one_model():
+    """As a GAN is trained: two optimizers, and one model's loss passes through the other."""
+
+    def script(diary: Diary) -> None:
+        generator, critic = nn.Linear(4, 6), Net(6, 1)
+        model = nn.ModuleList([generator, critic])
+        first = torch.optim.AdamW(generator.parameters(), lr=1e-2, fused=True)
+        second = torch.optim.AdamW(critic.parameters(), lr=1e-2, fused=True)
+        fool = diary.step(lambda z: -critic(generator(z)).mean(), model=model, optimizer=first)
+        judge = diary.step(
+            lambda z, x: critic(generator(z).detach()).mean() - critic(x).mean(),
+            model=model,
+            optimizer=second,
+        )
+        noise = [torch.randn(8, 4) for _ in range(40)]
+        for index, (x, _) in enumerate(batches(40)):
+            diary.write("critic", judge(noise[index], x))
+            diary.write_state(model, first, second)
+            if index % 2:
+                diary.write("generator", fool(noise[index]))
+                diary.write_state(model, first, second)
+        if diary.graphed:
+            assert fool.report().steps_replayed >= 10, str(fool.report())
+
+    replayed(both(script), least=30)
+
+
+def test_two_steps_where_one_model_is_outside():
+    def script(diary: Diary) -> None:
+        generator, critic = nn.Linear(4, 6), Net(6, 1)
+        optimizer = torch.optim.AdamW(generator.parameters(), lr=1e-2, fused=True)
+        step = diary.step(lambda z: -critic(generator(z)).mean(), model=generator, optimizer=optimizer)
+        for index in range(40):
+            if index % 10 == 9:
+                critic.zero_grad()
+            diary.write("generator", step(torch.randn(8, 4)))
+            diary.write_state(generator, optimizer)
+            diary.write_state(critic)
+
+    replayed(both(script), least=20)
+
+
+# -- numeric formats ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_grad_scaler_skips_steps_with_overflow(dtype, clip):
+    def script(diary: Diary) -> None:
+        model = Net(dropout=0.0)
+        optimizer = adamw(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=6)
+
+        def step_fn(batch: Any, factor: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=dtype):
+                return nn.functional.cross_entropy(model(batch[0]), batch[1]) * factor
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer, scaler=scaler, max_grad_norm=clip)
+        for index, batch in enumerate(batches(40)):
+            factor = torch.tensor(float("inf") if index in (3, 22, 30) else 1.0)
+            diary.write("loss", step(batch, factor))
+            diary.write("scale", scaler.get_scale())
+            diary.write("scaler", scaler.state_dict())
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=30)
+
+
+def test_scaler_with_an_optimizer_that_reads_overflow_on_the_host():
+    def script(diary: Diary) -> None:
+        model = Net(dropout=0.0)
+        optimizer = adam(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=6)
+        step = diary.step(
+            lambda batch, factor: loss_of(model)(batch) * factor,
+            model=model,
+            optimizer=optimizer,
+            scaler=scaler,
+            max_grad_norm=0.1,
+        )
+        for index, batch in enumerate(batches(40)):
+            factor = torch.tensor(float("inf") if index in (3, 22) else 1.0)
+            diary.write("loss", step(batch, factor))
+            diary.write("scaler", scaler.state_dict())
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=30, plan="{F B} O")
+
+
+def test_autocast_around_the_step():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(50)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=index < 25):
+                diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=35)
+
+
+# -- batches -------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Item:
+    x: Tensor
+    y: Tensor
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@pytest.mark.parametrize(
+    ("pack", "x", "y"),
+    [
+        (lambda x, y, i: [x, y], lambda b: b[0], lambda b: b[1]),
+        (lambda x, y, i: {"x": x, "y": y, "none": None, "name": f"n{i}"}, lambda b: b["x"], lambda b: b["y"]),
+        (lambda x, y, i: Pair(x, y), lambda b: b.x, lambda b: b.y),
+        (lambda x, y, i: Item(x, y, f"name {i}"), lambda b: b.x, lambda b: b.y),
+        (lambda x, y, i: Frozen(x, y), lambda b: b.x, lambda b: b.y),
+        (lambda x, y, i: Encoding(x=x, y=y), lambda b: b["x"], lambda b: b["y"]),
+        (
+            lambda x, y, i: {"deep": [(x, {"y": y, "i": i, "f": i / 7})]},
+            lambda b: b["deep"][0][0],
+            lambda b: b["deep"][0][1]["y"],
+        ),
+    ],
+    ids=["list", "dict", "namedtuple", "dataclass", "frozen dataclass", "UserDict", "nested"],
+)
+def test_batches_of_all_kinds(pack, x, y):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            return nn.functional.cross_entropy(model(x(batch)), y(batch))
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, (xs, ys) in enumerate(batches(36)):
+            diary.write("loss", step(pack(xs, ys, index)))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=28)
+
+
+def test_keyword_arguments_and_unread_tensors():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(*, x: Tensor, y: Tensor, extra: Tensor) -> dict[str, Any]:
+            return {"loss": nn.functional.cross_entropy(model(x), y), "extra": extra}
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, (x, y) in enumerate(batches(36)):
+            diary.write("out", step(x=x, y=y, extra=torch.tensor([index])))
+        diary.write_state(model, optimizer)
+
+    replayed(both(script), least=30)
+
+
+def test_a_number_that_the_step_reads_and_that_changes_once_in_a_while():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(
+            lambda batch, factor: loss_of(model)(batch) * factor, model=model, optimizer=optimizer
+        )
+        for index, batch in enumerate(batches(60)):
+            diary.write("loss", step(batch, 1.0 if index % 40 < 20 else 0.5))
+            diary.write_state(model, optimizer)
+
+    report = replayed(both(script), least=45)
+    assert len(report.captures) == 2
+
+
+def test_same_tensor_twice_and_views_of_one_tensor_in_a_batch():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(model(a) + model(b), y)
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, (x, y) in enumerate(batches(60)):
+            other = x if index % 20 < 10 else x.clone()
+            diary.write("loss", step(x, other, y))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=35)
+
+
+def test_two_alternating_lengths():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index in range(50):
+            diary.write("loss", step(batches(1, size=4 + 4 * (index % 2))[0]))
+            diary.write_state(model, optimizer)
+
+    report = replayed(both(script), least=30)
+    assert len(report.captures) == 2
+
+
+def test_shapes_that_never_come_back_are_not_captured():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index in range(60):
+            diary.write("loss", step(batches(1, size=2 + index)[0]))
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.captures == []
+
+
+def test_more_shapes_than_max_signatures():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index in range(120):
+            diary.write("loss", step(batches(1, size=2 + index % 5)[0]))
+        for index in range(30):
+            diary.write("loss", step(batches(1, size=20)[0]))
+        diary.write_state(model, optimizer)
+
+    report = replayed(both(script, max_signatures=2), least=50)
+    assert len(report.captures) <= 4
+    assert any("max_signatures" in f.fix for f in report.fallbacks)
+
+
+# -- outputs -------------------------------------------------------------------------------------------------
+
+
+def test_outputs_kept_over_many_steps_keep_their_values():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any) -> dict[str, Any]:
+            logits = model(batch[0])
+            loss = nn.functional.cross_entropy(logits, batch[1])
+            accuracy = (logits.argmax(1) == batch[1]).float().mean()
+            return {
+                "loss": loss,
+                "logits": logits,
+                "more": [accuracy, logits.sum(0)],
+                "name": "fixed",
+                "n": 7,
+            }
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        kept = [step(batch) for batch in batches(36)]
+        diary.write("outputs", kept)
+        diary.write_state(model, optimizer)
+        if diary.graphed:
+            assert not any(
+                t.requires_grad for out in kept for t in (out["loss"], out["logits"], out["more"][0])
+            )
+
+    replayed(both(script), least=30)
+
+
+def test_inputs_passed_through_to_the_output():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any, idx: int, name: str) -> dict[str, Any]:
+            loss = loss_of(model)(batch)
+            return {"loss": loss, "x": batch[0], "part": batch[0][:2], "idx": idx, "name": name}
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            diary.write("out", step(batch, 100_000 + index // 30, "ab"[index // 30]))
+        diary.write_state(model, optimizer)
+
+    replayed(both(script), least=40)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        range(40),
+        [10**6 + i for i in range(40)],
+        [i / 3 for i in range(40)],
+        [str(i) for i in range(40)],
+        [i % 7 == 6 for i in range(40)],
+    ],
+    ids=["small", "large", "float", "str", "bool"],
+)
+@pytest.mark.parametrize("through", ["argument", "attribute", "nested"])
+def test_a_python_value_passed_through_is_never_stale(values, through):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any, value: Any) -> dict[str, Any]:
+            loss = loss_of(model)(batch)
+            if through == "attribute":
+                return {"loss": loss, "value": model.epoch}
+            return {"loss": loss, "value": [{"deep": (value,)}] if through == "nested" else value}
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for value, batch in zip(values, batches(40), strict=True):
+            model.epoch = value
+            diary.write("out", step(batch, value))
+        diary.write_state(model, optimizer)
+
+    both(script)
+
+
+def test_an_output_that_is_a_parameter_stays_the_parameter():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(
+            lambda batch: {
+                "loss": loss_of(model)(batch),
+                "w": model.first.weight,
+                "b": model.norm.running_mean[:2],
+            },
+            model=model,
+            optimizer=optimizer,
+        )
+        kept = [step(batch) for batch in batches(36)]
+        diary.write("outputs", kept)
+
+    replayed(both(script), least=30)

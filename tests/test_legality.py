@@ -1,0 +1,715 @@
+"""A step that may not be replayed is not, trains as plain PyTorch does, and the report says what and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from training import Diary, Net, adamw, batches, both, line_of, loss_of
+
+from pygraph_train import StepReport
+from pygraph_train.diagnose.report import Fallback
+
+COUNT = 0
+
+
+class Stateful(Net):
+    """A model with every kind of Python state that a step could write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.epoch = 0
+        self.values: list[Any] = []
+        self.table: dict[str, int] = {"n": 0}
+        self.seen: set[int] = set()
+        self.queue: deque[int] = deque()
+        self.counter: Counter[str] = Counter()
+        self.endless = itertools.count()
+        self.cycle = itertools.cycle([1.0, 2.0])
+        self.generator = iter([float(i) for i in range(1000)])
+        self.last: Any = None
+
+    total = 0
+
+
+def train(
+    make: Callable[[Stateful], Callable[..., Any]],
+    *,
+    prepare: Callable[[Stateful, Any], Any] = lambda model, optimizer: None,
+    between: Callable[[Stateful, int], Any] = lambda model, index: None,
+    observe: Callable[[Stateful], Any] = lambda model: None,
+    **config: Any,
+) -> StepReport:
+    """40 steps of `make(model)`, compared with plain training."""
+
+    def script(diary: Diary) -> None:
+        model = Stateful()
+        optimizer = adamw(model)
+        prepare(model, optimizer)
+        step = diary.step(make(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            between(model, index)
+            diary.write("loss", step(batch))
+            diary.write("observed", observe(model))
+            diary.write_state(model, optimizer)
+
+    return both(script, **config)
+
+
+def refused(report: StepReport, name: str, where: str | None) -> Fallback:
+    """The only reason for not replaying, which names the thing and the line."""
+    assert report.steps_replayed == 0, str(report)
+    (fallback,) = report.fallbacks
+    assert name in fallback.reason, str(report)
+    assert fallback.where == where, str(report)
+    return fallback
+
+
+# -- 1. one graph, no host synchronisation ---------------------------------------------------------------
+
+
+def test_item_in_the_step():
+    def make(model):
+        def step_fn(batch):
+            loss = loss_of(model)(batch)
+            model.last = loss.item()
+            return loss
+
+        return step_fn
+
+    refused(train(make, observe=lambda m: m.last), "not one graph", line_of(make, "loss.item()"))
+
+
+def test_print_in_the_step(capsys):
+    def make(model):
+        def step_fn(batch):
+            loss = loss_of(model)(batch)
+            print("loss is", loss)
+            return loss
+
+        return step_fn
+
+    refused(train(make), "not one graph", line_of(make, "print("))
+    assert capsys.readouterr().out.count("loss is") == 80
+
+
+def test_numpy_in_the_step():
+    def make(model):
+        def step_fn(batch):
+            loss = loss_of(model)(batch)
+            model.values.append(float(np.mean(loss.detach().numpy())))
+            return loss
+
+        return step_fn
+
+    report = train(make, observe=lambda m: list(m.values))
+    assert report.steps_replayed == 0
+    assert report.fallbacks[0].where is not None and __file__ in report.fallbacks[0].where
+
+
+def test_branch_on_a_tensor():
+    def make(model):
+        def step_fn(batch):
+            loss = loss_of(model)(batch)
+            if loss > 1.0:
+                loss = loss * 0.5
+            return loss
+
+        return step_fn
+
+    refused(train(make), "not one graph", line_of(make, "if loss > 1.0"))
+
+
+def test_numpy_batch():
+    """Dynamo makes tensors of NumPy arrays; their memory changes without a trace."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(x: Any) -> Tensor:
+            return model(torch.from_numpy(x)).square().mean()
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for x, _ in batches(30):
+            diary.write("loss", step(x.numpy()))
+            diary.write_state(model, optimizer)
+
+    assert both(script).steps_replayed == 0
+
+
+# -- 2. guards ---------------------------------------------------------------------------------------------
+
+
+def test_attribute_read_that_changes_on_every_step():
+    def make(model):
+        def step_fn(batch):
+            return loss_of(model)(batch) * (1 + model.count)  # as self.global_step
+
+        return step_fn
+
+    def between(model, index):
+        model.count = index
+
+    refused(train(make, between=between), "count", line_of(make, "model.count"))
+
+
+def test_attribute_read_that_changes_once_an_epoch():
+    def make(model):
+        def step_fn(batch):
+            return loss_of(model)(batch) * (1 + model.epoch)
+
+        return step_fn
+
+    def between(model, index):
+        model.epoch = index // 20
+
+    report = train(make, between=between)
+    assert report.steps_replayed >= 25, str(report)
+    assert len(report.captures) == 2
+
+
+def test_branch_on_the_batch_index():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any, batch_idx: int) -> Tensor:
+            loss = loss_of(model)(batch)
+            if batch_idx % 3 == 0:
+                loss = loss * 2
+            return loss
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            diary.write("loss", step(batch, index))
+            diary.write_state(model, optimizer)
+
+    refused(both(script), "args[1]", line_of(test_branch_on_the_batch_index, "batch_idx % 3"))
+
+
+def test_global_number_read():
+    def make(model):
+        def step_fn(batch):
+            return loss_of(model)(batch) * (1 + COUNT)
+
+        return step_fn
+
+    def between(model, index):
+        global COUNT
+        COUNT = index
+
+    refused(train(make, between=between), "COUNT", line_of(make, "COUNT"))
+
+
+def test_list_read_that_grows_outside_of_the_step():
+    def make(model):
+        def step_fn(batch):
+            return loss_of(model)(batch) * (1 + len(model.values))
+
+        return step_fn
+
+    report = train(make, between=lambda model, index: model.values.append(index))
+    refused(report, "values", line_of(make, "model.values"))
+
+
+def test_python_random_numbers():
+    def make(model):
+        def step_fn(batch):
+            return loss_of(model)(batch) * random.random()
+
+        return step_fn
+
+    report = train(make, prepare=lambda *_: random.seed(3))
+    assert report.steps_replayed == 0
+
+
+def test_numpy_random_numbers():
+    def make(model):
+        def step_fn(batch):
+            return loss_of(model)(batch) * float(np.random.rand())
+
+        return step_fn
+
+    report = train(make, prepare=lambda *_: np.random.seed(3))
+    assert report.steps_replayed == 0
+
+
+def test_own_generator():
+    """Random numbers of a generator of one's own are the same ones, whether replayed or not."""
+
+    def make(model):
+        generator = torch.Generator().manual_seed(5)
+
+        def step_fn(batch):
+            noise = torch.rand(batch[0].shape, generator=generator)
+            return nn.functional.cross_entropy(model(batch[0] + noise), batch[1])
+
+        return step_fn
+
+    train(make)
+
+
+# -- 3. nothing is written back to Python ------------------------------------------------------------------
+
+
+def _count(model, index):
+    model.count += 1
+
+
+def _append(model, index):
+    model.values.append(1)
+
+
+def _table(model, index):
+    model.table["n"] += 1
+
+
+def _set(model, index):
+    model.seen.add(len(model.seen))
+
+
+def _deque(model, index):
+    model.queue.append(1)
+
+
+def _counter(model, index):
+    model.counter["n"] += 1
+
+
+def _class_attribute(model, index):
+    type(model).total += 1
+
+
+def _global(model, index):
+    global COUNT
+    COUNT += 1
+
+
+def _endless(model, index):
+    model.last = next(model.endless)
+
+
+def _cycle(model, index):
+    return next(model.cycle)
+
+
+def _iterator(model, index):
+    return next(model.generator)
+
+
+def _buffer_attribute(model, index):
+    model.last = index.sum()
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (_count, "count"),
+        (_append, "values"),
+        (_table, "table"),
+        (_set, "seen"),
+        (_deque, "queue"),
+        (_counter, "counter"),
+        (_class_attribute, "total"),
+        (_global, "COUNT"),
+        (_endless, ""),
+        (_cycle, ""),
+        (_iterator, ""),
+        (_buffer_attribute, "last"),
+    ],
+)
+def test_python_state_written_by_the_step(write, name):
+    def prepare(model, optimizer):
+        global COUNT
+        COUNT = 0
+        Stateful.total = 0
+
+    def make(model):
+        def step_fn(batch):
+            loss = loss_of(model)(batch)
+            factor = write(model, batch[0])
+            return loss * (1.0 if factor is None else factor)
+
+        return step_fn
+
+    def observe(model):
+        return [
+            *(model.count, list(model.values), dict(model.table), sorted(model.seen), len(model.queue)),
+            *(dict(model.counter), model.total, COUNT, model.last),
+        ]
+
+    report = train(make, prepare=prepare, observe=observe)
+    assert report.steps_replayed == 0, str(report)
+    assert name in report.fallbacks[0].reason, str(report)
+    if name:
+        assert report.fallbacks[0].where == f"{__file__}:{write.__code__.co_firstlineno + 1 + (write is _global)}"
+
+
+def test_closure_variable_written_by_the_step():
+    calls = []
+
+    def make(model):
+        n = 0
+
+        def step_fn(batch):
+            nonlocal n
+            n += 1
+            return loss_of(model)(batch)
+
+        calls.append(lambda: n)
+        return step_fn
+
+    report = train(make, observe=lambda model: calls[-1]())
+    refused(report, "n", line_of(make, "n += 1"))
+
+
+def test_python_write_that_starts_late():
+    """A branch that is not taken during the warm-up: its guard fails, and it is traced then."""
+
+    def make(model):
+        def step_fn(batch):
+            loss = loss_of(model)(batch)
+            if model.epoch:
+                model.values.append(1)
+            return loss
+
+        return step_fn
+
+    def between(model, index):
+        model.epoch = int(index >= 20)
+
+    report = train(make, between=between, observe=lambda m: list(m.values))
+    assert 10 <= report.steps_replayed < 20, str(report)
+    assert "values" in report.fallbacks[-1].reason
+    assert report.fallbacks[-1].where == line_of(make, "model.values.append")
+
+
+def test_batch_changed_in_place():
+    def make(model):
+        def step_fn(batch):
+            batch[0].mul_(2)
+            return loss_of(model)(batch)
+
+        return step_fn
+
+    assert train(make).steps_replayed == 0
+
+
+def test_state_kept_in_a_buffer_is_legal():
+    def prepare(model, optimizer):
+        model.register_buffer("steps", torch.zeros(()))
+
+    def make(model):
+        def step_fn(batch):
+            model.steps.add_(1)
+            return loss_of(model)(batch) * model.steps
+
+        return step_fn
+
+    assert train(make, prepare=prepare).steps_replayed >= 30
+
+
+def test_tensor_computed_outside_of_the_step():
+    def between(model, index):
+        model.last = model.second.weight.sum() * 2
+
+    def make(model):
+        def step_fn(batch):
+            return loss_of(model)(batch) * model.last
+
+        return step_fn
+
+    report = train(make, between=between)
+    assert report.steps_replayed == 0
+    assert "last" in report.fallbacks[0].reason
+
+
+# -- 4. hooks ----------------------------------------------------------------------------------------------
+
+
+def _forward_hook(model, optimizer, calls):
+    model.first.register_forward_hook(lambda *_: calls.append(1))
+
+
+def _forward_pre_hook(model, optimizer, calls):
+    model.first.register_forward_pre_hook(lambda *_: calls.append(1))
+
+
+def _module_backward_hook(model, optimizer, calls):
+    model.first.register_full_backward_hook(lambda *_: calls.append(1))
+
+
+def _tensor_hook(model, optimizer, calls):
+    model.first.weight.register_hook(lambda grad: calls.append(1) or grad * 2)
+
+
+def _accumulate_hook(model, optimizer, calls):
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
+
+
+def _global_forward_hook(model, optimizer, calls):
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1) and None)
+    model.last = handle
+
+
+HOOKS = pytest.mark.parametrize(
+    "register",
+    [
+        _forward_hook,
+        _forward_pre_hook,
+        _module_backward_hook,
+        _tensor_hook,
+        _accumulate_hook,
+        _global_forward_hook,
+    ],
+)
+
+
+@HOOKS
+def test_hooks_run_on_every_step(register):
+    calls: list[int] = []
+
+    def prepare(model, optimizer):
+        calls.clear()
+        register(model, optimizer, calls)
+
+    def observe(model):
+        return len(calls)
+
+    def script_done(model):
+        if hasattr(model.last, "remove"):
+            model.last.remove()
+
+    models: list[Any] = []
+    report = train(
+        lambda model: models.append(model) or loss_of(model),
+        prepare=lambda model, optimizer: ([script_done(m) for m in models], prepare(model, optimizer)),
+        observe=observe,
+    )
+    [script_done(m) for m in models]
+    assert report.steps_replayed == 0, str(report)
+    assert report.fallbacks[0].where is None or __file__ in report.fallbacks[0].where
+
+
+@HOOKS
+def test_hooks_registered_in_mid_run(register):
+    calls: list[int] = []
+
+    def between(model, index):
+        if index == 0:
+            calls.clear()
+        if index == 20:
+            register(model, None, calls)
+
+    def observe(model):
+        if len(calls) >= 20 and hasattr(model.last, "remove"):
+            model.last.remove()
+        return len(calls)
+
+    report = train(loss_of, between=between, observe=observe)
+    assert 10 <= report.steps_replayed <= 32, str(report)
+
+
+def test_hook_on_an_intermediate_tensor():
+    calls: list[int] = []
+
+    def make(model):
+        calls.clear()
+
+        def step_fn(batch):
+            hidden = model.first(batch[0])
+            hidden.register_hook(lambda grad: calls.append(1))
+            return nn.functional.cross_entropy(model.second(hidden), batch[1])
+
+        return step_fn
+
+    report = train(make, observe=lambda model: len(calls))
+    assert report.steps_replayed == 0, str(report)
+
+
+def test_optimizer_step_hook_takes_the_optimizer_out_of_the_graph():
+    calls: list[int] = []
+
+    def prepare(model, optimizer):
+        calls.clear()
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+
+    report = train(loss_of, prepare=prepare, observe=lambda model: len(calls))
+    assert report.steps_replayed >= 30
+    assert report.plan == "{F B} O"
+    assert "hook" in report.fallbacks[0].reason
+
+
+def test_optimizer_step_hook_registered_in_mid_run():
+    calls: list[int] = []
+    optimizers: list[Any] = []
+
+    def between(model, index):
+        if index == 0:
+            calls.clear()
+        if index == 20:
+            optimizers[-1].register_step_pre_hook(lambda *_: calls.append(1))
+
+    report = train(
+        loss_of,
+        prepare=lambda model, optimizer: optimizers.append(optimizer),
+        between=between,
+        observe=lambda model: len(calls),
+    )
+    assert report.steps_replayed >= 14, str(report)
+
+
+# -- 5. verification -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_replay_that_differs_is_undone(verify, monkeypatch, caplog):
+    from pygraph_train.graphs.emulated import EmulatedGraph
+
+    replay, count = EmulatedGraph.replay, itertools.count()
+    bad = 0 if verify == "first" else 5
+
+    def corrupt(self):
+        replay(self)
+        if next(count) == bad:
+            self._operations[-1].args[0][0].data.add_(1)  # the last operation is the optimizer's step
+            for operation in self._operations:
+                if "mm" in str(operation.func):
+                    for _, tensor in operation.results:
+                        tensor.add_(1)
+
+    monkeypatch.setattr(EmulatedGraph, "replay", corrupt)
+    report = train(loss_of, verify=verify)
+    assert any("differs" in f.reason for f in report.fallbacks), str(report)
+    assert report.steps_replayed == bad + 1
+    assert any(r.levelname == "WARNING" and "differs" in r.message for r in caplog.records)
+
+
+def test_verify_always_replays_and_checks_every_step():
+    report = train(loss_of, verify="always")
+    assert report.steps_replayed >= 30 and not report.fallbacks
+
+
+def test_verify_off():
+    assert train(loss_of, verify="off").steps_replayed >= 30
+
+
+# -- inputs that cannot be served ------------------------------------------------------------------------------
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+@dataclasses.dataclass
+class Holder:
+    inner: Any
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda x: x.to_sparse(), "sparse"),
+        (lambda x: x[:1].expand(8, 6), "expanded"),
+        (lambda x: x.clone().requires_grad_(), "gradient"),
+        (lambda x: x.as_subclass(Tagged), "Tagged"),
+        (Opaque, "object"),
+    ],
+    ids=["sparse", "expanded", "requires_grad", "subclass", "hidden"],
+)
+def test_batches_that_cannot_be_static(change, name):
+    def make(model):
+        def step_fn(batch):
+            x = batch[0].x if isinstance(batch[0], Opaque) else batch[0]
+            x = x.to_dense() if x.is_sparse else x
+            return nn.functional.cross_entropy(model(x), batch[1])
+
+        return lambda batch: step_fn((change(batch[0]), batch[1]))
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(x: Any, y: Tensor) -> Tensor:
+            x = x.x if isinstance(x, Opaque) else x
+            x = x.to_dense() if x.is_sparse else x
+            return nn.functional.cross_entropy(model(x), y).as_subclass(Tensor)
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for x, y in batches(30):
+            diary.write("loss", step(change(x), y))
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.steps_replayed == 0
+    assert name in report.fallbacks[0].reason, str(report)
+
+
+def test_inference_tensors_in_a_batch():
+    def script(diary: Diary) -> None:
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))
+        optimizer = adamw(model)
+        step = diary.step(lambda x: model(x).square().mean(), model=model, optimizer=optimizer)
+        for _ in range(30):
+            with torch.inference_mode():
+                x = torch.randint(0, 10, (6,))
+            diary.write("loss", step(x))
+            diary.write_state(model, optimizer)
+
+    both(script)
+
+
+def test_output_object_of_an_unknown_class():
+    def make(model):
+        return lambda batch: {"loss": loss_of(model)(batch), "object": OBJECT}
+
+    report = train(make)
+    refused(report, "returns a object", None)
+
+
+OBJECT = object()
+
+
+def test_anomaly_detection_in_mid_run():
+    def between(model, index):
+        torch.autograd.set_detect_anomaly(index >= 20)
+
+    try:
+        report = train(loss_of, between=between)
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+    assert 10 <= report.steps_replayed < 20
+    assert "anomaly" in report.fallbacks[0].reason
+
+
+def test_dynamo_reset_in_mid_run():
+    def between(model, index):
+        if index == 20:
+            torch._dynamo.reset()
+
+    report = train(loss_of, between=between)
+    assert report.steps_replayed >= 25, str(report)
+
+
+def test_dynamo_switched_off():
+    torch.compiler.set_stance("force_eager")
+    try:
+        report = train(loss_of)
+    finally:
+        torch.compiler.set_stance("default")
+    refused(report, "Dynamo did not trace the step", None)

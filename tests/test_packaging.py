@@ -1,0 +1,86 @@
+"""The wheel holds every module, and `integrations/` arrives as `pygraph_train.integrations`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def _expected_files() -> set[str]:
+    """Every source file of the tree under the name that it has when installed."""
+    library = {p.relative_to(ROOT).as_posix() for p in (ROOT / "pygraph_train").rglob("*.py")}
+    adapters = {
+        f"pygraph_train/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "integrations").rglob("*.py")
+    }
+    return library | adapters | {"pygraph_train/py.typed"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the tree: building in place would leave files behind."""
+    copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in ("pygraph_train", "integrations"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    command = (
+        f"{sys.executable} -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation"
+    )
+    subprocess.run([*command.split(), "--wheel-dir", str(out), str(copy)], check=True, timeout=120)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    packaged = {name for name in names if ".dist-info/" not in name}
+    assert packaged == _expected_files()
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_installed_wheel_resolves_all_its_packages(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    program = (
+        "import importlib.util, pygraph_train, pygraph_train.integrations\n"
+        "print(pygraph_train.__file__)\n"
+        "print(pygraph_train.integrations.__file__)\n"
+        "print(importlib.util.find_spec('pygraph_train.step.graphed').origin)\n"
+        "print(importlib.util.find_spec('pygraph_train.diagnose.report').origin)\n"
+    )
+    # PYTHONPATH comes before the editable install of the checkout that runs these tests
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    places = [Path(line) for line in run.stdout.splitlines()]
+    assert len(places) == 4
+    assert all(place.is_relative_to(site / "pygraph_train") for place in places), places
+
+
+def test_checkout_resolves_integrations_inside_the_package() -> None:
+    import pygraph_train.integrations
+
+    assert Path(pygraph_train.integrations.__file__).parent == ROOT / "integrations"
+
+
+def test_importing_the_package_imports_no_framework() -> None:
+    program = (
+        "import sys, pygraph_train\n"
+        "print(sorted({'torch', 'lightning', 'pytorch_lightning', 'accelerate', 'transformers'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == "[]"
