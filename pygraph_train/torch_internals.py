@@ -98,6 +98,18 @@ def writes_arguments(func: torch._ops.OpOverload) -> bool:
     return func._schema.is_mutable
 
 
+def global_module_hook_tables() -> tuple[Mapping[int, Any], ...]:
+    """The live tables of hooks that every module runs (torch 2.11, 2.13)."""
+    from torch.nn.modules import module
+
+    return (
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
+    )
+
+
 # --- Dynamo -----------------------------------------------------------------------------------------
 
 

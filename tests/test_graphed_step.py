@@ -407,7 +407,7 @@ def test_embedding_that_renormalises_its_weight_in_forward():
             diary.write("loss", step(ids))
             diary.write_state(model, optimizer)
 
-    both(script)
+    replayed(both(script), least=30)
 
 
 # -- around the step ---------------------------------------------------------------------------------------
@@ -711,7 +711,7 @@ def test_more_shapes_than_max_signatures():
         step = diary.step(loss_of(model), model=model, optimizer=optimizer)
         for index in range(120):
             diary.write("loss", step(batches(1, size=2 + index % 5)[0]))
-        for index in range(30):
+        for _ in range(30):
             diary.write("loss", step(batches(1, size=20)[0]))
         diary.write_state(model, optimizer)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 from training import Diary, Net, adamw, batches, both, line_of, loss_of
 
 from pygraph_train import StepReport
@@ -47,6 +48,7 @@ def train(
     prepare: Callable[[Stateful, Any], Any] = lambda model, optimizer: None,
     between: Callable[[Stateful, int], Any] = lambda model, index: None,
     observe: Callable[[Stateful], Any] = lambda model: None,
+    loss: Callable[[Any], Tensor] = lambda out: out,
     **config: Any,
 ) -> StepReport:
     """40 steps of `make(model)`, compared with plain training."""
@@ -58,7 +60,7 @@ def train(
         step = diary.step(make(model), model=model, optimizer=optimizer)
         for index, batch in enumerate(batches(40)):
             between(model, index)
-            diary.write("loss", step(batch))
+            diary.write("loss", loss(step(batch)))
             diary.write("observed", observe(model))
             diary.write_state(model, optimizer)
 
@@ -81,12 +83,11 @@ def test_item_in_the_step():
     def make(model):
         def step_fn(batch):
             loss = loss_of(model)(batch)
-            model.last = loss.item()
-            return loss
+            return loss * loss.item()
 
         return step_fn
 
-    refused(train(make, observe=lambda m: m.last), "not one graph", line_of(make, "loss.item()"))
+    refused(train(make), ".item()", line_of(make, "loss.item()"))
 
 
 def test_print_in_the_step(capsys):
@@ -144,7 +145,9 @@ def test_numpy_batch():
             diary.write("loss", step(x.numpy()))
             diary.write_state(model, optimizer)
 
-    assert both(script).steps_replayed == 0
+    report = both(script)
+    assert report.steps_replayed == 0
+    assert "NumPy" in report.fallbacks[0].reason
 
 
 # -- 2. guards ---------------------------------------------------------------------------------------------
@@ -245,7 +248,7 @@ def test_numpy_random_numbers():
 
 
 def test_own_generator():
-    """Random numbers of a generator of one's own are the same ones, whether replayed or not."""
+    """Dynamo does not trace it; the random numbers are the same ones."""
 
     def make(model):
         generator = torch.Generator().manual_seed(5)
@@ -256,7 +259,7 @@ def test_own_generator():
 
         return step_fn
 
-    train(make)
+    refused(train(make), "not one graph", line_of(make, "torch.rand("))
 
 
 # -- 3. nothing is written back to Python ------------------------------------------------------------------
@@ -351,8 +354,11 @@ def test_python_state_written_by_the_step(write, name):
     report = train(make, prepare=prepare, observe=observe)
     assert report.steps_replayed == 0, str(report)
     assert name in report.fallbacks[0].reason, str(report)
-    if name:
-        assert report.fallbacks[0].where == f"{__file__}:{write.__code__.co_firstlineno + 1 + (write is _global)}"
+    if name and write is not _counter:  # which is written inside of collections
+        assert (
+            report.fallbacks[0].where
+            == f"{__file__}:{write.__code__.co_firstlineno + 1 + (write is _global)}"
+        )
 
 
 def test_closure_variable_written_by_the_step():
@@ -458,8 +464,13 @@ def _accumulate_hook(model, optimizer, calls):
 
 
 def _global_forward_hook(model, optimizer, calls):
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1) and None)
-    model.last = handle
+    module.register_module_forward_hook(lambda *_: calls.append(1))
+
+
+@pytest.fixture(autouse=True)
+def _no_global_hooks():
+    yield
+    module._global_forward_hooks.clear()
 
 
 HOOKS = pytest.mark.parametrize(
@@ -481,22 +492,13 @@ def test_hooks_run_on_every_step(register):
 
     def prepare(model, optimizer):
         calls.clear()
+        module._global_forward_hooks.clear()
         register(model, optimizer, calls)
 
     def observe(model):
         return len(calls)
 
-    def script_done(model):
-        if hasattr(model.last, "remove"):
-            model.last.remove()
-
-    models: list[Any] = []
-    report = train(
-        lambda model: models.append(model) or loss_of(model),
-        prepare=lambda model, optimizer: ([script_done(m) for m in models], prepare(model, optimizer)),
-        observe=observe,
-    )
-    [script_done(m) for m in models]
+    report = train(loss_of, prepare=prepare, observe=observe)
     assert report.steps_replayed == 0, str(report)
     assert report.fallbacks[0].where is None or __file__ in report.fallbacks[0].where
 
@@ -508,15 +510,11 @@ def test_hooks_registered_in_mid_run(register):
     def between(model, index):
         if index == 0:
             calls.clear()
+            module._global_forward_hooks.clear()
         if index == 20:
             register(model, None, calls)
 
-    def observe(model):
-        if len(calls) >= 20 and hasattr(model.last, "remove"):
-            model.last.remove()
-        return len(calls)
-
-    report = train(loss_of, between=between, observe=observe)
+    report = train(loss_of, between=between, observe=lambda model: len(calls))
     assert 10 <= report.steps_replayed <= 32, str(report)
 
 
@@ -633,14 +631,6 @@ class Opaque:
     ids=["sparse", "expanded", "requires_grad", "subclass", "hidden"],
 )
 def test_batches_that_cannot_be_static(change, name):
-    def make(model):
-        def step_fn(batch):
-            x = batch[0].x if isinstance(batch[0], Opaque) else batch[0]
-            x = x.to_dense() if x.is_sparse else x
-            return nn.functional.cross_entropy(model(x), batch[1])
-
-        return lambda batch: step_fn((change(batch[0]), batch[1]))
-
     def script(diary: Diary) -> None:
         model = Net()
         optimizer = adamw(model)
@@ -648,11 +638,11 @@ def test_batches_that_cannot_be_static(change, name):
         def step_fn(x: Any, y: Tensor) -> Tensor:
             x = x.x if isinstance(x, Opaque) else x
             x = x.to_dense() if x.is_sparse else x
-            return nn.functional.cross_entropy(model(x), y).as_subclass(Tensor)
+            return nn.functional.cross_entropy(model(x), y)
 
         step = diary.step(step_fn, model=model, optimizer=optimizer)
         for x, y in batches(30):
-            diary.write("loss", step(change(x), y))
+            diary.write("loss", step(change(x), y).as_subclass(Tensor))
             diary.write_state(model, optimizer)
 
     report = both(script)
@@ -662,27 +652,29 @@ def test_batches_that_cannot_be_static(change, name):
 
 def test_inference_tensors_in_a_batch():
     def script(diary: Diary) -> None:
-        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))
+        model = nn.Linear(4, 4)
         optimizer = adamw(model)
-        step = diary.step(lambda x: model(x).square().mean(), model=model, optimizer=optimizer)
+        step = diary.step(lambda x: (model.weight + x).square().mean(), model=model, optimizer=optimizer)
         for _ in range(30):
             with torch.inference_mode():
-                x = torch.randint(0, 10, (6,))
+                x = torch.randn(4, 4)
             diary.write("loss", step(x))
             diary.write_state(model, optimizer)
 
-    both(script)
+    assert both(script).steps_replayed >= 20
 
 
 def test_output_object_of_an_unknown_class():
     def make(model):
-        return lambda batch: {"loss": loss_of(model)(batch), "object": OBJECT}
+        thing = Opaque(torch.ones(1))
 
-    report = train(make)
-    refused(report, "returns a object", None)
+        def step_fn(batch):
+            result = {"loss": loss_of(model)(batch), "thing": thing}
+            return result
 
+        return step_fn
 
-OBJECT = object()
+    refused(train(make, loss=lambda out: out["loss"]), "returns a Opaque", None)
 
 
 def test_anomaly_detection_in_mid_run():

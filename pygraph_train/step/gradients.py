@@ -74,12 +74,15 @@ class Gradients:
 
     def settle(self) -> None:
         """Inside a capture, after the last use of `.grad`: leave the gradients in the canonical tensors."""
-        moved = [p for p in self.parameters if p.grad is not None and p in self._canonical]
-        moved = [p for p in moved if self._canonical[p] is not p.grad]
-        if moved:
-            torch._foreach_copy_([self._canonical[p] for p in moved], [p.grad for p in moved])
-        for p in moved:
-            p.grad = self._canonical[p]
+        sources, targets = [], []
+        for p in self.parameters:
+            canonical = self._canonical.get(p)
+            if p.grad is not None and canonical is not None and canonical is not p.grad:
+                sources.append(p.grad)
+                targets.append(canonical)
+                p.grad = canonical
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def claim(self) -> None:
         """After a successful capture: new tensors become canonical."""

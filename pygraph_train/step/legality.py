@@ -7,8 +7,11 @@ nothing back to Python, reads no tensor from the host, and whose guards hold for
 from __future__ import annotations
 
 import dataclasses
+import operator
+import os
+import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 from pygraph_train import torch_internals
 from pygraph_train.graphs.location import is_user_file
 
-__all__ = ["NotLegal", "Problem", "Trace", "backward_hook", "guard_constants", "readable"]
+__all__ = ["NotLegal", "Problem", "Trace", "backward_hook", "guard_constants", "hooked", "readable"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,41 @@ _Read = Callable[[dict[str, Any], dict[str, Any]], tuple[Tensor, ...]]
 
 
 def _reader(expressions: list[str], namespace: dict[str, Any]) -> _Read:
-    """One function that reads all of Dynamo's own source expressions: a call for each would be slow."""
-    return eval(f"lambda L, G: ({''.join(e + ', ' for e in expressions)})", dict(namespace))  # type: ignore[no-any-return]
+    """One function that reads all of Dynamo's own source expressions: a call for each would be slow.
+
+    What several of them start with (a module's parameters) is read once.
+    """
+    lines: list[str] = []
+    known: dict[str, str] = {}
+
+    def name_of(expression: str) -> str:
+        owner, last = _owner(expression)
+        if not owner:
+            return expression
+        if owner not in known:
+            place = name_of(owner)
+            known[owner] = f"v{len(known)}"
+            lines.append(f"    {known[owner]} = {place}\n")
+        return known[owner] + last
+
+    names = [name_of(e) for e in expressions]
+    scope = dict(namespace)
+    exec(f"def read(L, G):\n{''.join(lines)}    return ({''.join(n + ', ' for n in names)})\n", scope)
+    read: _Read = scope["read"]
+    return read
+
+
+_ACCESS = re.compile(r"\.\w+|\['[^'\\]*'\]|\[\d+\]")
+
+
+def _owner(expression: str) -> tuple[str, str]:
+    """`L['fn'].net.weight` is read from `L['fn'].net` with `.weight`; ("", "") where that is not so simple."""
+    if not expression.startswith(("L[", "G[")):
+        return "", ""
+    parts = _ACCESS.findall(expression)
+    if len(parts) < 2 or expression[0] + "".join(parts) != expression:
+        return "", ""
+    return expression[: -len(parts[-1])], parts[-1]
 
 
 def _fresh_code() -> types.FunctionType:
@@ -108,6 +144,7 @@ class Trace:
         self._arguments: list[str] = []
         self._read: _Read = lambda L, G: ()
         self._recorder = recorder
+        self._fn: Any = None
         self._code = _fresh_code()
         self._compiles = 0
         self._guards: Any = None
@@ -120,6 +157,7 @@ class Trace:
             NotLegal: the function cannot be traced as one graph; nothing was executed.
         """
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        self._fn = fn
         before, stale = self._compiles, None
         if self._guards is not None and not self._guards.check(frame):
             stale = self._why(frame)
@@ -190,7 +228,7 @@ class Trace:
         for source, attribute, stack in torch_internals.dynamo_side_effects():
             if self._recorder is not None and source.endswith(self._recorder):
                 continue
-            name = readable(source) + (f".{attribute}" if attribute else "")
+            name = readable(source, self._fn) + (f".{attribute}" if attribute else "")
             return Problem(
                 f"{name} is written by the step, and replay runs no Python",
                 _innermost(stack),
@@ -214,6 +252,12 @@ class Trace:
                 elif value is not None:
                     name = readable(torch_internals.placeholder_source(node) or node.name)
                     return Problem(f"{name} is a Python number that changes", _first_use(node))
+            elif node.op == "call_method" and node.target in ("item", "tolist"):
+                return Problem(
+                    f".{node.target}() waits for the device and reads a tensor on the host",
+                    _line_of(node),
+                    "Keep the value in a tensor, or read it after the step",
+                )
             elif isinstance(value, Tensor) and value.device.type not in (self.device.type, "meta"):
                 return Problem(
                     f"{getattr(node.target, '__name__', node.target)} makes a tensor on {value.device.type} "
@@ -234,11 +278,14 @@ class Trace:
         self._read = _reader(self.inputs, self._code.__globals__)
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
-        for part in torch_internals.guard_failures(self._guards, frame):
+        failures = torch_internals.guard_failures(self._guards, frame) if self.traced else []
+        for part in failures:
             guard, _, comment = part.partition("  # ")
-            where = next((w for w in _locations(comment) if is_user_file(w.rpartition(":")[0])), None)
+            places = [os.path.abspath(w) for w in _locations(comment)]  # guards shorten paths
+            where = next((w for w in places if is_user_file(w.rpartition(":")[0])), None)
+            name = readable(guard.strip(), frame["fn"])
             return Problem(
-                f"{readable(guard.strip())} no longer holds: the step depends on Python state that changes",
+                f"{name} no longer holds: the step depends on Python state that changes",
                 where,
                 "Keep changing values in tensors, or out of the step",
             )
@@ -246,6 +293,15 @@ class Trace:
 
 
 _DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE and torch.compiler.disable decorators on the step"
+
+
+_hooks = operator.attrgetter("_backward_hooks")
+_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def hooked(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of these leaves has a gradient hook. Hot path."""
+    return any(map(_hooks, tensors)) or any(map(_accumulate_hooks, tensors))
 
 
 def backward_hook(model: nn.Module) -> Problem | None:
@@ -301,16 +357,21 @@ def _first_use(node: torch.fx.Node) -> str | None:
 
 def _locations(text: str) -> list[str]:
     """`file:line` of every frame named in a traceback (`File "x", line 3`) or a guard (`# x:3 in f`)."""
-    import re
-
     found = [f"{f}:{n}" for f, n in re.findall(r'File "([^"]+)", line (\d+)', text)]
     return found or [f"{f}:{n}" for f, n in re.findall(r"#?\s*(\S+\.py):(\d+)", text)]
 
 
-def readable(expression: str) -> str:
-    """`L['fn'].__self__._modules['net'].scale` as the user would write it: `self.net.scale`."""
-    import re
+def readable(expression: str, fn: Any = None) -> str:
+    """`L['fn'].__self__._modules['net'].scale` as the user would write it: `self.net.scale`.
 
+    Args:
+        expression: Dynamo's.
+        fn: the traced function, for the names of its closure's variables.
+    """
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    for index, name in enumerate(names):
+        expression = expression.replace(f"L['fn'].__closure__[{index}].cell_contents", name)
+    expression = re.sub(r"G\['__import_(\w+)'\]", lambda found: found[1].replace("_dot_", "."), expression)
     text = expression.replace("L['fn'].__self__", "self").replace("L['fn']", "step")
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
     text = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)

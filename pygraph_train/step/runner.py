@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from pygraph_train.graphs.engine import CaptureError, Engine, Graph
 from pygraph_train.graphs.location import user_location
 from pygraph_train.step.gradients import Gradients
 from pygraph_train.step.inputs import StaticInputs
-from pygraph_train.step.legality import NotLegal, Problem, Trace, backward_hook, readable
+from pygraph_train.step.legality import NotLegal, Problem, Trace, backward_hook, hooked, readable
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import NOTHING, WHOLE, Plan, PositionInAccumulation, plan_of
@@ -85,7 +86,8 @@ class _Capture:
     updates: bool
     hyperparameters: Any
     optimizer_generation: int
-    leaves: list[Tensor | None]
+    leaves: list[Tensor]
+    pick_leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     addresses: list[int]
     verified: bool
 
@@ -160,6 +162,7 @@ class StepRunner:
         self._canonical_gradients: dict[Tensor, Tensor] = {}
         self._compiles = engine.name == "cuda"
         self._steps = 0
+        self._global_hooks = torch_internals.global_module_hook_tables()
         self._clock = _Clock(engine, report)
         report.engine = engine.name
         if engine.name == "emulated" and config.compile is True:
@@ -185,6 +188,9 @@ class StepRunner:
         self._steps += 1
         self.report.steps += 1
         if self._off is not None:
+            return Ran(self._plainly(run))
+        if torch.is_anomaly_enabled() or any(self._global_hooks):
+            self._turn_off(_ANOMALY if torch.is_anomaly_enabled() else _GLOBAL_HOOK)
             return Ran(self._plainly(run))
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
@@ -232,7 +238,7 @@ class StepRunner:
         if not capture.verified or self.config.verify == "always":
             return False
         tensors = variant.trace.tensors(fn, args, kwargs)
-        if not _same_memory(tensors, capture):
+        if not _same_memory(tensors, capture) or hooked(capture.gradients.parameters):
             return False
         optimizer = self._optimizer
         if capture.updates and optimizer is not None:
@@ -294,7 +300,9 @@ class StepRunner:
             return Ran(self._watch(signature, variant, args, kwargs, leaves, run))
         if self._optimizer is None and self.program.optimizer is not None:
             self._prepare_optimizer()
-        if (capture := variant.captures.get(position)) is not None:
+        if (capture := variant.captures.get(position)) is not None and hooked(capture.gradients.parameters):
+            variant.forget_captures()
+        elif capture is not None:
             self._check_moves(variant, capture, args, kwargs)
         if variant.off is not None:
             return Ran(self._plainly(run))
@@ -323,10 +331,6 @@ class StepRunner:
             return Problem(
                 f"{', '.join(off or ['fuse=' + repr('off')])} was asked for, and forward and backward are "
                 "captured together or not at all"
-            )
-        if torch.is_anomaly_enabled():
-            return Problem(
-                "anomaly detection reads every gradient on the host", fix="Turn detect_anomaly off"
             )
         return backward_hook(self.program.model)
 
@@ -400,7 +404,10 @@ class StepRunner:
             reads = variant.trace.argument_tensors(fn, args, kwargs)
             state = variant.trace.tensors(fn, args, kwargs)
         except Exception as error:  # Dynamo's own names, for NumPy arrays and other things it converts
-            return Problem(f"the step reads something that is not a tensor as if it were one: {error}")
+            return Problem(
+                f"the step makes tensors of NumPy arrays or other objects ({error})",
+                fix="Make tensors of them before the step",
+            )
         if (problem := _history(variant.trace, state)) is not None:
             return problem
         known = {id(leaf) for leaf in leaves}
@@ -450,10 +457,21 @@ class StepRunner:
     ) -> R:
         """An ordinary run with the kernels and the stream that the capture will use."""
         with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
-            result = run(variant.compiled or plain_call)
+            result = run(self._call_of(variant))
         variant.prepared_runs += 1
         self._prepared_updates += position.update
         return result
+
+    def _call_of(self, variant: _Variant) -> Call:
+        """How the step is run where its graph's kernels are wanted.
+
+        Through Dynamo's graph also with eager kernels: models look at whether a stream is capturing and
+        take other branches then, so the function run anew in a capture need not be the one that was traced.
+        The emulated engine records the function itself: its modes would make Dynamo trace again.
+        """
+        if variant.compiled is not None:
+            return variant.compiled
+        return variant.trace if self.engine.name == "cuda" else plain_call
 
     def _ready_to_capture(self, variant: _Variant, position: PositionInAccumulation) -> bool:
         if variant.prepared_runs < _RUNS_BEFORE_CAPTURE:
@@ -475,6 +493,7 @@ class StepRunner:
         variant.forget_captures()
         variant.compiled = Trace(self.program.device, inductor=True, recorder=self.program.recorder)
         gradients = self._gradients(variant, *fn_args, position)
+        gradients.empty()
         before = gradients.snapshot()
         scratch = ScratchState(self.program.device, self._beside_parameters(variant, *fn_args))
         gradients.isolate()
@@ -508,15 +527,21 @@ class StepRunner:
         started = time.perf_counter()
         if self._updates:
             assert self._optimizer is not None
+            if (reason := self._optimizer.reason) is not None:  # a hook was registered in mid-run
+                self._leave_optimizer_outside(Problem(f"the optimizer runs outside of the graph: {reason}"))
             self._optimizer.settle()
-        call = variant.compiled or plain_call
+        call = self._call_of(variant)
         updates = self._updates and position.update
         program = self.program
         reads = variant.trace.tensors(program.function(), args, kwargs)
-        if (problem := _history(variant.trace, reads)) is not None:
-            raise NotLegal(problem)
         gradients = self._gradients(variant, args, kwargs, position)
+        problem = _history(variant.trace, reads)
+        if problem is None and hooked(gradients.parameters):
+            problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
+        if problem is not None:
+            raise NotLegal(problem)
         gradients.begin()
+        gradients.empty()  # as the step would; the memory of old gradients is wanted now
         before = gradients.snapshot()
         static_leaves: list[Any] = []
 
@@ -536,6 +561,10 @@ class StepRunner:
             variant.inputs.load(leaves)
             static_args, static_kwargs = variant.inputs.tree((args, kwargs))
             flatten((static_args, static_kwargs), static_leaves)
+            if isinstance(call, Trace):
+                with program.context():
+                    if not call.holds(program.function(), static_args, static_kwargs):
+                        raise NotLegal(call.why_not(program.function(), static_args, static_kwargs))
             expected = None
             if self.config.verify != "off":
                 expected = self._reference(
@@ -563,7 +592,8 @@ class StepRunner:
             updates=updates,
             hyperparameters=optimizer.hyperparameters() if optimizer is not None and updates else None,
             optimizer_generation=optimizer.generation if optimizer is not None else 0,
-            leaves=[t if t.requires_grad else None for t in reads],
+            leaves=[t for t in reads if t.requires_grad],
+            pick_leaves=_picker([i for i, t in enumerate(reads) if t.requires_grad]),
             addresses=list(map(Tensor.data_ptr, reads)),
             verified=self.config.verify == "off",
         )
@@ -619,7 +649,7 @@ class StepRunner:
         if expected is None:
             variant.inputs.load(leaves)
             static_args, static_kwargs = variant.inputs.tree((args, kwargs))
-            call = variant.compiled or plain_call
+            call = self._call_of(variant)
             expected = self._reference(
                 variant, capture.gradients, call, static_args, static_kwargs, updates=capture.updates
             )
@@ -657,12 +687,13 @@ class StepRunner:
         tensors = variant.trace.tensors(self.program.function(), args, kwargs)
         if not _same_memory(tensors, capture):
             variant.moves += 1
+            leaves = set(map(id, capture.leaves))
             moved = next(
                 expression
-                for expression, tensor, leaf, address in zip(
-                    variant.trace.inputs, tensors, capture.leaves, capture.addresses, strict=True
+                for expression, tensor, address in zip(
+                    variant.trace.inputs, tensors, capture.addresses, strict=True
                 )
-                if tensor.data_ptr() != address or (leaf is not None and leaf is not tensor)
+                if tensor.data_ptr() != address or (tensor.requires_grad and id(tensor) not in leaves)
             )
             variant.forget_captures()
             if variant.moves > allowed:
@@ -676,16 +707,22 @@ class StepRunner:
                 variant.forget_captures()
                 self._hyperparameter_changes += 1
                 if self._hyperparameter_changes > allowed:
-                    self._plan = plan_of(self.config, optimizer_capturable=False)
-                    self.report.plan = str(self._plan)
-                    self._close_optimizer()
-                    self._note_fallback(
+                    self._leave_optimizer_outside(
                         Problem(
                             "the optimizer runs outside of the graph: a hyperparameter other than the learning "
                             "rate changes again and again (betas or momentum under OneCycleLR, for example)",
                             fix="OneCycleLR(cycle_momentum=False) keeps it in the graph",
                         )
                     )
+
+    def _leave_optimizer_outside(self, problem: Problem) -> None:
+        self._plan = plan_of(self.config, optimizer_capturable=False)
+        self.report.plan = str(self._plan)
+        for signature in self._signatures.values():
+            for variant in signature.variants:
+                variant.forget_captures()
+        self._close_optimizer()
+        self._note_fallback(problem)
 
     def _make_room(self, variant: _Variant) -> None:
         """Release the least recently used captures above `max_signatures`.
@@ -779,12 +816,23 @@ class StepRunner:
 
 _MOST_SIGNATURES = 1024
 
+_GLOBAL_HOOK = Problem("a hook on all modules (register_module_forward_hook and the like) runs in Python")
+
+_ANOMALY = Problem("anomaly detection reads every gradient on the host", fix="Turn detect_anomaly off")
+
 
 def _same_memory(tensors: Sequence[Tensor], capture: _Capture) -> bool:
     """Whether a graph works on these very tensors: parameters are the same objects, all are where they were."""
     if list(map(Tensor.data_ptr, tensors)) != capture.addresses:
         return False
-    return all(old is None or old is new for old, new in zip(capture.leaves, tensors, strict=True))
+    return all(map(operator.is_, capture.leaves, capture.pick_leaves(tensors)))
+
+
+def _picker(indices: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """`operator.itemgetter`, which returns a tuple only for two or more."""
+    if len(indices) < 2:
+        return lambda items: [items[i] for i in indices]
+    return operator.itemgetter(*indices)
 
 
 def _versions(leaves: Sequence[Any]) -> list[int]:

@@ -66,10 +66,11 @@ class Fingerprint:
         floor = self.norms.nan_to_num().max() * 1e-6 if self.norms.numel() else 0.0
         if not _close(self.norms, other.norms, tolerance, floor):
             worst = int((self.norms - other.norms).abs().nan_to_num().argmax())
-            return f"gradient {worst} has norm {float(other.norms[worst]):.8g} instead of {float(self.norms[worst]):.8g}"
-        for index, (mine, theirs) in enumerate(zip(self.samples, other.samples, strict=True)):
-            scale = mine.nan_to_num().abs().max() * tolerance * 10 + floor if mine.numel() else 0.0
-            if not _close(mine, theirs, tolerance, scale):
+            mine, theirs = float(self.norms[worst]), float(other.norms[worst])
+            return f"gradient {worst} has norm {theirs:.8g} instead of {mine:.8g}"
+        for index, (here, there) in enumerate(zip(self.samples, other.samples, strict=True)):
+            scale = here.nan_to_num().abs().max() * tolerance * 10 + floor if here.numel() else 0.0
+            if not _close(here, there, tolerance, scale):
                 return f"gradient {index} has other values"
         return None
 

@@ -1,0 +1,51 @@
+"""Options that contradict each other or make no sense are refused with their name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from training import Net
+
+from pygraph_train import GraphedStep, PyGraphConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forward": "yes"}, "forward='yes'.*'auto', 'on', 'off'"),
+        ({"compile": 1}, "compile=1.*'auto', True, False"),
+        ({"verify": True}, "verify=True"),
+        ({"engine": "cpu"}, "engine='cpu'"),
+        ({"warmup_steps": 1}, "warmup_steps=1.*>= 2"),
+        ({"warmup_steps": 2.5}, "warmup_steps=2.5"),
+        ({"warmup_steps": True}, "warmup_steps=True"),
+        ({"max_signatures": 0}, "max_signatures=0"),
+        ({"on_failure": "ignore"}, "on_failure='ignore'"),
+        ({"fuse": "on", "optimizer": "off"}, "fuse='on' contradicts optimizer='off'"),
+        ({"fuse": "on", "forward": "off", "backward": "off"}, "contradicts forward='off', backward='off'"),
+    ],
+)
+def test_refused_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        PyGraphConfig(**options)
+
+
+def test_overrides():
+    config = PyGraphConfig.of(None, {"warmup_steps": 5})
+    assert config.warmup_steps == 5
+    assert PyGraphConfig.of(config, {"fuse": "off"}) == dataclasses.replace(config, fuse="off")
+    with pytest.raises(TypeError, match=r"no option 'warmup'.*warmup_steps"):
+        PyGraphConfig.of(None, {"warmup": 5})
+    with pytest.raises(TypeError, match="config must be a PyGraphConfig, got dict"):
+        PyGraphConfig.of({"fuse": "off"}, {})  # type: ignore[arg-type]
+
+
+def test_graphed_step_refuses_another_config():
+    with pytest.raises(TypeError, match="PyGraphConfig"):
+        GraphedStep(lambda x: x, model=Net(), config={"engine": "off"})  # type: ignore[arg-type]
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PyGraphConfig().fuse = "off"  # type: ignore[misc]

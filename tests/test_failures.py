@@ -1,0 +1,271 @@
+"""Bad input and failures: told clearly, and never at the cost of the training state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import CONFIG, Diary, Net, adamw, batches, both, differs, frozen, loss_of, replayed
+
+from pygraph_train import GraphedStep, PyGraphConfig, PyGraphError
+from pygraph_train.graphs import CaptureError
+from pygraph_train.graphs.emulated import EmulatedEngine
+
+ERRORS = pytest.mark.parametrize(
+    "error", [RuntimeError("boom"), torch.OutOfMemoryError("no memory"), CaptureError("refused")]
+)
+
+
+def fail_in_capture(monkeypatch: pytest.MonkeyPatch, error: BaseException, times: int = 1) -> list[int]:
+    """Let the next captures run their function in full and then raise."""
+    capture, left = EmulatedEngine.capture, [times]
+
+    def failing(self: EmulatedEngine, fn: Any) -> Any:
+        def raising() -> None:
+            fn()
+            raise error
+
+        if left[0]:
+            left[0] -= 1
+            return capture(self, raising)
+        return capture(self, fn)
+
+    monkeypatch.setattr(EmulatedEngine, "capture", failing)
+    return left
+
+
+def script(diary: Diary) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    step = diary.step(loss_of(model), model=model, optimizer=optimizer, max_grad_norm=0.1)
+    for batch in batches(32):
+        diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+
+@ERRORS
+def test_failure_in_a_capture_costs_no_step(error, monkeypatch):
+    left = fail_in_capture(monkeypatch, error)
+    report = both(script)
+    assert left == [0]
+    assert report.steps_replayed == 0
+    (fallback,) = report.fallbacks
+    expected = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
+    assert expected in fallback.reason
+
+
+@ERRORS
+def test_failure_in_the_accumulating_capture(error, monkeypatch):
+    """The graph of the second micro-batch fails: its gradients are counted once."""
+
+    def accumulating(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            if diary.graphed and len(step.report().captures) == 1:
+                fail_in_capture(monkeypatch, error)
+            diary.write("loss", (step if index % 2 else step.accumulate)(batch))
+            diary.write_state(model, optimizer)
+        monkeypatch.undo()
+
+    assert any(str(error) in f.reason or "memory" in f.reason for f in both(accumulating).fallbacks)
+
+
+def test_keyboard_interrupt_in_a_capture(monkeypatch):
+    model = Net()
+    optimizer = adamw(model)
+    step = GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG)
+    left = fail_in_capture(monkeypatch, KeyboardInterrupt())
+    interrupted = 0
+    for batch in batches(32):
+        before = frozen([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()])
+        try:
+            step(batch)
+        except KeyboardInterrupt:
+            interrupted += 1
+            after = frozen([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()])
+            assert differs(before, after) is None
+    assert (interrupted, left) == (1, [0])
+    assert step.report().steps_replayed >= 20
+
+
+def test_on_failure_raise(monkeypatch):
+    fail_in_capture(monkeypatch, RuntimeError("boom"))
+    model = Net()
+    config = PyGraphConfig(engine="emulated", on_failure="raise")
+    step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), config=config)
+    with pytest.raises(PyGraphError, match="boom"):
+        for batch in batches(30):
+            step(batch)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 4, 12])
+def test_an_exception_of_the_step_passes_through(bad):
+    """Also when it is raised again and again; training can go on."""
+
+    def raising(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any, fail: bool) -> Tensor:
+            loss = loss_of(model)(batch)
+            if fail:
+                raise ValueError("bad batch")
+            return loss
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(50)):
+            if index in (bad, bad + 1):
+                with pytest.raises(ValueError, match="bad batch"):
+                    step(batch, True)
+            else:
+                diary.write("loss", step(batch, False))
+            diary.write_state(model, optimizer)
+
+    replayed(both(raising), least=25)
+
+
+@pytest.mark.parametrize(
+    ("result", "described"),
+    [
+        (None, "None"),
+        ("loss", "a str"),
+        ({"losss": 1}, r"a dict with the keys \['losss'\]"),
+        ({"loss": None}, "a dict"),
+        (torch.ones(2, requires_grad=True), r"shape \(2,\)"),
+        (torch.ones(()), "requires_grad=False"),
+    ],
+)
+@pytest.mark.parametrize("late", [0, 3, 12])
+def test_step_fn_must_return_a_loss(result, described, late):
+    model = Net()
+
+    def step_fn(batch: Any, bad: bool) -> Any:
+        return result if bad else loss_of(model)(batch)
+
+    step = GraphedStep(step_fn, model=model, optimizer=adamw(model), config=CONFIG)
+    with pytest.raises(TypeError, match=f"step_fn must return the loss.*{described}"):
+        for index, batch in enumerate(batches(30)):
+            step(batch, index == late)
+    assert index == late
+
+
+def test_engine_cuda_without_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    model = Net()
+    with pytest.raises(ValueError, match="engine='cuda'"):
+        GraphedStep(loss_of(model), model=model, config=PyGraphConfig(engine="cuda"))
+
+
+@pytest.mark.parametrize("engine", ["auto", "off"])
+def test_engine_off(engine):
+    report = both(script, engine=engine)
+    assert report.steps == 32 and report.steps_replayed == 0
+    assert any("graphs are off" in note for note in report.notes)
+
+
+def test_disabled_by_the_environment(monkeypatch):
+    monkeypatch.setenv("PYGRAPH_DISABLE", "1")
+    report = both(script)
+    assert report.steps == 32 and report.steps_replayed == 0
+    assert any("graphs are off" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("switches", [{"forward": "off"}, {"backward": "off"}, {"fuse": "off"}])
+def test_forward_or_backward_off(switches):
+    report = both(script, **switches)
+    assert report.steps_replayed == 0
+    assert "off" in report.fallbacks[0].reason
+
+
+def test_optimizer_off():
+    report = replayed(both(script, optimizer="off"), plan="{F B} O")
+    assert not report.fallbacks
+
+
+def test_close_gives_the_optimizer_back():
+    model = Net()
+    optimizer = adamw(model)
+    hooks = len(optimizer._optimizer_state_dict_post_hooks)
+    groups = frozen(optimizer.param_groups)[0]
+    with GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG) as step:
+        for batch in batches(20):
+            step(batch)
+    assert step.report().steps_replayed >= 10
+    after = frozen(optimizer.param_groups)[0]
+    assert differs({**groups, "params": 0}, {**after, "params": 0}) is None
+    assert len(optimizer._optimizer_state_dict_post_hooks) == hooks
+    count = step.report().steps_replayed
+    step.close()
+    for batch in batches(3):  # steps go on, without graphs
+        before = model.first.weight.detach().clone()
+        step(batch)
+        assert not torch.equal(before, model.first.weight)
+    assert step.report().steps_replayed == count
+
+
+def test_closing_in_mid_run():
+    def closing(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            if index == 25:
+                step.close()
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    assert 15 <= both(closing).steps_replayed <= 25
+
+
+class Strange(Mapping):  # type: ignore[type-arg]
+    """A mapping whose shallow copy shares its contents."""
+
+    def __init__(self, **contents: Any) -> None:
+        self.contents = contents
+
+    def __getitem__(self, key: str) -> Any:
+        return self.contents[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.contents[key] = value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.contents)
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+
+def test_a_container_of_an_unknown_kind_is_left_alone():
+    def strange(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(
+            lambda batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
+            model=model,
+            optimizer=optimizer,
+        )
+        for x, y in batches(30):
+            batch = Strange(x=x, y=y)
+            diary.write("loss", step(batch))
+            assert batch["x"] is x and batch["y"] is y
+            diary.write_state(model, optimizer)
+
+    assert both(strange).steps_replayed == 0
+
+
+def test_importing_the_package_imports_no_framework():
+    code = (
+        "import sys, pygraph_train; from pygraph_train import GraphedStep, PyGraphConfig\n"
+        "bad = {'lightning', 'pytorch_lightning', 'accelerate', 'transformers', 'torch._dynamo'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
