@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _ResultMetric
 from torch import Tensor
 
-from pygraph_train.step.legality import NotLegal, Problem
+from pygraph_train.step.legality import NotLegal, Problem, guard_constants
 
 __all__ = ["LogBook", "Record", "Recorder"]
 
@@ -36,6 +36,7 @@ class Recorder:
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Take the place of `LightningModule.log`."""
+        guard_constants((value, args, kwargs))  # a graph bakes Python numbers in
         self.records.append(Record(name, value, args, kwargs))
 
 
@@ -203,7 +204,7 @@ class LogBook:
         self._on_bar = [self._entries[key] for key in values if self._entries[key].on_bar]
         self._replayed = True
         if self._on_bar:
-            self._late.push([e.metric._forward_cache for e in self._on_bar])
+            self._late.push([values[key] for key in values if self._entries[key].on_bar])
 
     def _metrics_with_late_bar(self, on_step: bool) -> Any:
         if not on_step or not self._replayed or not self._on_bar:

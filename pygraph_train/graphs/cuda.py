@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -114,7 +114,7 @@ class CudaEngine:
                 # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
                 # a weight cast cached outside would go stale, one cached inside would outlive its memory
                 torch.clear_autocast_cache()
-                graph.capture_begin(self._pool.id, capture_error_mode="thread_local")
+                graph.capture_begin(cast(Any, self._pool.id), capture_error_mode="thread_local")
                 try:
                     result = fn()
                 finally:

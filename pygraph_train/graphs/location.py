@@ -34,10 +34,8 @@ def user_location(tb: types.TracebackType | None = None) -> str | None:
         None where no frame belongs to the user.
     """
     innermost_first: Iterable[tuple[types.FrameType, int]]
-    if tb is None:
-        innermost_first = traceback.walk_stack(sys._getframe(1))
-    else:
-        innermost_first = reversed(list(traceback.walk_tb(tb)))
+    caller = sys._getframe(1)
+    innermost_first = traceback.walk_stack(caller) if tb is None else reversed(list(traceback.walk_tb(tb)))
     for frame, line in innermost_first:
         if _is_user_code(frame):
             return f"{frame.f_code.co_filename}:{line}"
