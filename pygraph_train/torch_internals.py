@@ -138,9 +138,26 @@ def dynamo_step_config() -> AbstractContextManager[None]:
         recompile_limit=32,
         suppress_errors=False,
         # `warning_once` and its like (transformers puts them on Logger) say nothing the second time
-        ignore_logging_functions=config.ignore_logging_functions
-        | {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")},
+        ignore_logging_functions=_Functions.of(
+            *config.ignore_logging_functions,
+            *[getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")],
+        ),
     )
+
+
+class _Functions(str):
+    """Functions to iterate over, in a value that `json.dumps` takes: torch 2.11 logs Dynamo's options."""
+
+    functions: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, *functions: Any) -> _Functions:
+        made = cls(", ".join(str(f) for f in functions))
+        made.functions = functions
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.functions)
 
 
 def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]]:

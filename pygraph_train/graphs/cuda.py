@@ -159,6 +159,11 @@ class CudaEngine:
             mend.capture_end()
         mend.reset()
 
+    def trim(self) -> None:
+        """Return cached blocks of the default pool to the device: replays have no use for them."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Release the pool."""
         self._pool = None

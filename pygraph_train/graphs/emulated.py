@@ -112,6 +112,9 @@ class EmulatedEngine:
         self._graphs.add(graph)
         return graph, result
 
+    def trim(self) -> None:
+        """The CPU allocator keeps nothing back."""
+
     def close(self) -> None:
         """Refuse further captures. Raises RuntimeError while a graph is open, as its pool would be."""
         if any(not graph.closed for graph in self._graphs):

@@ -74,5 +74,8 @@ class Engine(Protocol):
                 out-of-memory errors pass through unchanged, after the same clean-up.
         """
 
+    def trim(self) -> None:
+        """Hand memory back that warm-up and captures no longer need."""
+
     def close(self) -> None:
         """Release the pool. Every graph must have been closed."""

@@ -292,7 +292,7 @@ class OptimizerPreparation:
         Call it after a prepared step outside of a capture, and again after `generation` changed. On CUDA
         the state that warm-up created lies between activations freed since, and pins their segments.
         Cloning all of it after `empty_cache()` fills the holes of few segments and leaves the others
-        empty, so that the caller's next `empty_cache()` returns them before the graph's pool is allocated.
+        empty, so that the second `empty_cache()` returns them.
         """
         if self._class is None or self._closed:
             return
@@ -308,6 +308,8 @@ class OptimizerPreparation:
         if torch.cuda.mem_get_info(loose[0].device)[0] > size:
             for t, clone in zip(loose, [t.clone() for t in loose], strict=True):
                 t.data = clone
+            del clone
+            torch.cuda.empty_cache()
             self.generation += 1
         self._compacted = {t.data_ptr() for t in state}
 
