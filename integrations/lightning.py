@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call as hooks
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from pygraph_train import torch_internals
@@ -46,6 +46,7 @@ _INSIDE_UPDATE = (
     "on_after_backward",
     "on_before_optimizer_step",
     "configure_gradient_clipping",
+    "clip_gradients",
     "optimizer_step",
 )
 """Hooks between backward and the optimizer: overridden, they split the step there."""
@@ -146,6 +147,8 @@ class _AutomaticStep:
         self._runner = runner
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._lightning_run = self._loop.run
+        # torch's optimizers ask for the loss once, and first (LBFGS is refused)
+        self._closure_is_known = type(trainer.optimizers[0]).__module__.startswith("torch.optim.")
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
@@ -163,17 +166,28 @@ class _AutomaticStep:
         """One batch: forward, backward and, at the end of an accumulation, the optimizer."""
         loop, trainer = self._loop, self._trainer
         if loop._skip_backward:
+            self._program.book.ran()
             return self._lightning_run(optimizer, batch_idx, kwargs)
+        if optimizer is not self._program.optimizer and not self._runner.stopped:
+            self._runner.stop(Problem("the Trainer's optimizer was replaced during training"))
         position = PositionInAccumulation(
             fresh=batch_idx % trainer.accumulate_grad_batches == 0,
             update=not trainer.fit_loop._should_accumulate(),
+            constants=(
+                trainer.accumulate_grad_batches,
+                trainer.gradient_clip_val,
+                trainer.gradient_clip_algorithm,
+            ),
         )
+        if position.update and not self._closure_is_known and not self._runner.stopped:
+            return self._observe(optimizer, batch_idx, kwargs)
 
         def run(call: Call) -> dict[str, Any]:
             with self._program.running_through(call):
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
-        self._program.book.start_step()
+        if not self._runner.stopped:
+            self._program.book.start_step()
         outcome = self._runner.step(tuple(kwargs.values()), {}, position, run)
         if not isinstance(outcome, Replayed):
             self._program.book.ran()
@@ -189,9 +203,42 @@ class _AutomaticStep:
             progress.step.increment_ready()
             progress.step.increment_completed()
         elif position.update:
-            loop._optimizer_step(batch_idx, lambda: self._after_backward(output["loss"]))
+            loop._optimizer_step(batch_idx, self._closure(output["loss"], optimizer, batch_idx, kwargs))
         else:
             self._after_backward(output["loss"])
+        return output
+
+    def _closure(
+        self, loss: Tensor, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any
+    ) -> Callable[[], Tensor | None]:
+        """What the optimizer calls for the loss: replayed the first time, computed if it asks again."""
+        first = True
+
+        def closure() -> Tensor | None:
+            nonlocal first
+            if first:
+                first = False
+                return self._after_backward(loss)
+            return self._loop._make_closure(kwargs, optimizer, batch_idx)()
+
+        return closure
+
+    def _observe(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """The first step of an optimizer of another library, as it is: when does it ask for the loss?"""
+        self._closure_is_known = True
+        self._program.book.ran()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        before = list(map(torch_internals.tensor_version, parameters))
+        asked: list[list[int]] = []
+
+        def note() -> None:
+            asked.append(list(map(torch_internals.tensor_version, parameters)))
+
+        with self._program.noticing(note):
+            output = self._lightning_run(optimizer, batch_idx, kwargs)
+        if asked != [before]:
+            what = "changes parameters before it asks for" if len(asked) == 1 else "asks several times for"
+            self._runner.stop(Problem(f"{type(optimizer).__name__} {what} the loss in one step"))
         return output
 
     def _after_backward(self, loss: Tensor) -> Tensor:
@@ -245,31 +292,51 @@ class _LightningProgram:
             yield
             return
 
+        # on the strategy, not on the module: attributes of the module are guarded
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            with self._recording() as recorder:
-                output = call(self.function(), args, kwargs)
-                records = list(recorder.records)
-                recorder.records.clear()
-            for record in records:
-                self.model.log(record.name, record.value, *record.args, **record.kwargs)
+            with self._precision.train_step_context():
+                with self._recording() as recorder:
+                    output = call(self.function(), args, kwargs)
+                    records = list(recorder.records)
+                    recorder.records.clear()
+                for record in records:  # in the context as well: it sets the default dtype
+                    self.model.log(record.name, record.value, *record.args, **record.kwargs)
             self.book.know(records)
             return output
 
-        self.model.__dict__["training_step"] = training_step
+        with self._instead_of_training_step(training_step):
+            yield
+
+    @contextmanager
+    def _instead_of_training_step(self, training_step: Callable[..., Any]) -> Iterator[None]:
+        strategy = self._trainer.strategy
+        strategy.training_step = training_step  # type: ignore[method-assign]
         try:
             yield
         finally:
-            self.model.__dict__.pop("training_step", None)
+            strategy.__dict__.pop("training_step", None)
+
+    @contextmanager
+    def noticing(self, note: Callable[[], None]) -> Iterator[None]:
+        """Have `note` called whenever `training_step` is."""
+        run = self._trainer.strategy.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            note()
+            return run(*args, **kwargs)
+
+        with self._instead_of_training_step(training_step):
+            yield
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         with self._recording() as recorder, self._precision.train_step_context():
             output = call(self.function(), args, kwargs)
             records = list(recorder.records)
             recorder.records.clear()
+            logged = self.book.accumulate(records)  # in the context, as `self.log` is: of its default dtype
         result = ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
         if result.closure_loss is None:
             raise NotLegal(Problem("training_step returned None, which skips the batch"))
-        logged = self.book.accumulate(records)
         return result.closure_loss, (result.asdict(), logged)
 
     def backward(self, loss: Tensor) -> None:
@@ -330,8 +397,17 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
         return Problem(f"the precision plugin {type(trainer.precision_plugin).__name__} is not known")
     if len(trainer.optimizers) != 1:
         return Problem(f"{len(trainer.optimizers)} optimizers under automatic optimization")
+    if type(trainer.fit_loop.epoch_loop.automatic_optimization) is not _AutomaticOptimization:
+        return Problem("the Trainer's loop for automatic optimization is not Lightning's own")
+    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        return Problem("LBFGS asks several times for the loss in one step")
     if "training_step" in vars(module):
-        return Problem("training_step was replaced on the module object")
+        return Problem(
+            "training_step was replaced on the module object (torch.compile(module) does that)",
+            fix="Give the Trainer the module itself; PyGraphCallback(compile=True) compiles the step",
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        return Problem("training_step(dataloader_iter) fetches its batches in Python")
     for hook in _INSIDE_FORWARD_BACKWARD:
         owner = _overridden(trainer, module, hook)
         if owner is not None:
@@ -355,7 +431,10 @@ def _overridden(trainer: Trainer, module: LightningModule, hook: str) -> str | N
 
 def _overrides(owner: Any, hook: str) -> bool:
     parent = LightningModule if isinstance(owner, LightningModule) else Callback
-    return hasattr(parent, hook) and is_overridden(hook, owner, parent=parent)
+    if not hasattr(parent, hook):
+        return False
+    method = getattr(owner, hook)
+    return getattr(method, "__func__", method) is not getattr(parent, hook)
 
 
 def _where(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
@@ -367,5 +446,8 @@ def _where(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
 
 
 def _steps_left(trainer: Trainer) -> float | None:
-    total = trainer.estimated_stepping_batches
+    try:
+        total = trainer.estimated_stepping_batches
+    except MisconfigurationException:  # under GradientAccumulationScheduler Lightning cannot tell
+        return None
     return (total - trainer.global_step) * trainer.accumulate_grad_batches if total != float("inf") else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ __all__ = ["LogBook", "Record", "Recorder"]
 
 _FX = "training_step"
 
+_LOG = inspect.signature(LightningModule.log)
+
 
 @dataclass
 class Record:
@@ -26,6 +29,11 @@ class Record:
     value: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @property
+    def batch_size(self) -> Any:
+        """The argument of that name, None where there was none."""
+        return _LOG.bind(None, self.name, self.value, *self.args, **self.kwargs).arguments.get("batch_size")
 
 
 class Recorder:
@@ -37,23 +45,25 @@ class Recorder:
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Take the place of `LightningModule.log`."""
         guard_constants((value, args, kwargs))  # a graph bakes Python numbers in
+        if isinstance(value, Tensor):
+            value = (
+                value.clone()
+            )  # `self.log("loss", loss)` before `loss += penalty` logs the loss without it
         self.records.append(Record(name, value, args, kwargs))
 
 
 class _Entry:
     """One logged name: Lightning's metric, and the device tensors that graphs accumulate into."""
 
-    def __init__(self, metric: _ResultMetric, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, metric: _ResultMetric) -> None:
         self.metric = metric
         self.bar_name = metric.meta.forked_name(on_step=True)
         self.on_bar = metric.meta.prog_bar and metric.meta.on_step
         self.total = self.count = None
         if metric.meta.on_epoch:
-            self.total = torch.zeros(
-                (), dtype=torch.promote_types(dtype, _get_default_dtype()), device=device
-            )
+            self.total = torch.zeros_like(metric.value)
             if metric.meta.is_mean_reduction:
-                self.count = torch.zeros((), dtype=torch.int64, device=device)
+                self.count = torch.zeros_like(metric.cumulated_batch_size)
 
     def tensors(self) -> Iterator[Tensor]:
         if self.total is not None:
@@ -69,6 +79,10 @@ class _Entry:
         if self.count is not None and metric.cumulated_batch_size is not self.count:
             self.count.copy_(metric.cumulated_batch_size)
 
+    def holds(self, value: Tensor) -> bool:
+        """Whether the sum loses nothing of such values."""
+        return self.total is None or torch.promote_types(value.dtype, self.total.dtype) == self.total.dtype
+
     def add(self, value: Tensor, batch_size: int) -> None:
         """In a capture: the arithmetic of `_ResultMetric.update`, in place."""
         meta = self.metric.meta
@@ -78,6 +92,10 @@ class _Entry:
             self.total.copy_(self.total + value * batch_size)
         elif meta.is_sum_reduction:
             self.total.copy_(self.total + value)
+        elif meta.reduce_fx is max:  # Python's, which would compare on the host and drops a new NaN
+            self.total.copy_(torch.where(value > self.total, value, self.total))
+        elif meta.reduce_fx is min:
+            self.total.copy_(torch.where(value < self.total, value, self.total))
         else:
             self.total.copy_(meta.reduce_fx(self.total, value))
         if self.count is not None:
@@ -111,7 +129,6 @@ class LogBook:
         self._trainer = trainer
         self._module = module
         self._entries: dict[str, _Entry] = {}
-        self._on_bar: list[_Entry] = []
         self._results: Any = trainer.fit_loop.epoch_loop._results
         self._late = _LateNumbers(trainer.strategy.root_device)
         self._replayed = False
@@ -137,13 +154,12 @@ class LogBook:
             yield from entry.tensors()
 
     def know(self, records: list[Record]) -> None:
-        """After Lightning logged these for real: make accumulators, outside of any capture."""
+        """After Lightning logged these for real: make accumulators like its own, outside of any capture."""
         for record in records:
             key = f"{_FX}.{record.name}"
             metric = self._results.get(key)
             if key not in self._entries and metric is not None and metric.is_tensor:
-                value = self._as_tensor(record.value)
-                self._entries[key] = _Entry(metric, value.dtype, value.device)
+                self._entries[key] = _Entry(metric)
 
     def accumulate(self, records: list[Record]) -> dict[str, Tensor]:
         """In a capture, or a run that stands for one: add the logged values up.
@@ -154,19 +170,21 @@ class LogBook:
             NotLegal: something was logged that only Python can add up.
         """
         values: dict[str, Tensor] = {}
+        if self._trainer.barebones:
+            return values  # where `self.log` does nothing
         for record in records:
             key = f"{_FX}.{record.name}"
-            metric = self._results.get(key)
-            if metric is None or key not in self._entries or metric.meta.enable_graph:
+            metric, entry = self._results.get(key), self._entries.get(key)
+            if metric is None or entry is None or metric.meta.enable_graph:
                 raise NotLegal(
                     Problem(
                         f"self.log({record.name!r}, ...) in training_step logs something that only Python can add up"
                     )
                 )
             value = self._as_tensor(record.value)
-            entry = self._entries[key]
-            batch_size = record.kwargs.get("batch_size")
-            entry.add(value, self._results._extract_batch_size(metric, batch_size, metric.meta))
+            if not entry.holds(value):
+                raise NotLegal(Problem(f"self.log({record.name!r}, ...) logs values of changing precision"))
+            entry.add(value, self._results._extract_batch_size(metric, record.batch_size, metric.meta))
             values[key] = value
         return values
 
@@ -193,68 +211,88 @@ class LogBook:
     def ran(self) -> None:
         """The step ran without a graph: Lightning logged."""
         self._replayed = False
+        self._late.forget()
 
     def replayed(self, values: dict[str, Tensor]) -> None:
         """The step was replayed: do what `self.log` would have done."""
-        if not values:
-            return
+        self._replayed = True
         for key, value in values.items():
             self._entries[key].store(value)
-        self._trainer._logger_connector._current_fx = _FX
-        self._on_bar = [self._entries[key] for key in values if self._entries[key].on_bar]
-        self._replayed = True
-        if self._on_bar:
-            self._late.push([values[key] for key in values if self._entries[key].on_bar])
+        if values:
+            self._trainer._logger_connector._current_fx = _FX
+        on_bar = {self._entries[key].bar_name: v for key, v in values.items() if self._entries[key].on_bar}
+        self._late.push(on_bar)
 
     def _metrics_with_late_bar(self, on_step: bool) -> Any:
-        if not on_step or not self._replayed or not self._on_bar:
+        if not on_step or not self._replayed:
             return self._metrics(on_step)
-        metas = [entry.metric.meta for entry in self._on_bar]
-        for meta in metas:
-            meta.prog_bar = False  # would wait for the device
+        on_bar = [e for e in self._entries.values() if e.on_bar and not e.metric.has_reset]
+        if not on_bar:
+            return self._metrics(on_step)
+        for entry in on_bar:
+            entry.metric.meta.prog_bar = False  # would wait for the device
         try:
             metrics = self._metrics(on_step)
         finally:
-            for meta in metas:
-                meta.prog_bar = True
+            for entry in on_bar:
+                entry.metric.meta.prog_bar = True
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        final = epoch_loop.batch_progress.is_last_batch or epoch_loop._is_training_done
-        for entry, number in zip(self._on_bar, self._late.read(final=final), strict=False):
-            metrics["pbar"][entry.bar_name] = number
+        final = (
+            epoch_loop.batch_progress.is_last_batch
+            or epoch_loop._is_training_done
+            or self._trainer.should_stop
+        )
+        numbers = self._late.read(final=final)
+        for entry in on_bar:
+            if entry.bar_name in numbers:
+                metrics["pbar"][entry.bar_name] = numbers[entry.bar_name]
         return metrics
 
 
 class _LateNumbers:
-    """Scalars on their way from the device to the host, one step behind."""
+    """Named scalars on their way from the device to the host, one step behind."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._step = 0
-        self._sent: list[tuple[Any, torch.cuda.Event | None]] = []  # this step's and the one's before
+        self._steps = 0
+        self._pushes = 0
+        # step, names, values, when they have arrived: of the last two steps that had any
+        self._sent: list[tuple[int, list[str], Tensor | list[Tensor], torch.cuda.Event | None]] = []
+        self._numbers: dict[str, float] = {}
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
-    def push(self, values: list[Tensor]) -> None:
-        """Start moving this step's values."""
-        self._step += 1
-        if not self._cuda:
-            self._sent = [(values, None)]
+    def forget(self) -> None:
+        """The host has newer numbers."""
+        if self._sent:
+            self._sent, self._numbers = [], {}
+
+    def push(self, values: dict[str, Tensor]) -> None:
+        """Begin a step, and start moving its values."""
+        self._steps += 1
+        if not values:
             return
+        names, tensors = list(values), list(values.values())
+        if not self._cuda:
+            self._sent = [*self._sent[-1:], (self._steps, names, tensors, None)]
+            return
+        self._pushes += 1
         # three in turn: one being written, one being read, one for a host that is ahead
-        slot = (self._step % 3, len(values))
+        slot = (self._pushes % 3, len(values))
         if slot not in self._buffers:
             self._buffers[slot] = torch.zeros(len(values), dtype=torch.float64, pin_memory=True)
         buffer = self._buffers[slot]
-        for i, value in enumerate(values):
+        for i, value in enumerate(tensors):
             buffer[i].copy_(value, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._sent = [*self._sent[-1:], (buffer, event)]
+        self._sent = [*self._sent[-1:], (self._steps, names, buffer, event)]
 
-    def read(self, *, final: bool) -> list[float]:
-        """The values of the step before, of this step when `final`; empty before there are any."""
-        if not self._sent or (self._cuda and not final and len(self._sent) < 2):
-            return []
-        values, event = self._sent[-1 if final else 0]
-        if event is not None:
-            event.synchronize()
-        return [float(v) for v in values]
+    def read(self, *, final: bool) -> dict[str, float]:
+        """The latest values of earlier steps, of this step too when `final`. A CPU has no reason to wait."""
+        for step, names, values, event in self._sent:
+            if step == self._steps and self._cuda and not final:
+                continue
+            if event is not None:
+                event.synchronize()
+            self._numbers.update(zip(names, map(float, values), strict=True))
+        return self._numbers

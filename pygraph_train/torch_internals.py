@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 
 def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
@@ -132,7 +133,7 @@ def dynamo_step_config() -> AbstractContextManager[None]:
         assume_static_by_default=True,
         capture_scalar_outputs=False,
         capture_dynamic_output_shape_ops=False,
-        skip_nnmodule_hook_guards=False,  # hooks registered in mid-run have to be noticed
+        skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
         skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
         side_effect_replay_policy="info",  # keeps the user's stack of every mutation
         recompile_limit=32,
@@ -212,6 +213,12 @@ def placeholder_source(node: torch.fx.Node) -> str | None:
     return name() if callable(name) else name
 
 
+def guarded_expression(guard: Any) -> str:
+    """Python expression over `L` and `G` of what a `GuardFilterEntry` guards (torch 2.11, 2.13)."""
+    name = guard.orig_guard.originating_source.name
+    return name() if callable(name) else name
+
+
 def guard_failures(guards: Any, frame_locals: dict[str, Any]) -> list[str]:
     """The guards of a cache entry's manager that do not hold, with their source lines (torch 2.11, 2.13)."""
     return [str(part) for part in guards.check_verbose(frame_locals).verbose_code_parts or ()]
@@ -252,3 +259,18 @@ def cuda_graph_nodes(graph: torch.cuda.CUDAGraph) -> int:
 def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
     """Scale and growth counter on the device, once they exist (torch 2.11, 2.13)."""
     return [t for t in (scaler._scale, scaler._growth_tracker) if t is not None]
+
+
+def module_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """The live tables of hooks that calling a module, or its backward, runs (torch 2.11, 2.13)."""
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+
+
+def hook_registrations() -> int:
+    """A number that grows with every hook registered on any tensor, module or optimizer (torch 2.11, 2.13)."""
+    return RemovableHandle.next_id

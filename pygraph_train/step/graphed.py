@@ -18,7 +18,7 @@ from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
-from pygraph_train.step.signature import map_leaves
+from pygraph_train.step.signature import flatten, map_leaves
 
 __all__ = ["GraphedStep"]
 
@@ -91,9 +91,7 @@ class GraphedStep:
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
         if self._transfer is not None:
-            device = self._program.device
-            original = (args, kwargs)
-            args, kwargs = self._transfer(lambda: map_leaves(lambda leaf: _moved(leaf, device), original))
+            args, kwargs = self._moved_to_device(args, kwargs)
         program = self._program
         update = update and program.optimizer is not None
         fresh = program.starts_fresh() if program.optimizer is None else not self._pending
@@ -116,6 +114,15 @@ class GraphedStep:
                 result = outcome.result
         self._pending = not update  # only now: a step that raised is not part of an accumulation
         return result
+
+    def _moved_to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        leaves: list[Any] = []
+        flatten((args, kwargs), leaves)
+        if all(leaf.is_cuda for leaf in leaves if isinstance(leaf, Tensor)):
+            return args, kwargs
+        device = self._program.device
+        assert self._transfer is not None
+        return self._transfer(lambda: map_leaves(lambda leaf: _moved(leaf, device), (args, kwargs)))
 
     def report(self) -> StepReport:
         """What became of the steps so far. Prints as a table."""

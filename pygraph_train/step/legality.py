@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pygraph_train import torch_internals
 from pygraph_train.graphs.location import is_user_file
+from pygraph_train.step.watch import ModuleWatch, is_watched
 
 __all__ = ["NotLegal", "Problem", "Trace", "backward_hook", "guard_constants", "hooked", "readable"]
 
@@ -141,6 +142,8 @@ class Trace:
         self.problem: Problem | None = None
         self.inputs: list[str] = []
         """Expressions of the tensors that the step reads besides its arguments (parameters, attributes)."""
+        self.latest_tensors: tuple[Tensor, ...] = ()
+        """These tensors, as `holds` saw them last."""
         self._arguments: list[str] = []
         self._read: _Read = lambda L, G: ()
         self._recorder = recorder
@@ -148,7 +151,15 @@ class Trace:
         self._code = _fresh_code()
         self._compiles = 0
         self._guards: Any = None
-        self._call = torch.compile(self._code, backend=self._backend, fullgraph=True, dynamic=False)
+        self._modules: dict[str, None] = {}
+        self._watch: ModuleWatch | None = None
+        self._call = torch.compile(
+            self._code,
+            backend=self._backend,
+            fullgraph=True,
+            dynamic=False,
+            options={"guard_filter_fn": self._keep_guards},  # type: ignore[dict-item]
+        )
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` through Dynamo.
@@ -159,7 +170,7 @@ class Trace:
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         self._fn = fn
         before, stale = self._compiles, None
-        if self._guards is not None and not self._guards.check(frame):
+        if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
         try:
             with torch_internals.dynamo_step_config():
@@ -174,6 +185,9 @@ class Trace:
         elif self._guards is None:
             # not the entry: torch._dynamo.reset() frees it
             self._guards = entries[0].guard_manager
+            self._read = _reader([*self.inputs, *self._modules], self._code.__globals__)
+            objects: Any = self._read(frame, self._code.__globals__)
+            self._watch = ModuleWatch(objects[: len(self.inputs)], objects[len(self.inputs) :])
         elif self._compiles > before and self.problem is None:
             self.problem = stale or Problem("the step is traced anew although its inputs look the same")
         return result
@@ -184,10 +198,19 @@ class Trace:
         return self._guards is not None
 
     def holds(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True when the trace is valid for this call. About a microsecond; runs nothing of `fn`."""
+        """True when the trace is valid for this call. Runs nothing of `fn`. Hot path."""
+        guards, frame = self._guards, {"fn": fn, "args": args, "kwargs": kwargs}
         # no cache entry: reset, or an object died that a guard knows by its id
-        guards = self._guards
-        return guards.cache_entry is not None and guards.check({"fn": fn, "args": args, "kwargs": kwargs})
+        if guards.cache_entry is None or not guards.check(frame):
+            return False
+        assert self._watch is not None
+        try:
+            objects: Any = self._read(frame, self._code.__globals__)
+        except (AttributeError, IndexError, KeyError):  # a module is no longer where it was
+            return False
+        count = len(self.inputs)
+        self.latest_tensors = objects[:count]
+        return self._watch.unchanged(self.latest_tensors, objects[count:])
 
     def why_not(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
         """The guard that does not hold for this call, with its source line."""
@@ -199,7 +222,8 @@ class Trace:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, ...]:
         """The tensors behind `inputs`, read now."""
-        return self._read({"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        return self._read(frame, self._code.__globals__)[: len(self.inputs)]
 
     def argument_tensors(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -275,7 +299,14 @@ class Trace:
             if expression is not None:
                 of_argument = expression.startswith(("L['args']", "L['kwargs']"))
                 (self._arguments if of_argument else self.inputs).append(expression)
-        self._read = _reader(self.inputs, self._code.__globals__)
+
+    def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
+        """Leave to `ModuleWatch` what it sees more cheaply."""
+        watched = [is_watched(guard) for guard in guards]
+        for guard, ours in zip(guards, watched, strict=True):
+            if ours and guard.has_value and isinstance(guard.value, nn.Module):
+                self._modules[torch_internals.guarded_expression(guard)] = None
+        return [not ours for ours in watched]
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
         failures = torch_internals.guard_failures(self._guards, frame) if self.traced else []
@@ -289,7 +320,17 @@ class Trace:
                 where,
                 "Keep changing values in tensors, or out of the step",
             )
-        return None
+        if self._watch is None:
+            return None
+        try:
+            objects: Any = self._read(frame, self._code.__globals__)
+        except (AttributeError, IndexError, KeyError) as error:
+            return Problem(f"the model is built differently now: {type(error).__name__} {error}")
+        count = len(self.inputs)
+        name, verb = self._watch.what_changed(
+            objects[:count], objects[count:], [*self.inputs, *self._modules]
+        )
+        return Problem(f"{readable(name, frame['fn'])} {verb}")
 
 
 _DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE and torch.compiler.disable decorators on the step"

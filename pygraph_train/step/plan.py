@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from pygraph_train.config import PyGraphConfig
 
@@ -50,10 +51,13 @@ class PositionInAccumulation:
     Attributes:
         fresh: gradients start from nothing (the first, or the only micro-batch).
         update: the optimizer steps after it (the last, or the only micro-batch).
+        constants: Python values of the loop around the step that a capture bakes in (Lightning: what the
+            loss is divided by, the clipping threshold).
     """
 
     fresh: bool = True
     update: bool = True
+    constants: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         """`{F B O}`, `{F B}`, and with a + where gradients are added to earlier ones."""

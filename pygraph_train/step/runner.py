@@ -90,6 +90,7 @@ class _Capture:
     pick_leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     addresses: list[int]
     verified: bool
+    hook_registrations: int
 
 
 @dataclass
@@ -208,7 +209,7 @@ class StepRunner:
                 capture = variant.captures.get(position)
                 if capture is not None and not capture.gradients.fit():
                     return Ran(self._plainly(run))  # emptied in the middle of an accumulation
-                if capture is not None and self._still_valid(variant, capture, fn, args, kwargs):
+                if capture is not None and self._still_valid(variant, capture):
                     return self._replay(variant, capture, leaves, position)
                 return self._advance(signature, variant, args, kwargs, leaves, position, run)
         return self._advance(self._meet(key), None, args, kwargs, leaves, position, run)
@@ -231,15 +232,17 @@ class StepRunner:
         self._clock.replayed(self._steps)
         return Replayed(capture.outputs(leaves), capture.updates)
 
-    def _still_valid(
-        self, variant: _Variant, capture: _Capture, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def _still_valid(self, variant: _Variant, capture: _Capture) -> bool:
         """Everything that the guards do not cover: addresses, optimizer state, hyperparameters."""
         if not capture.verified or self.config.verify == "always":
             return False
-        tensors = variant.trace.tensors(fn, args, kwargs)
-        if not _same_memory(tensors, capture) or hooked(capture.gradients.parameters):
+        if not _same_memory(variant.trace.latest_tensors, capture):
             return False
+        registrations = torch_internals.hook_registrations()
+        if registrations != capture.hook_registrations:
+            if hooked(capture.gradients.parameters):
+                return False
+            capture.hook_registrations = registrations
         optimizer = self._optimizer
         if capture.updates and optimizer is not None:
             return (
@@ -538,6 +541,10 @@ class StepRunner:
         problem = _history(variant.trace, reads)
         if problem is None and hooked(gradients.parameters):
             problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
+        if len({p.constants for p in variant.captures}) > _MOST_RETRACES:
+            problem = Problem(
+                f"Python values of the training loop change again and again: {position.constants}"
+            )
         if problem is not None:
             raise NotLegal(problem)
         gradients.begin()
@@ -596,6 +603,7 @@ class StepRunner:
             pick_leaves=_picker([i for i, t in enumerate(reads) if t.requires_grad]),
             addresses=list(map(Tensor.data_ptr, reads)),
             verified=self.config.verify == "off",
+            hook_registrations=torch_internals.hook_registrations(),
         )
         seconds = time.perf_counter() - started
         self.report.plan = str(self._plan)
@@ -804,6 +812,15 @@ class StepRunner:
         # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
         return Gradients(reached.values(), owned if position.fresh else (), self._canonical_gradients)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether every further step runs without a graph."""
+        return self._off is not None
+
+    def stop(self, problem: Problem) -> None:
+        """Run every further step without a graph, and say why."""
+        self._turn_off(problem)
+
     def close(self) -> None:
         """Release every graph and give the optimizer back as it was."""
         for signature in self._signatures.values():
@@ -856,6 +873,8 @@ def _history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
 def _unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Problem | None:
     paths = leaf_paths(args, "args") + leaf_paths(kwargs, "kwargs")
     for path, leaf in zip(paths, leaves, strict=True):
+        if type(leaf).__module__ == "numpy":
+            return Problem(f"{path} is a NumPy {type(leaf).__name__}", fix="Pass torch.as_tensor of it")
         if not isinstance(leaf, Tensor):
             continue
         if type(leaf) is not Tensor or leaf.is_nested:

@@ -1,0 +1,97 @@
+"""The cheap half of a trace's guards: modules and parameters are what they were.
+
+Dynamo guards every module and parameter that a step touches one by one: its type, that nothing shadows its
+methods, that it has no hooks. For a model of two hundred modules that is a few thousand checks. Here the same
+is seen from fewer facts, each a sweep without Python bytecode.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pygraph_train import torch_internals
+
+__all__ = ["ModuleWatch", "is_watched"]
+
+_MODULE_GUARDS = frozenset({"TYPE_MATCH", "MODULE_MATCH", "NN_MODULE", "NOT_PRESENT_IN_GENERIC_DICT"})
+_MODULE_TABLES = ("._modules", "._parameters", "._buffers")
+_HOOK_GUARD = "EMPTY_NN_MODULE_HOOKS_DICT"
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def is_watched(guard: Any) -> bool:
+    """Whether `ModuleWatch` stands for one of Dynamo's guards (a `GuardFilterEntry`)."""
+    if guard.guard_type == _HOOK_GUARD:
+        return True
+    if not guard.has_value:
+        return False
+    if guard.guard_type == "TENSOR_MATCH":
+        return isinstance(guard.value, nn.Parameter)
+    if guard.guard_type == "TYPE_MATCH" and type(guard.value) is dict:
+        return guard.name.endswith(_MODULE_TABLES)
+    return guard.guard_type in _MODULE_GUARDS and isinstance(guard.value, nn.Module)
+
+
+class ModuleWatch:
+    """What modules and tensors looked like when a step was traced.
+
+    A module is unchanged when it is the same object, of the same class, with as many attributes as before
+    (a new one could shadow a method) and the same number of hooks. A parameter is unchanged when it wants
+    a gradient as before; that it is the same object is known by its address, which captures check.
+
+    Args:
+        tensors: what the step reads.
+        modules: what the step calls.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
+        self._modules = tuple(modules)
+        self._classes = list(map(type, modules))
+        self._attributes: list[dict[str, Any]] = list(map(vars, modules))
+        self._attribute_counts = list(map(len, self._attributes))
+        self._wanted = list(map(_requires_grad, tensors))
+        self._hook_tables = [table for m in modules for table in torch_internals.module_hook_tables(m)]
+        self._hook_counts = list(map(len, self._hook_tables))
+        self._registrations = torch_internals.hook_registrations()
+
+    def unchanged(self, tensors: Sequence[Tensor], modules: tuple[nn.Module, ...]) -> bool:
+        """Compare what is read now, in the same order. Hot path."""
+        return (
+            modules == self._modules  # modules are equal when they are the same object
+            and list(map(type, modules)) == self._classes
+            and list(map(len, self._attributes)) == self._attribute_counts
+            and list(map(_requires_grad, tensors)) == self._wanted
+            and self._no_new_hooks()
+        )
+
+    def _no_new_hooks(self) -> bool:
+        registrations = torch_internals.hook_registrations()
+        if registrations == self._registrations:
+            return True
+        if list(map(len, self._hook_tables)) != self._hook_counts:
+            return False
+        self._registrations = registrations
+        return True
+
+    def what_changed(
+        self, tensors: Sequence[Tensor], modules: Sequence[nn.Module], expressions: Sequence[str]
+    ) -> tuple[str, str]:
+        """Expression and verb for a sentence: ("L['fn'].net", "was replaced"). Tensors come first."""
+        for name, now, before in zip(expressions, map(_requires_grad, tensors), self._wanted, strict=False):
+            if now != before:
+                return name, f"has requires_grad={now} now"
+        names = expressions[len(self._wanted) :]
+        for name, now, before, kind in zip(names, modules, self._modules, self._classes, strict=False):
+            if now is not before:
+                return name, "was replaced"
+            if type(now) is not kind:
+                return name, "has another class now"
+        for name, attributes, count in zip(names, self._attributes, self._attribute_counts, strict=False):
+            if len(attributes) != count:
+                return name, "gained or lost an attribute"
+        return "the model", "has other hooks now"
