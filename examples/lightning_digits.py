@@ -88,7 +88,6 @@ def main() -> None:
 
     pl.seed_everything(0)
     train, val = loaders(args.batch_size)
-    pygraph = PyGraphCallback(engine=engine)
     trainer = pl.Trainer(
         accelerator="cpu" if engine == "emulated" else "auto",
         devices=1,
@@ -96,11 +95,10 @@ def main() -> None:
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[pygraph],
+        callbacks=[PyGraphCallback(engine=engine)],  # prints its report at the end of the fit,
     )
     trainer.fit(DigitClassifier(), train, val)
     print(f"validation accuracy: {trainer.callback_metrics['val_accuracy']:.3f}")
-    print(pygraph.report())
 
 
 if __name__ == "__main__":

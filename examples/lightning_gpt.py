@@ -152,7 +152,6 @@ def main() -> None:
     pl.seed_everything(0)
     excerpts = Excerpts(standard_library(), size.context + 1, count=size.steps * size.batch)
     model = CharacterGPT(size)
-    pygraph = PyGraphCallback(engine=engine)
     on_cpu = engine == "emulated" or not cuda
     trainer = pl.Trainer(
         accelerator="cpu" if on_cpu else "gpu",
@@ -161,11 +160,10 @@ def main() -> None:
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[pygraph],
+        callbacks=[PyGraphCallback(engine=engine)],
     )
     trainer.fit(model, DataLoader(excerpts, size.batch, pin_memory=not on_cpu))
     print(f"last loss: {trainer.callback_metrics['loss']:.3f}")
-    print(pygraph.report())
     model.eval()
     print(model.sample("def ", length=200))
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -182,7 +183,15 @@ class _AutomaticStep:
         if position.update and not self._closure_is_known and not self._runner.stopped:
             return self._observe(optimizer, batch_idx, kwargs)
 
+        progress = loop.optim_progress
+        before: Any = None
+
         def run(call: Call) -> dict[str, Any]:
+            nonlocal before
+            if before is not None:  # the first attempt was given up, but Lightning had counted it
+                progress.load_state_dict(before)
+            elif call is not plain_call:
+                before = progress.state_dict()
             with self._program.running_through(call):
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
@@ -194,34 +203,39 @@ class _AutomaticStep:
             return outcome.result
         output, logged = outcome.outputs
         self._program.book.replayed(logged)
-        progress = loop.optim_progress.optimizer
         if position.fresh:
-            progress.zero_grad.increment_ready()
-            progress.zero_grad.increment_started()
-            progress.zero_grad.increment_completed()
+            progress.optimizer.zero_grad.increment_ready()
+            progress.optimizer.zero_grad.increment_started()
+            progress.optimizer.zero_grad.increment_completed()
         if outcome.updated:
-            progress.step.increment_ready()
-            progress.step.increment_completed()
+            progress.optimizer.step.increment_ready()
+            progress.optimizer.step.increment_completed()
         elif position.update:
-            loop._optimizer_step(batch_idx, self._closure(output["loss"], optimizer, batch_idx, kwargs))
+            return self._update(output, optimizer, batch_idx, kwargs)
         else:
             self._after_backward(output["loss"])
         return output
 
-    def _closure(
-        self, loss: Tensor, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any
-    ) -> Callable[[], Tensor | None]:
-        """What the optimizer calls for the loss: replayed the first time, computed if it asks again."""
-        first = True
+    def _update(
+        self, output: dict[str, Any], optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any
+    ) -> dict[str, Any]:
+        """Lightning's optimizer step after a replayed forward and backward. Returns the step's output."""
+        again = self._loop._make_closure(kwargs, optimizer, batch_idx)
+        asked = 0
 
         def closure() -> Tensor | None:
-            nonlocal first
-            if first:
-                first = False
-                return self._after_backward(loss)
-            return self._loop._make_closure(kwargs, optimizer, batch_idx)()
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                return self._after_backward(output["loss"])
+            self._program.book.ran()  # parameters have changed since: this is a step of its own
+            return again()
 
-        return closure
+        self._loop._optimizer_step(batch_idx, closure)
+        if asked == 1:
+            return output
+        result = again.consume_result()  # raises Lightning's error if nobody asked
+        return {} if result.loss is None else result.asdict()
 
     def _observe(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """The first step of an optimizer of another library, as it is: when does it ask for the loss?"""
@@ -262,6 +276,7 @@ class _LightningProgram:
         self._precision = trainer.precision_plugin
         self.scaler = getattr(self._precision, "scaler", None)
         self.book = LogBook(trainer, module)
+        self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
         # as Lightning asks: does the user's own optimizer unscale in its kernels?
         self._unscales_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -288,13 +303,17 @@ class _LightningProgram:
     @contextmanager
     def running_through(self, call: Call) -> Iterator[None]:
         """Make Lightning's own loop call `training_step` through `call`, and log for real afterwards."""
-        if call is plain_call:
+        if call is plain_call and self._preparation is None:
             yield
+            return
+        if call is plain_call:
+            with self._instead_of_training_step(self._plain_training_step):
+                yield
             return
 
         # on the strategy, not on the module: attributes of the module are guarded
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            with self._precision.train_step_context():
+            with self._as_outside(), self._precision.train_step_context():
                 with self._recording() as recorder:
                     output = call(self.function(), args, kwargs)
                     records = list(recorder.records)
@@ -306,6 +325,15 @@ class _LightningProgram:
 
         with self._instead_of_training_step(training_step):
             yield
+
+    def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
+        strategy = self._trainer.strategy
+        with self._as_outside():
+            return type(strategy).training_step(strategy, *args, **kwargs)
+
+    def _as_outside(self) -> AbstractContextManager[None]:
+        """Learning rates that `training_step` reads are the user's numbers, not tensors of ours."""
+        return nullcontext() if self._preparation is None else self._preparation.suspended()
 
     @contextmanager
     def _instead_of_training_step(self, training_step: Callable[..., Any]) -> Iterator[None]:
@@ -329,7 +357,7 @@ class _LightningProgram:
             yield
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        with self._recording() as recorder, self._precision.train_step_context():
+        with self._as_outside(), self._recording() as recorder, self._precision.train_step_context():
             output = call(self.function(), args, kwargs)
             records = list(recorder.records)
             recorder.records.clear()
@@ -365,6 +393,7 @@ class _LightningProgram:
             self.scaler.update()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        self._preparation = preparation
         for hook in _INSIDE_UPDATE:
             owner = _overridden(self._trainer, self.model, hook)
             if owner is not None:
@@ -399,6 +428,8 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
         return Problem(f"{len(trainer.optimizers)} optimizers under automatic optimization")
     if type(trainer.fit_loop.epoch_loop.automatic_optimization) is not _AutomaticOptimization:
         return Problem("the Trainer's loop for automatic optimization is not Lightning's own")
+    if isinstance(trainer.optimizers[0], _MockOptimizer):
+        return Problem("there is no optimizer: configure_optimizers returned None")
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
         return Problem("LBFGS asks several times for the loss in one step")
     if "training_step" in vars(module):
@@ -450,4 +481,6 @@ def _steps_left(trainer: Trainer) -> float | None:
         total = trainer.estimated_stepping_batches
     except MisconfigurationException:  # under GradientAccumulationScheduler Lightning cannot tell
         return None
-    return (total - trainer.global_step) * trainer.accumulate_grad_batches if total != float("inf") else None
+    if total == float("inf"):
+        return None
+    return max(0, total - trainer.global_step) * trainer.accumulate_grad_batches

@@ -32,9 +32,11 @@ PATCHED = {"log", "training_step", "run", "batch_to_device", "metrics"}
 class Module(pl.LightningModule):
     """A classifier with dropout and batch norm, which logs a little of everything."""
 
-    def __init__(self, optimizer: str = "adamw", scheduler: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, optimizer: str = "adamw", scheduler: str | None = None, *, dropout: float = 0.2, **options: Any
+    ) -> None:
         super().__init__()
-        self.net = Net()
+        self.net = Net(dropout=dropout)
         self.optimizer, self.scheduler, self.options = optimizer, scheduler, options
 
     def loss(self, batch: Any) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,32 @@ from torch import Tensor, nn
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning_training import Module, parity, replayed  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
+from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
+from lightning_training import (  # noqa: E402
+    Data,
+    MemoryLogger,
+    Module,
+    compare,
+    emulated,
+    fit,
+    listed,
+    loader,
+    parity,
+    replayed,
+)
+from training import batches, differs, frozen  # noqa: E402
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 
@@ -19,13 +46,15 @@ def named(options: Any) -> str:
     return ",".join(f"{k}={v}" for k, v in options.items()) if isinstance(options, dict) else str(options)
 
 
+# -- options of the Trainer ----------------------------------------------------------------------------
+
+
 @OPTIMIZERS
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"precision": "bf16-mixed"},
-        {"precision": "bf16-true"},
         {"precision": "64-true"},
         {"gradient_clip_val": 0.1},
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
@@ -39,7 +68,431 @@ def test_parity_under_trainer_options(optimizer, options):
     replayed(parity(lambda: Module(optimizer), **options), least=24)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 9},
+        {"max_epochs": -1, "max_steps": 40},
+        {"max_epochs": 40, "overfit_batches": 1},
+        {"profiler": "simple"},
+        {"barebones": True, "log_every_n_steps": None},
+        {"enable_model_summary": True},
+        {"precision": "bf16-true"},  # fused SGD on a CPU rounds bfloat16 now this way, now that
+    ],
+    ids=named,
+)
+def test_parity_under_more_trainer_options(options):
+    replayed(parity(**options), least=24)
+
+
 @OPTIMIZERS
 @pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
 def test_schedulers_change_the_learning_rate_of_replays(optimizer, scheduler):
     replayed(parity(lambda: Module(optimizer, scheduler), validate=True, limit_val_batches=3), least=30)
+
+
+def test_fast_dev_run():
+    _, graphed = parity(fast_dev_run=True)
+    assert graphed.report.steps == 1
+
+
+# -- logs ----------------------------------------------------------------------------------------------
+
+
+REDUCTIONS: list[Any] = ["mean", "sum", "min", "max", torch.mean, torch.sum, torch.max, sum, min, max]
+
+
+class Logs(Module):
+    """Logs in every way that `self.log` has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch[0])
+        loss = nn.functional.cross_entropy(out, batch[1])
+        for index, reduction in enumerate(REDUCTIONS):
+            self.log(f"reduction {index}", loss, reduce_fx=reduction, on_step=True, on_epoch=True)
+        self.log("default", loss)
+        self.log("step only", loss, on_step=True, on_epoch=False, prog_bar=True)
+        self.log("epoch only", loss, on_step=False, on_epoch=True, prog_bar=True)
+        self.log("bar only", loss, logger=False, prog_bar=True)
+        self.log("constant", 0.1, on_epoch=True)
+        self.log("integer", 3, on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("integers", (out.argmax(1) == batch[1]).sum(), on_epoch=True, reduce_fx="sum")
+        self.log("sized", loss, batch_size=3, on_epoch=True)
+        self.log("positional", loss, True, True, True, True, "mean", False, False, None, True, 5)
+        self.log("twice", loss, on_epoch=True)
+        self.log("twice", loss * 2, on_epoch=True)
+        self.log("one element", loss.reshape(1, 1), on_epoch=True)
+        self.log("half", loss.half(), on_epoch=True)
+        self.log("double", loss.double(), on_epoch=True)
+        self.log("buffer", self.net.norm.running_mean[0], on_epoch=True, on_step=True)
+        self.log_dict({"a": loss, "b": out.mean()}, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("changed afterwards", loss, on_step=True, on_epoch=True)
+        loss += 0.1 * out.square().mean()
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("default", float(batch_idx), on_step=True)
+        self.log("index", float(batch_idx), on_step=True, on_epoch=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after", outputs["loss"] * 2, on_step=True, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("at the end", 1.0)
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 3}, {"precision": "64-true"}, {"precision": "bf16-mixed"}], ids=named
+)
+@pytest.mark.filterwarnings("ignore")
+def test_everything_logged_arrives_everywhere(options, every):
+    fits = parity(Logs, logger=MemoryLogger(), log_every_n_steps=every, validate=True, **options)
+    replayed(fits, least=24)
+    assert sum(name.startswith("logged at step") for name, _ in fits[1].entries) >= 8
+
+
+def test_a_value_logged_in_some_steps_only():
+    class Sometimes(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if len(batch[0]) < 4:
+                self.log("small", loss, prog_bar=True)
+            self.log("loss", loss, prog_bar=True, on_epoch=True)
+            return loss
+
+    fits = parity(Sometimes, lambda: (), lambda: loader(46), max_epochs=8, logger=MemoryLogger())
+    replayed(fits, least=60)
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars_are_shown_and_not_stale(bar, capsys):
+    fits = parity(make_callbacks=lambda: (bar(),), enable_progress_bar=True)
+    replayed(fits)
+    assert "loss_step" in capsys.readouterr().out + capsys.readouterr().err
+
+
+# -- other callbacks -----------------------------------------------------------------------------------
+
+
+def test_early_stopping_stops_at_the_same_step():
+    def stop() -> list[Any]:
+        return [EarlyStopping("loss_epoch", patience=1, min_delta=0.05)]
+
+    plain, graphed = parity(make_callbacks=stop, max_epochs=30)
+    replayed((plain, graphed))
+    assert plain.trainer.global_step == graphed.trainer.global_step < 30 * 11
+
+
+def test_a_callback_that_stops_in_the_middle_of_an_epoch():
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.should_stop = trainer.global_step == 37
+
+    plain, _ = fits = parity(make_callbacks=lambda: (Stop(),), max_epochs=9)
+    replayed(fits)
+    assert plain.trainer.global_step == 37
+
+
+def test_exponential_moving_average():
+    fits = parity(make_callbacks=lambda: [EMAWeightAveraging(decay=0.9)], validate=True)
+    replayed(fits, least=36)
+
+
+def test_stochastic_weight_averaging():
+    def swa() -> list[Any]:
+        return [StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2)]
+
+    fits = parity(lambda: Module("sgd", "epoch"), swa, max_epochs=6)
+    replayed(fits, least=40)
+
+
+class WithBackbone(Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.backbone = self.net.first
+
+    def configure_optimizers(self) -> Any:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def test_layers_are_unfrozen_and_replayed_again():
+    def finetuning() -> list[Any]:
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=3, verbose=False)]
+
+    fits = parity(WithBackbone, finetuning, max_epochs=6)
+    report = replayed(fits, least=50)
+    assert max(c.step for c in report.captures) > 33
+    assert len(fits[1].trainer.optimizers[0].param_groups) == 2
+
+
+def test_learning_rate_monitor():
+    fits = parity(
+        lambda: Module("adamw", "step"),
+        lambda: [LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)],
+        logger=MemoryLogger(),
+        log_every_n_steps=1,
+    )
+    replayed(fits, least=36)
+
+
+def test_accumulation_that_changes_between_epochs():
+    fits = parity(make_callbacks=lambda: [GradientAccumulationScheduler({0: 1, 2: 3, 5: 2})], max_epochs=8)
+    replayed(fits, least=60)
+
+
+def test_clipping_threshold_changed_by_a_callback():
+    class Clip(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.gradient_clip_val = 0.1 if trainer.current_epoch < 2 else 0.01
+
+    replayed(parity(make_callbacks=lambda: (Clip(),), gradient_clip_val=0.5), least=30)
+
+
+def test_clipping_threshold_changed_on_every_step():
+    class Clip(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            trainer.gradient_clip_val = 0.1 / (1 + trainer.global_step)
+
+    report = parity(make_callbacks=lambda: (Clip(),), gradient_clip_val=0.5)[1].report
+    assert len(report.captures) < 8
+    assert any("again and again" in f.reason for f in report.fallbacks)
+
+
+def test_lambda_callback_and_hooks_around_the_step():
+    seen: list[int] = []
+
+    def watch() -> list[Any]:
+        return [LambdaCallback(on_train_batch_end=lambda trainer, *_: seen.append(trainer.global_step))]
+
+    replayed(parity(make_callbacks=watch), least=36)
+    assert seen == [*range(1, 45), *range(1, 45)]
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def checkpoints(folder: Path) -> list[Any]:
+    return [
+        ModelCheckpoint(folder, "{epoch}-{step}", monitor="loss_epoch", save_top_k=2, save_last=True),
+        ModelCheckpoint(folder / "steps", "{step}", every_n_train_steps=7, save_top_k=-1),
+    ]
+
+
+class Resumable(torch.utils.data.DataLoader):
+    """Goes on in the middle of an epoch."""
+
+    start = at = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        for index, batch in enumerate(super().__iter__()):
+            if index >= start:
+                self.at = index + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    files = sorted(folder.rglob("*.ckpt"))
+    return {str(f.relative_to(folder)): torch.load(f, weights_only=False) for f in files}
+
+
+def without_paths(state: Any, folder: Path) -> Any:
+    if isinstance(state, dict):
+        return {str(k).replace(str(folder), ""): without_paths(v, folder) for k, v in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [without_paths(v, folder) for v in state]
+    if isinstance(state, (str, Path)):
+        return str(state).replace(str(folder), "")
+    return state
+
+
+@OPTIMIZERS
+def test_checkpoints_are_the_same_and_can_be_exchanged(optimizer, tmp_path):
+    def train(name: str, graphed: bool, **options: Any) -> Any:
+        torch.manual_seed(0)
+        first = [emulated()] if graphed else []
+        return fit(
+            [*first, *checkpoints(tmp_path / name)],
+            module=Module(optimizer, "step", dropout=0.0),  # random states are not in checkpoints
+            batches=Resumable(Data(), 4),
+            accumulate_grad_batches=2,
+            enable_checkpointing=True,
+            **{"max_epochs": 6, **options},
+        )
+
+    plain, graphed = train("plain", False), train("graphed", True)
+    compare(plain, graphed)
+    replayed(graphed, least=50)
+    expected, found = contents(tmp_path / "plain"), contents(tmp_path / "graphed")
+    assert len(expected) > 7 and list(expected) == list(found)
+    for name in expected:
+        mine, theirs = expected[name], found[name]
+        assert mine["optimizer_states"] and mine["lr_schedulers"] and mine["loops"] and mine["callbacks"]
+        difference = differs(
+            frozen(without_paths(mine, tmp_path / "plain")),
+            frozen(without_paths(theirs, tmp_path / "graphed")),
+        )
+        assert difference is None, f"{name}{difference}"
+
+    for checkpoint in ("steps/step=14.ckpt", "steps/step=21.ckpt", "last.ckpt"):  # the last ends an epoch
+        runs = [
+            train(f"{a}-{b}-{checkpoint}", b == "graphed", max_epochs=9, ckpt_path=tmp_path / a / checkpoint)
+            for a in ("plain", "graphed")
+            for b in ("plain", "graphed")
+        ]
+        for run in runs[1:]:
+            compare(runs[0], run)
+        replayed(runs[1])
+        replayed(runs[3])
+        whole = train(f"whole-{checkpoint}", False, max_epochs=9)
+        for name in ("parameters after the fit", "optimizer", "schedulers"):
+            mine, theirs = dict(whole.entries)[name], dict(runs[3].entries)[name]
+            assert differs(frozen(mine), frozen(theirs)) is None, f"{name} after resuming {checkpoint}"
+
+
+def test_checkpoint_saved_in_every_step_holds_plain_learning_rates(tmp_path):
+    class Save(pl.Callback):
+        def __init__(self) -> None:
+            self.states: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "now.ckpt")
+            self.states.append(torch.load(tmp_path / "now.ckpt", weights_only=False))
+
+    savers = [Save(), Save()]
+    torch.manual_seed(0)
+    plain = fit([savers[0]], module=Module("adamw", "step"))
+    torch.manual_seed(0)
+    graphed = fit([emulated(), savers[1]], module=Module("adamw", "step"))
+    compare(plain, graphed)
+    replayed(graphed, least=36)
+    for mine, theirs in zip(savers[0].states, savers[1].states, strict=True):
+        assert differs(frozen(mine), frozen(theirs)) is None
+        assert type(theirs["optimizer_states"][0]["param_groups"][0]["lr"]) is float
+        assert "callbacks" not in theirs or not any("PyGraph" in key for key in theirs["callbacks"])
+
+
+# -- batches and outputs -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    name: str
+
+
+PACKERS: dict[str, Any] = {
+    "dict": lambda x, y, i: {"x": x, "y": y, "name": f"{i}", "nothing": None},
+    "list": lambda x, y, i: [x, y, f"{i}"],
+    "tuple": lambda x, y, i: (x, y, f"{i}", None),
+    "dataclass": lambda x, y, i: Sample(x, y, f"{i}"),
+}
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+def test_batches_of_all_kinds(kind):
+    class Unpack(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if isinstance(batch, dict):
+                x, y = batch["x"], batch["y"]
+            elif isinstance(batch, Sample):
+                x, y = batch.x, batch.y
+            else:
+                x, y = batch[0], batch[1]
+            loss = self.loss((x, y))
+            self.log("loss", loss, on_epoch=True, prog_bar=True)
+            return loss
+
+    data = [PACKERS[kind](x, y, i) for i, (x, y) in enumerate(batches(11))]
+    replayed(parity(Unpack, make_batches=lambda: listed(data)), least=36)
+
+
+def test_a_smaller_last_batch_is_captured_as_well():
+    report = replayed(parity(make_batches=lambda: loader(46), max_epochs=10), least=90)
+    assert len(report.captures) == 2
+
+
+def test_batches_of_none_between_others():
+    data = [None if i % 4 == 1 else b for i, b in enumerate(batches(12))]
+    replayed(parity(make_batches=lambda: listed(data)), least=28)
+
+
+def test_combined_loader():
+    class Two(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch["one"]) + self.loss(batch["two"])
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+    def both() -> Any:
+        return CombinedLoader({"one": loader(), "two": loader(60, 4)}, "min_size")
+
+    replayed(parity(Two, make_batches=both), least=36)
+
+
+def test_step_without_batch_index_and_a_datamodule():
+    class Short(Module):
+        def training_step(self, batch: Any) -> Any:
+            return self.loss(batch)
+
+    class Digits(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Data(), 4, shuffle=True)
+
+    replayed(parity(Short, make_batches=Digits), least=36)
+
+
+def test_dict_with_extras():
+    class Extras(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            out = self.net(batch[0])
+            loss = nn.functional.cross_entropy(out, batch[1])
+            return {"extra": out, "loss": loss, "nested": {"label": batch[1], "n": [1, "text"]}, "same": loss}
+
+    plain, graphed = fits = parity(Extras, accumulate_grad_batches=2)
+    replayed(fits, least=30)
+
+
+def test_parts_in_eval_mode():
+    class Frozen(Module):
+        def on_train_epoch_start(self) -> None:
+            self.net.norm.eval()
+            self.net.dropout.train(self.current_epoch % 2 == 0)
+
+    replayed(parity(Frozen, max_epochs=8), least=60)
+
+
+# -- more than one fit ---------------------------------------------------------------------------------
+
+
+def test_fit_again_then_validate_test_and_predict():
+    def run(callbacks: list[Any]) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        done = fit(callbacks, module=Module("adamw", "epoch"))
+        trainer, module, found = done.trainer, done.module, list(done.entries)
+        trainer.fit_loop.max_epochs = 8
+        trainer.fit(module, loader(), loader(shuffle=False))
+        found.append(("fitted again", [frozen(module.state_dict()), dict(trainer.callback_metrics)]))
+        for evaluate in (trainer.validate, trainer.test):
+            found.append((evaluate.__name__, evaluate(module, loader(shuffle=False), verbose=False)))
+        found.append(("predict", trainer.predict(module, loader(shuffle=False))))
+        return found, callbacks[0].report() if callbacks else None
+
+    (expected, _), (found, report) = run([]), run([emulated()])
+    assert report.steps == 44 and report.steps_replayed > 36  # of the second fit
+    for mine, theirs in zip(expected, found, strict=True):
+        assert mine[0] == theirs[0] and differs(frozen(mine[1]), frozen(theirs[1])) is None, mine[0]
+
+
+@pytest.mark.parametrize("config", [{"verify": "always"}, {"verify": "off"}, {"on_failure": "raise"}], ids=named)
+def test_parity_under_options_of_ours(config):
+    replayed(parity(config=config), least=36)

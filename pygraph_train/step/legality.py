@@ -10,6 +10,7 @@ import dataclasses
 import operator
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -312,7 +313,7 @@ class Trace:
         failures = torch_internals.guard_failures(self._guards, frame) if self.traced else []
         for part in failures:
             guard, _, comment = part.partition("  # ")
-            places = [os.path.abspath(w) for w in _locations(comment)]  # guards shorten paths
+            places = [_unshortened(w) for w in _locations(comment)]
             where = next((w for w in places if is_user_file(w.rpartition(":")[0])), None)
             name = readable(guard.strip(), frame["fn"])
             return Problem(
@@ -400,6 +401,19 @@ def _locations(text: str) -> list[str]:
     """`file:line` of every frame named in a traceback (`File "x", line 3`) or a guard (`# x:3 in f`)."""
     found = [f"{f}:{n}" for f, n in re.findall(r'File "([^"]+)", line (\d+)', text)]
     return found or [f"{f}:{n}" for f, n in re.findall(r"#?\s*(\S+\.py):(\d+)", text)]
+
+
+def _unshortened(place: str) -> str:
+    """A guard's `file:line`, with the directories back that the file shares with torch and torch leaves out."""
+    path, _, line = place.rpartition(":")
+    directory = os.path.dirname(os.path.dirname(torch.__file__))
+    while not os.path.isfile(os.path.join(directory, path)):
+        if directory == os.path.dirname(directory):  # only the root is shared: torch drops a letter with it
+            files = [getattr(m, "__dict__", {}).get("__file__") or "" for m in list(sys.modules.values())]
+            known = (f for f in files if f.endswith(path) and len(f) == len(path) + 2)
+            return f"{next(known, os.path.abspath(path))}:{line}"
+        directory = os.path.dirname(directory)
+    return f"{os.path.join(directory, path)}:{line}"
 
 
 def readable(expression: str, fn: Any = None) -> str:

@@ -94,7 +94,7 @@ class OptimizerPreparation:
         self._remembered: list[Any] | None = None
         self._at_home: set[tuple[int, str]] = set()
         self._compacted: set[int] = set()
-        self._param_sets: dict[tuple[int, ...], int] = {}
+        self._param_sets: list[list[Tensor]] = []
         self._rates: list[_LearningRate] = []
         self._user_rates: dict[int, Tensor] = {}
         self._handles: list[Any] = []
@@ -213,6 +213,18 @@ class OptimizerPreparation:
             self._depth -= 1
             self._swap_out()
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside `prepared()`: code that is not ours meets what it would meet outside."""
+        if not self._saved:
+            yield
+            return
+        self._swap_out()
+        try:
+            yield
+        finally:
+            self._swap_in()
+
     def _swap_in(self) -> None:
         self._entered = self.hyperparameters()
         self._move_host_state()
@@ -321,15 +333,21 @@ class OptimizerPreparation:
             return ()
         baked: list[Any] = [tuple(chain.from_iterable(self._step_hooks))]
         for group in self._optimizer.param_groups:
-            ids = tuple(map(id, group["params"]))
-            # A small number for the set of parameters: hashing it costs nothing on the hot path.
-            baked.append(self._param_sets.setdefault(ids, len(self._param_sets)))
+            baked.append(self._parameter_set(group["params"]))
             lr = group["lr"]
             if isinstance(lr, Tensor):
                 self._user_rates[id(lr)] = lr  # kept, so that no other tensor gets the same id
             baked.append(id(lr) if isinstance(lr, Tensor) else None)
             baked += map(group.get, self._keys)
         return tuple(tuple(value) if type(value) is list else value for value in baked)
+
+    def _parameter_set(self, params: list[Tensor]) -> int:
+        """A small number that stands for these very parameters."""
+        for number, known in enumerate(self._param_sets):
+            if len(known) == len(params) and all(map(operator.is_, known, params)):
+                return number
+        self._param_sets.append(list(params))
+        return len(self._param_sets) - 1
 
     def state_tensors(self) -> list[Tensor]:
         """All state tensors, in the order of groups, parameters and state entries."""

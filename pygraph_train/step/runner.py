@@ -430,7 +430,11 @@ class StepRunner:
         def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             parameters = list(self.program.model.parameters())
             before = _versions(parameters)
-            result = variant.trace(fn, args, kwargs)
+            try:
+                result = variant.trace(fn, args, kwargs)
+            except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
+                variant.trace.problem = refused.problem
+                return fn(*args, **kwargs)
             variant.writes_parameters |= before != _versions(parameters)
             return result
 
