@@ -95,7 +95,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[PyGraphCallback(engine=engine)],  # prints its report at the end of the fit,
+        callbacks=[PyGraphCallback(engine=engine)],  # prints its report when training ends
     )
     trainer.fit(DigitClassifier(), train, val)
     print(f"validation accuracy: {trainer.callback_metrics['val_accuracy']:.3f}")

@@ -160,7 +160,7 @@ def main() -> None:
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[PyGraphCallback(engine=engine)],
+        callbacks=[PyGraphCallback(engine=engine)],  # prints its report when training ends
     )
     trainer.fit(model, DataLoader(excerpts, size.batch, pin_memory=not on_cpu))
     print(f"last loss: {trainer.callback_metrics['loss']:.3f}")

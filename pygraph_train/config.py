@@ -29,9 +29,9 @@ class PyGraphConfig:
     """Options of pygraph-train. Frozen; derive variants with `replace`.
 
     Args:
-        forward, backward, optimizer: may this phase run from a graph. "off" is obeyed exactly; "on"
-            reports it as a failure when the phase cannot be captured; "auto" decides quietly.
-        fuse: may adjacent phases share one graph.
+        forward, backward, optimizer: may this phase run from a graph. "off" is obeyed exactly; "auto"
+            decides and notes it in the report; "on" also logs a warning when steps run without a graph.
+        fuse: may adjacent phases share one graph; "on" warns like the phases do.
         compile: use Inductor's kernels inside the graphs. "auto" compiles when the training steps left
             make up for the compile time. False captures eager kernels: no compile time.
         warmup_steps: training steps run without a graph before the first capture (>= 2; at least 11

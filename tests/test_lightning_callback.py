@@ -143,7 +143,9 @@ class Logs(Module):
 
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 3}, {"precision": "64-true"}, {"precision": "bf16-mixed"}], ids=named
+    "options",
+    [{}, {"accumulate_grad_batches": 3}, {"precision": "64-true"}, {"precision": "bf16-mixed"}],
+    ids=named,
 )
 @pytest.mark.filterwarnings("ignore")
 def test_everything_logged_arrives_everywhere(options, every):
@@ -493,6 +495,8 @@ def test_fit_again_then_validate_test_and_predict():
         assert mine[0] == theirs[0] and differs(frozen(mine[1]), frozen(theirs[1])) is None, mine[0]
 
 
-@pytest.mark.parametrize("config", [{"verify": "always"}, {"verify": "off"}, {"on_failure": "raise"}], ids=named)
+@pytest.mark.parametrize(
+    "config", [{"verify": "always"}, {"verify": "off"}, {"on_failure": "raise"}], ids=named
+)
 def test_parity_under_options_of_ours(config):
     replayed(parity(config=config), least=36)

@@ -771,7 +771,14 @@ class StepRunner:
 
     def _note_fallback(self, problem: Problem) -> None:
         if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._steps)):
-            log.info("pygraph: step %d runs without a graph: %s", self._steps, problem)
+            asked = "on" in (
+                self.config.forward,
+                self.config.backward,
+                self.config.optimizer,
+                self.config.fuse,
+            )
+            level = logging.WARNING if asked else logging.INFO
+            log.log(level, "pygraph: step %d runs without a graph: %s", self._steps, problem)
         if self.config.on_failure == "raise":
             raise PyGraphError(str(problem))
 

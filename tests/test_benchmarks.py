@@ -1,0 +1,59 @@
+"""The benchmark scripts run without a GPU, on tiny models, and then claim no times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(module: str, json_file: Path, *options: str) -> dict[str, Any]:
+    """What the script wrote; it has to succeed."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            module,
+            "--scale",
+            "tiny",
+            "--device",
+            "cpu",
+            "--json",
+            str(json_file),
+            *options,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "NO TIMING CLAIM" in done.stdout
+    return json.loads(json_file.read_text())
+
+
+def test_lightning_step(tmp_path):
+    options = ("--models", "mlp", "--modes", "eager,pygraph-eager", "--timeout-s", "0")
+    record = run("benchmarks.lightning_step", tmp_path / "steps.json", *options)
+    assert record["timing_claim"] is False
+    eager, graphed = record["rows"]
+    assert eager["error"] is None and graphed["error"] is None
+    assert graphed["report"]["steps_replayed"] > 0
+    assert eager["first_losses"] == graphed["first_losses"]
+
+
+def test_host_cost(tmp_path):
+    record = run("benchmarks.host_cost", tmp_path / "host.json", "--models", "mlp", "--calls", "5")
+    assert record["timing_claim"] is False
+    (row,) = record["rows"]
+    assert row["error"] is None and row["steady"] and row["median_us"] > 0

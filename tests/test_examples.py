@@ -1,0 +1,51 @@
+"""The examples run as their docstrings say, and show what was replayed, once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(script: str, *options: str) -> str:
+    """What the script prints; it has to succeed."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), "--engine", "emulated", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        # a pipe is no terminal, so rich would wrap its table at 80 columns; threads only get in their way
+        env={**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def replayed(output: str) -> int:
+    """The number of replayed steps in the one report that was printed."""
+    (found,) = re.findall(r"steps replayed\W+(\d+) of (\d+)", output)
+    assert int(found[0]) > 0.8 * int(found[1])
+    return int(found[0])
+
+
+def test_digits():
+    pytest.importorskip("sklearn")
+    output = run("lightning_digits.py", "--epochs", "3")
+    assert replayed(output) >= 50
+    (accuracy,) = re.findall(r"validation accuracy: (\d\.\d+)", output)
+    assert float(accuracy) > 0.9
+
+
+def test_gpt():
+    output = run("lightning_gpt.py", "--size", "tiny", "--steps", "40")
+    assert replayed(output) >= 33
+    (loss,) = re.findall(r"last loss: (\d+\.\d+)", output)
+    assert float(loss) < 4.5  # log(number of characters) at the start
