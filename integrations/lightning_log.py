@@ -46,9 +46,8 @@ class Recorder:
         """Take the place of `LightningModule.log`."""
         guard_constants((value, args, kwargs))  # a graph bakes Python numbers in
         if isinstance(value, Tensor):
-            value = (
-                value.clone()
-            )  # `self.log("loss", loss)` before `loss += penalty` logs the loss without it
+            # the value of now: `self.log("loss", loss)` before `loss += penalty` is without the penalty
+            value = value.clone()
         self.records.append(Record(name, value, args, kwargs))
 
 
@@ -271,21 +270,23 @@ class _LateNumbers:
         self._steps += 1
         if not values:
             return
-        names, tensors = list(values), list(values.values())
+        arriving, event = self._send(list(values.values()))
+        self._sent = [*self._sent[-1:], (self._steps, list(values), arriving, event)]
+
+    def _send(self, values: list[Tensor]) -> tuple[Tensor | list[Tensor], torch.cuda.Event | None]:
         if not self._cuda:
-            self._sent = [*self._sent[-1:], (self._steps, names, tensors, None)]
-            return
+            return values, None
         self._pushes += 1
         # three in turn: one being written, one being read, one for a host that is ahead
         slot = (self._pushes % 3, len(values))
         if slot not in self._buffers:
             self._buffers[slot] = torch.zeros(len(values), dtype=torch.float64, pin_memory=True)
         buffer = self._buffers[slot]
-        for i, value in enumerate(tensors):
+        for i, value in enumerate(values):
             buffer[i].copy_(value, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._sent = [*self._sent[-1:], (self._steps, names, buffer, event)]
+        return buffer, event
 
     def read(self, *, final: bool) -> dict[str, float]:
         """The latest values of earlier steps, of this step too when `final`. A CPU has no reason to wait."""

@@ -160,6 +160,9 @@ class _Functions(str):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.functions)
 
+    def __contains__(self, function: object) -> bool:
+        return function in self.functions
+
 
 def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]]:
     """Python objects that the frame being compiled writes to; call inside a backend (torch 2.11, 2.13).

@@ -49,7 +49,8 @@ def test_lightning_step(tmp_path):
     eager, graphed = record["rows"]
     assert eager["error"] is None and graphed["error"] is None
     assert graphed["report"]["steps_replayed"] > 0
-    assert eager["first_losses"] == graphed["first_losses"]
+    losses = eager["first_losses"]  # the other row warms up for longer
+    assert len(losses) > 10 and graphed["first_losses"][: len(losses)] == losses
 
 
 def test_host_cost(tmp_path):

@@ -39,6 +39,8 @@ from lightning_training import (  # noqa: E402
 )
 from training import batches, differs, frozen  # noqa: E402
 
+from pygraph_train.integrations import lightning_log  # noqa: E402
+
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 
 
@@ -172,6 +174,51 @@ def test_progress_bars_are_shown_and_not_stale(bar, capsys):
     fits = parity(make_callbacks=lambda: (bar(),), enable_progress_bar=True)
     replayed(fits)
     assert "loss_step" in capsys.readouterr().out + capsys.readouterr().err
+
+
+def test_numbers_on_the_bar_are_at_most_one_step_late(monkeypatch):
+    """On a GPU the host does not wait for the numbers of the present step; here that is imitated."""
+
+    class Late(lightning_log._LateNumbers):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self._cuda = True
+
+        def _send(self, values: list[Tensor]) -> Any:
+            return [value.clone() for value in values], None
+
+    class Names(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if len(batch[0]) == 4:  # other names in other steps
+                self.log("large", loss * 2, prog_bar=True)
+            self.log("all", loss, prog_bar=True)
+            return loss
+
+    class Watch(pl.Callback):
+        def __init__(self) -> None:
+            self.right: dict[str, list[float]] = {"large": [], "all": []}
+            self.late = 0
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            for name, values in self.right.items():
+                values.append(float(trainer.callback_metrics[name]))
+                shown = trainer.progress_bar_metrics[name]
+                assert shown in values[-2:], f"{name} at step {trainer.global_step}"
+                self.late += shown != values[-1]
+            trainer.should_stop = trainer.global_step >= 57
+
+        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+            for name, values in self.right.items():
+                assert trainer.progress_bar_metrics[name] == values[-1]
+
+    monkeypatch.setattr(lightning_log, "_LateNumbers", Late)
+    batch_of_4, batch_of_3 = batches(12, 4), batches(12, 3)
+    data = [(batch_of_3 if i % 3 else batch_of_4)[i] for i in range(12)]
+    replayed(
+        fit([emulated(), watch := Watch()], module=Names(), batches=listed(data), max_epochs=9), least=40
+    )
+    assert watch.late > 20
 
 
 # -- other callbacks -----------------------------------------------------------------------------------
@@ -460,8 +507,7 @@ def test_dict_with_extras():
             loss = nn.functional.cross_entropy(out, batch[1])
             return {"extra": out, "loss": loss, "nested": {"label": batch[1], "n": [1, "text"]}, "same": loss}
 
-    plain, graphed = fits = parity(Extras, accumulate_grad_batches=2)
-    replayed(fits, least=30)
+    replayed(parity(Extras, accumulate_grad_batches=2), least=30)
 
 
 def test_parts_in_eval_mode():

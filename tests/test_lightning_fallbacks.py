@@ -37,6 +37,7 @@ from training import line_of  # noqa: E402
 
 from pygraph_train import PyGraphCallback, PyGraphError  # noqa: E402
 from pygraph_train.integrations.lightning import _steps_left  # noqa: E402
+from pygraph_train.step.runner import StepRunner  # noqa: E402
 
 # -- hooks inside the step ---------------------------------------------------------------------------
 
@@ -65,10 +66,7 @@ MODULE_BEFORE_UPDATE = [*BEFORE_UPDATE, "configure_gradient_clipping", "clip_gra
 )
 def test_hooks_between_forward_and_backward_keep_the_step_out_of_graphs(hook, owner):
     cls = overriding(hook, Module if owner == "module" else pl.Callback)
-    if owner == "module":
-        fits = parity(cls)
-    else:
-        fits = parity(make_callbacks=lambda: [cls()])
+    fits = parity(cls) if owner == "module" else parity(make_callbacks=lambda: [cls()])
     code = getattr(cls, hook).__code__
     refused(fits, f"Overriding.{hook}", where=f"{code.co_filename}:{code.co_firstlineno}")
     assert len(cls.calls) == 88
@@ -82,10 +80,8 @@ def test_hooks_between_forward_and_backward_keep_the_step_out_of_graphs(hook, ow
 def test_hooks_before_the_update_split_the_step_there(hook, owner, accumulate):
     cls = overriding(hook, Module if owner == "module" else pl.Callback)
     options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
-    if owner == "module":
-        fits = parity(cls, **options)
-    else:
-        fits = parity(make_callbacks=lambda: [cls()], **options)
+    chosen = {"make_module": cls} if owner == "module" else {"make_callbacks": lambda: [cls()]}
+    fits = parity(**chosen, **options)
     report = replayed(fits, least=24, plan="{F B} O")
     assert any(f"Overriding.{hook}" in f.reason for f in report.fallbacks)
     per_fit = 44 if accumulate == 1 or hook == "on_after_backward" else 16
@@ -535,6 +531,24 @@ def test_exceptions_leave_everything_as_it_was(error, place, batch):
     assert json.dumps(callback.report().to_dict())
     armed.clear()
     replayed(fit([emulated()], module=module))  # and it trains as ever
+
+
+def test_a_step_that_is_begun_twice_is_counted_once(monkeypatch):
+    """Inductor may fail in the middle of a step, which then runs without it."""
+    run_prepared, failures = StepRunner._run_prepared, []
+
+    def failing(self: Any, variant: Any, run: Any, position: Any) -> Any:
+        def call(*args: Any) -> None:
+            raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            run(call)
+        failures.append(1)
+        return run_prepared(self, variant, run, position)
+
+    monkeypatch.setattr(StepRunner, "_run_prepared", failing)
+    replayed(parity(accumulate_grad_batches=2), least=30)
+    assert failures
 
 
 # -- the callback itself ---------------------------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""Models of the transformers library are replayed: what they do in Python on every forward leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import Net, adamw, batches, both, loss_of
+
+from pygraph_train import GraphedStep, PyGraphConfig
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (
+            "BertForMaskedLM",
+            {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+        ),
+        ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}),
+        ("XLNetLMHeadModel", {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}),
+    ],
+)
+def test_language_models_are_replayed(model: str, config: dict[str, Any]) -> None:
+    kind = getattr(transformers, model)
+    torch.manual_seed(0)
+    net = kind(kind.config_class(vocab_size=50, **config)).train()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    step = GraphedStep(
+        lambda batch: net(**batch).loss,
+        model=net,
+        optimizer=optimizer,
+        config=PyGraphConfig(engine="emulated"),
+    )
+    ids = torch.randint(0, 50, (12, 2, 8), generator=torch.Generator().manual_seed(1))
+    losses = [float(step({"input_ids": x, "labels": x})) for x in ids]
+    assert step.report().steps_replayed >= 6, str(step.report())
+    assert all(loss == loss for loss in losses)
+    assert min(losses[-3:]) < losses[0]
+
+
+class _Variable:
+    """Set at the start of a forward and reset at its end, like transformers' output collector."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+
+def test_attribute_that_is_put_back_may_be_written() -> None:
+    def script(diary: Any) -> None:
+        model = Net()
+        variable = _Variable()
+
+        def step_fn(batch: Any) -> torch.Tensor:
+            variable.value = {"collected": []}
+            loss = loss_of(model)(batch)
+            variable.value = None
+            return loss
+
+        optimizer = adamw(model)
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    assert both(script).steps_replayed > 20
+
+
+def test_lazy_set_up_in_the_first_call_is_no_side_effect() -> None:
+    def script(diary: Any) -> None:
+        model = Net()
+        ready: list[bool] = []
+
+        def step_fn(batch: Any) -> torch.Tensor:
+            if not ready:
+                ready.append(True)
+            return loss_of(model)(batch)
+
+        optimizer = adamw(model)
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+        diary.write("ready", len(ready))
+
+    assert both(script).steps_replayed > 20
+
+
+def test_message_logged_once_does_not_break_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    @lru_cache(None)
+    def warning_once(self: logging.Logger, text: str) -> None:
+        self.warning(text)
+
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+    logger = logging.getLogger("once")
+    model = nn.Linear(4, 2)
+
+    def step_fn(x: torch.Tensor) -> torch.Tensor:
+        logger.warning_once("deprecated")  # type: ignore[attr-defined]
+        return model(x).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = GraphedStep(step_fn, model=model, optimizer=optimizer, config=PyGraphConfig(engine="emulated"))
+    for _ in range(12):
+        step(torch.randn(3, 4))
+    assert step.report().steps_replayed >= 6, str(step.report())
