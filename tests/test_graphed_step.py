@@ -818,3 +818,26 @@ def test_an_output_that_is_a_parameter_stays_the_parameter():
         diary.write("outputs", kept)
 
     replayed(both(script), least=30)
+
+
+def test_step_fn_that_returns_its_learning_rate_sees_the_scheduled_number() -> None:
+    """The rate is read in Python: every change is another variant, never a stale number or a device tensor."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 12, 0.5)
+
+        def step_fn(batch: Any) -> dict[str, Any]:
+            return {"loss": loss_of(model)(batch), "lr": optimizer.param_groups[0]["lr"]}
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(40):
+            result = step(batch)
+            assert type(result["lr"]) is float
+            diary.write("lr", result["lr"])
+            diary.write("loss", result["loss"])
+            scheduler.step()
+        diary.write_state(model, optimizer)
+
+    assert both(script).steps_replayed >= 12

@@ -161,6 +161,7 @@ class _PlainProgram:
         self._step_fn = step_fn
         self._scaler = scaler
         self._max_grad_norm = max_grad_norm
+        self._preparation: OptimizerPreparation | None = None
 
     def function(self) -> Callable[..., Any]:
         return self._step_fn
@@ -169,7 +170,10 @@ class _PlainProgram:
         return nullcontext()
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        result = call(self._step_fn, args, kwargs)
+        preparation = self._preparation
+        # a step_fn that looks at its learning rate sees the Python number
+        with nullcontext() if preparation is None else preparation.suspended():
+            result = call(self._step_fn, args, kwargs)
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
             raise TypeError(
@@ -199,6 +203,7 @@ class _PlainProgram:
             self._scaler.update()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        self._preparation = preparation
         if self._scaler is not None and not preparation.step_supports_scaler:
             return "the GradScaler reads on the host whether gradients overflowed; a fused optimizer does not need that"
         return None
