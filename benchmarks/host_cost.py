@@ -24,7 +24,7 @@ from pygraph_train import GraphedStep, PyGraphConfig
 
 MODELS = ("mlp", "bert")
 KERNELS = ("eager", "compiled")
-BURST = 16
+BURST = 4
 STEADY_STEPS = 20  # steps after the first replay before the calls are timed
 
 
