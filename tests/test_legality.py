@@ -18,6 +18,7 @@ from training import Diary, Net, adamw, batches, both, line_of, loss_of
 
 from pygraph_train import StepReport
 from pygraph_train.diagnose.report import Fallback
+from pygraph_train.step.legality import Trace
 
 COUNT = 0
 
@@ -148,6 +149,28 @@ def test_numpy_batch():
     report = both(script)
     assert report.steps_replayed == 0
     assert "NumPy" in report.fallbacks[0].reason
+
+
+def test_tensor_on_another_device():
+    """Only traced: Dynamo's graph shows the device of each tensor, so no GPU is needed to see it."""
+
+    def step_fn(x: Tensor) -> Tensor:
+        return x * 2
+
+    trace = Trace(torch.device("cuda"))
+    trace(step_fn, (torch.ones(3),), {})
+    assert trace.problem is not None and trace.problem.reason.startswith("args[0] is a tensor on cpu")
+    assert trace.problem.where == line_of(step_fn, "x * 2")
+
+
+def test_new_cpu_tensor_in_the_step():
+    def step_fn() -> Tensor:
+        return torch.ones(3) * 2
+
+    trace = Trace(torch.device("cuda"))
+    trace(step_fn, (), {})
+    assert trace.problem is not None and "makes a tensor on cpu" in trace.problem.reason
+    assert trace.problem.where == line_of(step_fn, "torch.ones(3)")
 
 
 # -- 2. guards ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ pl = pytest.importorskip("lightning.pytorch")
 import torchmetrics  # noqa: E402
 from lightning.fabric.utilities.exceptions import MisconfigurationException  # noqa: E402
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback  # noqa: E402
+from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning_training import (  # noqa: E402
     QUIET,
     MemoryLogger,
@@ -282,6 +283,11 @@ def test_values_of_python_logged_in_the_step_are_right(make):
     parity(make, logger=MemoryLogger(), log_every_n_steps=1)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_training_step_that_returns_none():
+    refused(parity(AlwaysNone), "training_step returned None")
+
+
 def test_epoch_read_in_the_step_is_read_in_every_epoch():
     class Warm(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -457,6 +463,13 @@ def test_training_step_that_fetches_its_batches():
             return self.loss(batch)
 
     refused(parity(Fetches), "dataloader_iter")
+
+
+def test_precision_plugin_of_somebody_else():
+    class Other(Precision):
+        pass
+
+    refused(parity(plugins=[Other()]), "precision plugin Other is not known")
 
 
 def test_anomaly_detection():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import CaptureRecord, Fallback, StepReport
-from pygraph_train.graphs.engine import CaptureError, Engine, Graph
-from pygraph_train.graphs.location import user_location
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.step.clock import Clock
 from pygraph_train.step.gradients import Gradients
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.legality import NotLegal, Problem, Trace, backward_hook, hooked, readable
@@ -26,7 +25,16 @@ from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import NOTHING, WHOLE, Plan, PositionInAccumulation, plan_of
 from pygraph_train.step.program import Call, StepProgram, plain_call
-from pygraph_train.step.signature import Key, flatten, key_of, leaf_paths
+from pygraph_train.step.refusals import (
+    ANOMALY,
+    GLOBAL_HOOK,
+    compiler_problem,
+    history,
+    problem_of,
+    unsupported_leaf,
+)
+from pygraph_train.step.signature import Key, flatten, key_of
+from pygraph_train.step.variants import Capture, Signature, Variant, picker, same_memory
 from pygraph_train.step.verify import Fingerprint, HostCopy, ScratchState
 
 __all__ = ["PyGraphError", "Ran", "Replayed", "StepRunner"]
@@ -49,6 +57,9 @@ _REPLAYS_PER_RETRACE = 50
 
 _REPLAYS_BEFORE_COMPILING = 100
 """Signatures other than the first one prove with eager kernels that they are worth Inductor's time."""
+
+_MOST_SIGNATURES = 1024
+"""Shapes remembered; the oldest are forgotten."""
 
 
 class PyGraphError(RuntimeError):
@@ -75,60 +86,6 @@ class Ran(Generic[R]):
     result: R
 
 
-@dataclass
-class _Capture:
-    """One graph for one position in accumulation, and all that must still be true when it is replayed."""
-
-    graph: Graph
-    loss: Tensor
-    outputs: Outputs
-    gradients: Gradients
-    updates: bool
-    hyperparameters: Any
-    optimizer_generation: int
-    leaves: list[Tensor]
-    pick_leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]]
-    addresses: list[int]
-    verified: bool
-    hook_registrations: int
-
-
-@dataclass
-class _Variant:
-    """One signature under one set of guards."""
-
-    trace: Trace
-    used: list[bool] = field(default_factory=list)
-    watched: int = 0
-    looked_twice: bool = False
-    prepared_runs: int = 0
-    compiled: Trace | None = None
-    inputs: StaticInputs | None = None
-    captures: dict[PositionInAccumulation, _Capture] = field(default_factory=dict)
-    compile_next: bool = False
-    replays: int = 0
-    last_used: int = 0
-    moves: int = 0
-    writes_parameters: bool = False
-    off: Problem | None = None
-
-    def forget_captures(self) -> None:
-        for capture in self.captures.values():
-            capture.graph.close()
-        self.captures.clear()
-        self.prepared_runs = 0
-
-
-@dataclass
-class _Signature:
-    """One key of arguments: its variants, latest hit first."""
-
-    seen: int = 0
-    retraces: int = 0
-    variants: list[_Variant] = field(default_factory=list)
-    off: Problem | None = None
-
-
 class StepRunner:
     """Runs training steps, from a graph where that is proved to be the same.
 
@@ -153,8 +110,8 @@ class StepRunner:
         self.engine = engine
         self.report = report
         self._steps_left = steps_left
-        self._signatures: OrderedDict[Key, _Signature] = OrderedDict()
-        self._first: _Signature | None = None
+        self._signatures: OrderedDict[Key, Signature] = OrderedDict()
+        self._first: Signature | None = None
         self._optimizer: OptimizerPreparation | None = None
         self._plan: Plan | None = None
         self._off: Problem | None = None
@@ -164,7 +121,7 @@ class StepRunner:
         self._compiles = engine.name == "cuda"
         self._steps = 0
         self._global_hooks = torch_internals.global_module_hook_tables()
-        self._clock = _Clock(engine, report)
+        self._clock = Clock(engine, report)
         report.engine = engine.name
         if engine.name == "emulated" and config.compile is True:
             report.note("the emulated engine runs eager kernels: compile=True has no effect")
@@ -191,7 +148,7 @@ class StepRunner:
         if self._off is not None:
             return Ran(self._plainly(run))
         if torch.is_anomaly_enabled() or any(self._global_hooks):
-            self._turn_off(_ANOMALY if torch.is_anomaly_enabled() else _GLOBAL_HOOK)
+            self._turn_off(ANOMALY if torch.is_anomaly_enabled() else GLOBAL_HOOK)
             return Ran(self._plainly(run))
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
@@ -215,7 +172,7 @@ class StepRunner:
         return self._advance(self._meet(key), None, args, kwargs, leaves, position, run)
 
     def _replay(
-        self, variant: _Variant, capture: _Capture, leaves: Sequence[Any], position: PositionInAccumulation
+        self, variant: Variant, capture: Capture, leaves: Sequence[Any], position: PositionInAccumulation
     ) -> Replayed:
         """The hot path: inputs in, learning rate in, launch, results out."""
         assert variant.inputs is not None
@@ -232,11 +189,11 @@ class StepRunner:
         self._clock.replayed(self._steps)
         return Replayed(capture.outputs(leaves), capture.updates)
 
-    def _still_valid(self, variant: _Variant, capture: _Capture) -> bool:
+    def _still_valid(self, variant: Variant, capture: Capture) -> bool:
         """Everything that the guards do not cover: addresses, optimizer state, hyperparameters."""
         if not capture.verified or self.config.verify == "always":
             return False
-        if not _same_memory(variant.trace.latest_tensors, capture):
+        if not same_memory(variant.trace.latest_tensors, capture):
             return False
         registrations = torch_internals.hook_registrations()
         if registrations != capture.hook_registrations:
@@ -252,7 +209,7 @@ class StepRunner:
             )
         return True
 
-    def _consider_compiling(self, variant: _Variant) -> None:
+    def _consider_compiling(self, variant: Variant) -> None:
         """A variant that is used a lot may deserve Inductor's kernels after all."""
         if variant.compiled is not None or not self._compiles or self.config.compile is False:
             return
@@ -262,8 +219,8 @@ class StepRunner:
 
     # -- the way to a capture -----------------------------------------------------------------------
 
-    def _meet(self, key: Key) -> _Signature:
-        signature = self._signatures.setdefault(key, _Signature())
+    def _meet(self, key: Key) -> Signature:
+        signature = self._signatures.setdefault(key, Signature())
         self._signatures.move_to_end(key)
         if self._first is None:
             self._first = signature
@@ -275,8 +232,8 @@ class StepRunner:
 
     def _advance(
         self,
-        signature: _Signature,
-        variant: _Variant | None,
+        signature: Signature,
+        variant: Variant | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
@@ -338,10 +295,10 @@ class StepRunner:
         return backward_hook(self.program.model)
 
     def _new_variant(
-        self, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
-    ) -> _Variant | None:
+        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    ) -> Variant | None:
         """A variant for a call that no trace of this signature holds for; None when there were too many."""
-        problem = _unsupported_leaf(args, kwargs, leaves)
+        problem = unsupported_leaf(args, kwargs, leaves)
         if problem is None and signature.variants:
             signature.retraces += 1
             paid = sum(v.replays for v in signature.variants) // _REPLAYS_PER_RETRACE
@@ -355,15 +312,15 @@ class StepRunner:
             else:
                 self._note_fallback(problem)
             return None
-        variant = _Variant(Trace(self.program.device, recorder=self.program.recorder))
+        variant = Variant(Trace(self.program.device, recorder=self.program.recorder))
         variant.compile_next = self.config.compile is True and self._compiles and signature is self._first
         signature.variants.insert(0, variant)
         return variant
 
     def _watch(
         self,
-        signature: _Signature,
-        variant: _Variant,
+        signature: Signature,
+        variant: Variant,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
@@ -399,7 +356,7 @@ class StepRunner:
         return result
 
     def _read_leaves(
-        self, variant: _Variant, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
     ) -> Problem | None:
         """Which leaves the traced step reads; a tensor that hides inside another object is refused."""
         fn = self.program.function()
@@ -411,7 +368,7 @@ class StepRunner:
                 f"the step makes tensors of NumPy arrays or other objects ({error})",
                 fix="Make tensors of them before the step",
             )
-        if (problem := _history(variant.trace, state)) is not None:
+        if (problem := history(variant.trace, state)) is not None:
             return problem
         known = {id(leaf) for leaf in leaves}
         for expression, tensor in reads:
@@ -424,7 +381,7 @@ class StepRunner:
         variant.used = [isinstance(leaf, Tensor) and id(leaf) in read for leaf in leaves]
         return None
 
-    def _watched(self, variant: _Variant) -> Call:
+    def _watched(self, variant: Variant) -> Call:
         """The trace, and whether forward writes parameters in place (Embedding(max_norm=...) does)."""
 
         def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -460,7 +417,7 @@ class StepRunner:
         return self._plan == WHOLE and self._optimizer is not None
 
     def _run_prepared(
-        self, variant: _Variant, run: Callable[[Call], R], position: PositionInAccumulation
+        self, variant: Variant, run: Callable[[Call], R], position: PositionInAccumulation
     ) -> R:
         """An ordinary run with the kernels and the stream that the capture will use."""
         with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
@@ -469,7 +426,7 @@ class StepRunner:
         self._prepared_updates += position.update
         return result
 
-    def _call_of(self, variant: _Variant) -> Call:
+    def _call_of(self, variant: Variant) -> Call:
         """How the step is run where its graph's kernels are wanted.
 
         Through Dynamo's graph also with eager kernels: models look at whether a stream is capturing and
@@ -480,7 +437,7 @@ class StepRunner:
             return variant.compiled
         return variant.trace if self.engine.name == "cuda" else plain_call
 
-    def _ready_to_capture(self, variant: _Variant, position: PositionInAccumulation) -> bool:
+    def _ready_to_capture(self, variant: Variant, position: PositionInAccumulation) -> bool:
         if variant.prepared_runs < _RUNS_BEFORE_CAPTURE:
             return False
         if not position.fresh and not self._canonical_gradients:
@@ -490,7 +447,7 @@ class StepRunner:
 
     def _compile(
         self,
-        variant: _Variant,
+        variant: Variant,
         fn_args: tuple[Any, Any],
         run: Callable[[Call], R],
         position: PositionInAccumulation,
@@ -508,7 +465,7 @@ class StepRunner:
             with self._clock.compiling():
                 return self._run_prepared(variant, run, position)
         except Exception as error:
-            problem = _compiler_problem(error)
+            problem = compiler_problem(error)
             if problem is None:
                 raise
             variant.compiled = None
@@ -520,7 +477,7 @@ class StepRunner:
 
     def _capture(
         self,
-        variant: _Variant,
+        variant: Variant,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
@@ -542,7 +499,7 @@ class StepRunner:
         program = self.program
         reads = variant.trace.tensors(program.function(), args, kwargs)
         gradients = self._gradients(variant, args, kwargs, position)
-        problem = _history(variant.trace, reads)
+        problem = history(variant.trace, reads)
         if problem is None and hooked(gradients.parameters):
             problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
         if len({p.constants for p in variant.captures}) > _MOST_RETRACES:
@@ -589,13 +546,13 @@ class StepRunner:
             program.abandon()
             if not isinstance(error, Exception):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
-            raise NotLegal(_problem_of(error)) from error
+            raise NotLegal(problem_of(error)) from error
         program.abandon()
         gradients.claim()
         optimizer = self._optimizer
         if optimizer is not None:
             optimizer.remember()
-        variant.captures[position] = _Capture(
+        variant.captures[position] = Capture(
             graph=graph,
             loss=loss,
             outputs=outputs,
@@ -604,7 +561,7 @@ class StepRunner:
             hyperparameters=optimizer.hyperparameters() if optimizer is not None and updates else None,
             optimizer_generation=optimizer.generation if optimizer is not None else 0,
             leaves=[t for t in reads if t.requires_grad],
-            pick_leaves=_picker([i for i, t in enumerate(reads) if t.requires_grad]),
+            pick_leaves=picker([i for i, t in enumerate(reads) if t.requires_grad]),
             addresses=list(map(Tensor.data_ptr, reads)),
             verified=self.config.verify == "off",
             hook_registrations=torch_internals.hook_registrations(),
@@ -620,7 +577,7 @@ class StepRunner:
 
     def _reference(
         self,
-        variant: _Variant,
+        variant: Variant,
         gradients: Gradients,
         call: Call,
         args: tuple[Any, ...],
@@ -647,8 +604,8 @@ class StepRunner:
 
     def _first_replay(
         self,
-        variant: _Variant,
-        capture: _Capture,
+        variant: Variant,
+        capture: Capture,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
@@ -680,6 +637,7 @@ class StepRunner:
             return replayed
         backup.restore()
         capture.gradients.restore(before)
+        self._clock.undone()
         problem = Problem(
             f"the first replay of {position} differs from the step without a graph: {difference}",
             fix="Please report this; the step runs without a graph",
@@ -692,13 +650,13 @@ class StepRunner:
     # -- changes that captures do not survive -------------------------------------------------------
 
     def _check_moves(
-        self, variant: _Variant, capture: _Capture, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, variant: Variant, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Drop captures that rest on something that has changed; stop when it changes all the time."""
         optimizer = self._optimizer
         allowed = _MOST_RETRACES + variant.replays // _REPLAYS_PER_RETRACE
         tensors = variant.trace.tensors(self.program.function(), args, kwargs)
-        if not _same_memory(tensors, capture):
+        if not same_memory(tensors, capture):
             variant.moves += 1
             leaves = set(map(id, capture.leaves))
             moved = next(
@@ -737,7 +695,7 @@ class StepRunner:
         self._close_optimizer()
         self._note_fallback(problem)
 
-    def _make_room(self, variant: _Variant) -> None:
+    def _make_room(self, variant: Variant) -> None:
         """Release the least recently used captures above `max_signatures`.
 
         Raises:
@@ -795,7 +753,7 @@ class StepRunner:
             self._optimizer.close()
 
     def _beside_parameters(
-        self, variant: _Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
         """Device tensors, other than parameters, that forward and backward may write in place."""
         reads = variant.trace.tensors(self.program.function(), args, kwargs)
@@ -811,7 +769,7 @@ class StepRunner:
 
     def _gradients(
         self,
-        variant: _Variant,
+        variant: Variant,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         position: PositionInAccumulation,
@@ -843,140 +801,7 @@ class StepRunner:
         self.engine.close()
 
 
-_MOST_SIGNATURES = 1024
-
-_GLOBAL_HOOK = Problem("a hook on all modules (register_module_forward_hook and the like) runs in Python")
-
-_ANOMALY = Problem("anomaly detection reads every gradient on the host", fix="Turn detect_anomaly off")
-
-
-def _same_memory(tensors: Sequence[Tensor], capture: _Capture) -> bool:
-    """Whether a graph works on these very tensors: parameters are the same objects, all are where they were."""
-    if list(map(Tensor.data_ptr, tensors)) != capture.addresses:
-        return False
-    return all(map(operator.is_, capture.leaves, capture.pick_leaves(tensors)))
-
-
-def _picker(indices: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """`operator.itemgetter`, which returns a tuple only for two or more."""
-    if len(indices) < 2:
-        return lambda items: [items[i] for i in indices]
-    return operator.itemgetter(*indices)
-
-
 def _versions(leaves: Sequence[Any]) -> list[int]:
     """Counters of in-place changes; inference tensors have none."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return [0 if t.is_inference() else torch_internals.tensor_version(t) for t in tensors]
-
-
-def _history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
-    """Backward would leave the step through a tensor that was computed outside of it."""
-    for expression, tensor in zip(trace.inputs, tensors, strict=True):
-        if tensor.requires_grad and not tensor.is_leaf:
-            return Problem(
-                f"{readable(expression)} was computed outside of the step and requires a gradient",
-                fix="Compute it inside the step, or detach it",
-            )
-    return None
-
-
-def _unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Problem | None:
-    paths = leaf_paths(args, "args") + leaf_paths(kwargs, "kwargs")
-    for path, leaf in zip(paths, leaves, strict=True):
-        if type(leaf).__module__ == "numpy":
-            return Problem(f"{path} is a NumPy {type(leaf).__name__}", fix="Pass torch.as_tensor of it")
-        if not isinstance(leaf, Tensor):
-            continue
-        if type(leaf) is not Tensor or leaf.is_nested:
-            return Problem(f"{path} is a {type(leaf).__name__}, of which a graph would see a plain tensor")
-        if leaf.requires_grad:
-            return Problem(f"{path} requires a gradient: its .grad would lie in a static buffer")
-        if leaf.layout is not torch.strided:
-            return Problem(f"{path} is a {leaf.layout} tensor, whose memory a graph cannot fix")
-        if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
-            return Problem(f"{path} is an expanded tensor", fix="Call .contiguous() on it")
-    return None
-
-
-def _compiler_problem(error: BaseException) -> Problem | None:
-    """The sentence for a failure of the compiler, None for any other exception."""
-    if isinstance(error, NotLegal):
-        return Problem(
-            f"Inductor could not compile the step: {error.problem.reason}; graphs hold eager kernels"
-        )
-    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch", "triton")):
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Problem(f"Inductor could not compile the step: {first}; graphs hold eager kernels")
-    return None
-
-
-def _problem_of(error: Exception) -> Problem:
-    if isinstance(error, NotLegal):
-        return error.problem
-    if isinstance(error, CaptureError):
-        return Problem(error.reason, error.where)
-    if isinstance(error, torch.OutOfMemoryError):
-        return Problem(
-            "out of memory during the capture", fix="A smaller batch leaves room for the graph's memory"
-        )
-    first = (str(error).strip().splitlines() or [""])[0]
-    return Problem(
-        f"the capture failed with {type(error).__name__}: {first}", user_location(error.__traceback__)
-    )
-
-
-class _Clock:
-    """Step times for the report, and the compile decision. Never makes a replayed step wait."""
-
-    def __init__(self, engine: Engine, report: StepReport) -> None:
-        self._cuda = engine.name == "cuda"
-        self._report = report
-        self._started = time.perf_counter()
-        self._last: float | None = None
-        self._intervals: deque[float] = deque(maxlen=2048)
-        report.replay_intervals = self._intervals
-
-    def replayed(self, step: int) -> None:
-        now = time.perf_counter()
-        if self._last is not None:
-            self._intervals.append(now - self._last)
-        elif self._report.first_replay_step is None:
-            self._report.first_replay_step = step
-            self._report.first_replay_seconds = now - self._started
-        self._last = now
-        self._report.steps_replayed += 1
-
-    def interrupted(self) -> None:
-        """The next interval holds more than a step."""
-        self._last = None
-
-    @contextmanager
-    def ungraphed(self) -> Iterator[None]:
-        self._last = None
-        if self._cuda:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        yield
-        if self._cuda:
-            torch.cuda.synchronize()
-        self._report.ungraphed_seconds.append(time.perf_counter() - started)
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._report.compile_seconds += time.perf_counter() - started
-        if self._report.ungraphed_seconds:
-            self._report.ungraphed_seconds.pop()
-
-    def compiling_pays(self, steps_left: float | None) -> bool:
-        """Inductor usually saves a third of the device time and costs about a minute."""
-        if steps_left is None or not self._intervals:
-            return False
-        step = sorted(self._intervals)[len(self._intervals) // 2]
-        return steps_left * step / 3 > _COMPILE_SECONDS
-
-
-_COMPILE_SECONDS = 120.0
-"""Above this expected saving `compile="auto"` compiles: twice what a medium model takes."""

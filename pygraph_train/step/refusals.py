@@ -1,0 +1,76 @@
+"""Reasons not to capture that do not come from tracing: inputs, history, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.location import user_location
+from pygraph_train.step.legality import NotLegal, Problem, Trace, readable
+from pygraph_train.step.signature import leaf_paths
+
+__all__ = ["ANOMALY", "GLOBAL_HOOK", "compiler_problem", "history", "problem_of", "unsupported_leaf"]
+
+GLOBAL_HOOK = Problem("a hook on all modules (register_module_forward_hook and the like) runs in Python")
+ANOMALY = Problem("anomaly detection reads every gradient on the host", fix="Turn detect_anomaly off")
+
+
+def history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
+    """Backward would leave the step through a tensor that was computed outside of it."""
+    for expression, tensor in zip(trace.inputs, tensors, strict=True):
+        if tensor.requires_grad and not tensor.is_leaf:
+            return Problem(
+                f"{readable(expression)} was computed outside of the step and requires a gradient",
+                fix="Compute it inside the step, or detach it",
+            )
+    return None
+
+
+def unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Problem | None:
+    """An argument that cannot be kept in a static buffer."""
+    paths = leaf_paths(args, "args") + leaf_paths(kwargs, "kwargs")
+    for path, leaf in zip(paths, leaves, strict=True):
+        if type(leaf).__module__ == "numpy":
+            return Problem(f"{path} is a NumPy {type(leaf).__name__}", fix="Pass torch.as_tensor of it")
+        if not isinstance(leaf, Tensor):
+            continue
+        if type(leaf) is not Tensor or leaf.is_nested:
+            return Problem(f"{path} is a {type(leaf).__name__}, of which a graph would see a plain tensor")
+        if leaf.requires_grad:
+            return Problem(f"{path} requires a gradient: its .grad would lie in a static buffer")
+        if leaf.layout is not torch.strided:
+            return Problem(f"{path} is a {leaf.layout} tensor, whose memory a graph cannot fix")
+        if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+            return Problem(f"{path} is an expanded tensor", fix="Call .contiguous() on it")
+    return None
+
+
+def compiler_problem(error: BaseException) -> Problem | None:
+    """The sentence for a failure of the compiler, None for any other exception."""
+    if isinstance(error, NotLegal):
+        return Problem(
+            f"Inductor could not compile the step: {error.problem.reason}; graphs hold eager kernels"
+        )
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch", "triton")):
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Problem(f"Inductor could not compile the step: {first}; graphs hold eager kernels")
+    return None
+
+
+def problem_of(error: Exception) -> Problem:
+    if isinstance(error, NotLegal):
+        return error.problem
+    if isinstance(error, CaptureError):
+        return Problem(error.reason, error.where)
+    if isinstance(error, torch.OutOfMemoryError):
+        return Problem(
+            "out of memory during the capture", fix="A smaller batch leaves room for the graph's memory"
+        )
+    first = (str(error).strip().splitlines() or [""])[0]
+    return Problem(
+        f"the capture failed with {type(error).__name__}: {first}", user_location(error.__traceback__)
+    )
