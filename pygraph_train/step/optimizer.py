@@ -331,7 +331,10 @@ class OptimizerPreparation:
             return self._entered
         if self._class is None:
             return ()
-        baked: list[Any] = [tuple(chain.from_iterable(self._step_hooks))]
+        baked: list[Any] = [
+            tuple(chain.from_iterable(self._step_hooks)),
+            torch_internals.optimizer_step_override(self._optimizer),
+        ]
         for group in self._optimizer.param_groups:
             baked.append(self._parameter_set(group["params"]))
             lr = group["lr"]
