@@ -162,11 +162,10 @@ class StepReport:
         return rows
 
     def __str__(self) -> str:
-        width = max(len(name) for name, _ in self.rows())
-        lines = [
-            f"{name:<{width}}  {text.replace(chr(10), chr(10) + ' ' * (width + 2))}"
-            for name, text in self.rows()
-        ]
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        indent = "\n" + " " * (width + 2)
+        lines = [f"{name:<{width}}  " + text.replace("\n", indent) for name, text in rows]
         return "\n".join(["pygraph-train", *lines])
 
     def __rich__(self) -> Any:

@@ -329,18 +329,13 @@ class StepRunner:
         """Run through Dynamo with eager kernels: the cheap way to find out what the step is made of."""
         first = variant.watched == 0
         versions = _versions(leaves)
-        try:
-            with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
-                result = run(self._watched(variant))
-        except NotLegal as refused:
-            problem: Problem | None = refused.problem
-            result = self._plainly(run)
-        else:
-            problem = variant.trace.problem
-            if problem is None and first:
-                problem = self._read_leaves(variant, args, kwargs, leaves)
-            if problem is None and versions != _versions(leaves):
-                problem = Problem("the step changes its batch in place, which a replay would do to a copy")
+        with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
+            result = run(self._watched(variant))
+        problem = variant.trace.problem
+        if problem is None and first:
+            problem = self._read_leaves(variant, args, kwargs, leaves)
+        if problem is None and versions != _versions(leaves):
+            problem = Problem("the step changes its batch in place, which a replay would do to a copy")
         if problem is None:
             variant.watched += 1
         elif first and not variant.looked_twice:
