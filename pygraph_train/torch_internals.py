@@ -6,9 +6,9 @@ import functools
 import logging
 import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -259,6 +259,11 @@ def cuda_graph_nodes(graph: torch.cuda.CUDAGraph) -> int:
     return int(answer[-1]) if int(answer[0]) == 0 else -1  # (status, nodes, count)
 
 
+def current_cuda_stream(device: int) -> int:
+    """The cudaStream_t of this thread's current stream (torch 2.11)."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
 def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
     """Scale and growth counter on the device, once they exist (torch 2.11, 2.13)."""
     return [t for t in (scaler._scale, scaler._growth_tracker) if t is not None]
@@ -277,3 +282,170 @@ def module_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 def hook_registrations() -> int:
     """A number that grows with every hook registered on any tensor, module or optimizer (torch 2.11, 2.13)."""
     return RemovableHandle.next_id
+
+
+def storage_use_count(storage: int) -> int:
+    """References to the storage whose `_cdata` is given. (2.11, 2.13)"""
+    return torch._C._storage_Use_Count(storage)
+
+
+def borrow_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that does not own it. (2.11, 2.13)"""
+    storage = tensor.untyped_storage()
+    borrowed = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def reinterpret_tensor(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A tensor over the same storage that autograd does not take for a view; `offset` counts from the
+    tensor's own first element. (2.11, 2.13)"""
+    return torch._C._dynamo.guards._reinterpret_tensor(tensor, tuple(size), tuple(stride), offset)
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward that runs in this thread was called with retain_graph=True. (2.11, 2.13)"""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order. (2.11, 2.13)"""
+    return torch._prims_common.is_non_overlapping_and_dense(tensor)
+
+
+class TracedGraph(NamedTuple):
+    """What AOTAutograd knows of a forward or backward graph. Indices count flat inputs and outputs."""
+
+    phase: Literal["forward", "backward", "inference"]
+    static: frozenset[int]
+    mutated: frozenset[int]
+    saved_from: int
+
+
+BuildRegion = Callable[..., Callable[[list[Any]], Any]]
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], build: BuildRegion | None
+) -> Callable[..., Any]:
+    """`compile_fx` with `build(compile_kernels, gm, inputs, traced)` in place of its inner compiler.
+
+    AOTAutograd's own cache would hand back callables that never went through `build`: it is off;
+    Inductor's cache of compiled graphs, where the time goes, is on. (2.11, 2.13)
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    if build is None:
+        return compile_fx(gm, list(example_inputs))  # type: ignore[arg-type,return-value]
+
+    def inner_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        static = frozenset(kwargs.get("static_input_idxs") or ())
+        kwargs["cudagraphs"] = None
+
+        def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            return compile_fx_inner(gm, inputs, **kwargs)  # type: ignore[arg-type, return-value]
+
+        backward, inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
+        phase: Any = "backward" if backward else "inference" if inference else "forward"
+        return build(compile_kernels, gm, inputs, _traced(gm, phase, static))
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)  # type: ignore[arg-type,return-value]
+
+
+def compile_with_aten(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], build: BuildRegion
+) -> Callable[..., Any]:
+    """AOTAutograd over aten operations as eager runs them, for the emulation. (2.11, 2.13)"""
+    from functorch.compile import default_partition, make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.compile_fx import get_static_input_idxs
+    from torch._inductor.utils import count_tangents, num_fw_fixed_arguments
+
+    def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return make_boxed_func(gm.forward)
+
+    def compiler(phase: Any) -> Callable[..., Any]:
+        def compile(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            static: Sequence[int] = range(count_tangents(gm))
+            if phase != "backward":
+                static = get_static_input_idxs(num_fw_fixed_arguments(len(example_inputs), len(inputs)))
+            return build(compile_kernels, gm, inputs, _traced(gm, phase, frozenset(static)))
+
+        return compile
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return aot_autograd(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=default_partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+def _traced(gm: torch.fx.GraphModule, phase: Any, static: frozenset[int]) -> TracedGraph:
+    outputs = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    context = torch._guards.TracingContext.try_get()
+    saved_from = len(outputs)
+    if phase == "forward" and context is not None and context.fw_metadata is not None:
+        saved_from = context.fw_metadata.num_forward_returns
+    return TracedGraph(phase, static, _mutated_inputs(gm), saved_from)
+
+
+def _mutated_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:
+    placeholders = {n: i for i, n in enumerate(gm.graph.nodes) if n.op == "placeholder"}
+    mutated = set()
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                values = value if isinstance(value, (list, tuple)) else [value]
+                mutated |= {placeholders[v] for v in values if v in placeholders}
+    return frozenset(mutated)
+
+
+# --- graphs of AOTAutograd --------------------------------------------------------------------------
+
+
+@contextmanager
+def fake_evaluation(gm: torch.fx.GraphModule) -> Iterator[None]:
+    """Calls inside compute fake tensors, in the mode that the graph's own metas belong to. (2.11, 2.13)"""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    if mode is None:
+        raise ValueError("the graph carries no fake tensors")
+    with mode, enable_python_dispatcher():
+        yield
+
+
+def no_fake_mode() -> AbstractContextManager[Any]:
+    """Calls inside compute real tensors, whatever traces around them. (2.11, 2.13)"""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def saved_for_backward(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """Indices of a forward graph's outputs that only its backward reads. (2.11, 2.13)"""
+    from torch._functorch._aot_autograd import descriptors
+
+    kinds = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
+    described = gm.graph.output_node().meta.get("desc") or ()
+    return frozenset(i for i, desc in enumerate(described) if isinstance(desc, kinds))
+
+
+def attribute(gm: torch.fx.GraphModule, target: str) -> torch.Tensor:
+    """The tensor that a `get_attr` node names. (2.11, 2.13)"""
+    owner: Any = gm
+    for part in target.split("."):
+        owner = getattr(owner, part)
+    return owner

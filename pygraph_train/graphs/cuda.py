@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
 from pygraph_train import torch_internals
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.location import user_location
+from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
 
 __all__ = ["CudaEngine", "CudaGraph"]
 
@@ -25,14 +26,50 @@ _capture_lock = threading.Lock()  # CUDA allows one capture at a time in the cac
 
 
 class CudaGraph:
-    """One instantiated CUDA graph. See `graphs.engine.Graph`."""
+    """One captured CUDA graph. See `graphs.engine.Graph`.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    Args:
+        graph: captured with `keep_graph=True`.
+        instantiate: at once, or when `instantiate` or `replay` is called first.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, *, instantiate: bool = True) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self.nodes = torch_internals.cuda_graph_nodes(graph)
+        self.instantiated = False
+        self._launch: Callable[[], None] = self._first_replay
+        if instantiate:
+            self.instantiate()
+
+    @property
+    def raw(self) -> int:
+        """The cudaGraph_t, whose nodes can be read, and marked before it is instantiated."""
+        return self._open().raw_cuda_graph()
+
+    @property
+    def raw_exec(self) -> int:
+        """The cudaGraphExec_t. Instantiates the graph if nobody has."""
+        self.instantiate()
+        return self._open().raw_cuda_graph_exec()
+
+    def instantiate(self) -> None:
+        """Make the graph ready to replay; nothing if it is."""
+        if self.instantiated:
+            return
+        graph = self._open()
         graph.instantiate()
+        self.instantiated = True
         # looked up once: `replay` is the hot path
         self._launch = graph.replay
+
+    def _first_replay(self) -> None:
+        self.instantiate()
+        self._launch()
+
+    def _open(self) -> torch.cuda.CUDAGraph:
+        if self._graph is None:
+            _replay_after_close()
+        return self._graph
 
     def replay(self) -> None:
         """Launch the graph in the current stream."""
@@ -46,7 +83,7 @@ class CudaGraph:
             graph.reset()
 
 
-def _replay_after_close() -> None:
+def _replay_after_close() -> NoReturn:
     raise RuntimeError("this CUDA graph was closed and cannot be replayed")
 
 
@@ -58,6 +95,7 @@ class CudaEngine:
     """
 
     name = "cuda"
+    shares_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device(
@@ -66,6 +104,21 @@ class CudaEngine:
         self._stream = torch.cuda.Stream(self.device)
         # the object keeps the pool alive while no graph uses it, with the gradients that live there
         self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+        self._old_pools: list[torch.cuda.MemPool] = []
+
+    def capturing(self) -> bool:
+        """See `graphs.engine.Engine.capturing`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def fresh_pool(self) -> None:
+        """See `graphs.engine.Engine.fresh_pool`. Graphs in the old pool keep their memory."""
+        assert self._pool is not None
+        self._old_pools.append(self._pool)
+        self._pool = torch.cuda.MemPool()
+
+    def synchronize(self) -> None:
+        """See `graphs.engine.Engine.synchronize`."""
+        torch.cuda.synchronize(self.device)
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
@@ -84,16 +137,16 @@ class CudaEngine:
         finally:
             caller.wait_stream(self._stream)
 
-    def capture(self, fn: Callable[[], T]) -> tuple[CudaGraph, T]:
+    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[CudaGraph, T]:
         """See `graphs.engine.Engine.capture`."""
         if not _capture_lock.acquire(blocking=False):
             raise RuntimeError("a CUDA graph capture is already under way in this process")
         try:
-            return self._capture(fn)
+            return self._capture(fn, instantiate)
         finally:
             _capture_lock.release()
 
-    def _capture(self, fn: Callable[[], T]) -> tuple[CudaGraph, T]:
+    def _capture(self, fn: Callable[[], T], instantiate: bool) -> tuple[CudaGraph, T]:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
         gc.collect()
@@ -125,7 +178,7 @@ class CudaEngine:
                     except RuntimeError:
                         if failed is None:
                             raise
-            return CudaGraph(graph), result
+            return CudaGraph(graph, instantiate=instantiate), result
         except BaseException as error:
             self._clean_up(graph, ended)
             if isinstance(error, torch.cuda.OutOfMemoryError) or not _is_cuda_error(error):
@@ -159,14 +212,27 @@ class CudaEngine:
             mend.capture_end()
         mend.reset()
 
+    def indirect(
+        self,
+        first: CudaGraph,
+        second: CudaGraph,
+        inputs_first: Sequence[torch.Tensor],
+        inputs_second: Sequence[torch.Tensor],
+        *,
+        prefer: str = "device",
+    ) -> IndirectCudaGraph:
+        """See `graphs.engine.Engine.indirect`."""
+        return indirect(first, second, inputs_first, inputs_second, self.device, prefer)
+
     def trim(self) -> None:
         """Return cached blocks of the default pool to the device: replays have no use for them."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Release the pool."""
+        """Release the pools."""
         self._pool = None
+        self._old_pools.clear()
 
 
 def _is_cuda_error(error: BaseException) -> bool:

@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable
+from pygraph_train.graphs.indirection import (
+    MARGIN,
+    Discovery,
+    discover,
+    misplaced,
+    moved_inputs,
+    required_alignment,
+)
 from pygraph_train.graphs.location import user_location
+from pygraph_train.graphs.memory import AddressRange, address_range, span
+from pygraph_train.graphs.nodes import Node
 from pygraph_train.torch_internals import (
     below_autograd,
     is_operator,
@@ -29,7 +39,7 @@ from pygraph_train.torch_internals import (
     writes_arguments,
 )
 
-__all__ = ["EmulatedEngine", "EmulatedGraph", "is_capturing"]
+__all__ = ["EmulatedEngine", "EmulatedGraph", "IndirectEmulatedGraph", "is_capturing"]
 
 T = TypeVar("T")
 
@@ -62,20 +72,31 @@ class EmulatedEngine:
 
     name: str = "emulated"
     device: torch.device = torch.device("cpu")
+    shares_memory: bool = False
 
     def __init__(self) -> None:
         self._closed = False
         self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
 
+    def capturing(self) -> bool:
+        """See `Engine.capturing`."""
+        return is_capturing()
+
+    def fresh_pool(self) -> None:
+        """Nothing to do: graphs share no memory here."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
     def warm_up(self) -> AbstractContextManager[None]:
         """Nothing to prepare on the CPU."""
         return nullcontext()
 
-    def capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
+    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[EmulatedGraph, T]:
         """Record the operations that `fn()` dispatches in this thread, without a lasting effect.
 
-        See `Engine.capture`. Python state that `fn` sets stays, as on CUDA: a `p.grad` that was None is
-        afterwards a tensor without defined values.
+        See `Engine.capture`; a tape needs no instantiation. Python state that `fn` sets stays, as on
+        CUDA: a `p.grad` that was None is afterwards a tensor without defined values.
 
         Raises:
             CaptureError: `fn` read a value on the host, set the random state, or used something that the
@@ -112,6 +133,32 @@ class EmulatedEngine:
         self._graphs.add(graph)
         return graph, result
 
+    def indirect(
+        self,
+        first: EmulatedGraph,
+        second: EmulatedGraph,
+        inputs_first: Sequence[torch.Tensor],
+        inputs_second: Sequence[torch.Tensor],
+        *,
+        prefer: str = "device",
+    ) -> IndirectEmulatedGraph:
+        """See `Engine.indirect`. The discovery is that of CUDA graphs: operations stand for kernels."""
+        book = _AddressBook()
+        discovery = discover(
+            first.as_nodes(book),
+            second.as_nodes(book),
+            [book.range(tensor) for tensor in inputs_first],
+            [book.range(tensor) for tensor in inputs_second],
+        )
+        if not discovery.served:
+            raise IndirectionUnavailable(next(iter(discovery.unserved.values()), "there are no inputs"))
+        alignment = tuple(
+            max(required_alignment(before.data_ptr()), required_alignment(after.data_ptr()))
+            for before, after in zip(inputs_first, inputs_second, strict=True)
+        )
+        first.close()
+        return IndirectEmulatedGraph(second, replace(discovery, alignment=alignment), inputs_second)
+
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
 
@@ -143,6 +190,99 @@ class EmulatedGraph:
         self._operations = []
         self.closed = True
 
+    def as_nodes(self, book: _AddressBook) -> list[Node]:
+        """Each operation as a kernel whose parameters are the addresses of its tensors."""
+        return [
+            Node(
+                "kernel",
+                str(operation.func),
+                blocks=tuple(
+                    (8 * position, book.range(tensor).address.to_bytes(8, "little"))
+                    for position, tensor in enumerate(operation.tensors())
+                ),
+            )
+            for operation in self._operations
+        ]
+
+    def tensor_at(self, node: int, offset: int) -> torch.Tensor:
+        """The recorded alias that `as_nodes` put at that place."""
+        return self._operations[node].tensors()[offset // 8]
+
+
+class IndirectEmulatedGraph:
+    """See `graphs.engine.IndirectGraph`. Moves the aliases on the tape to other storages.
+
+    Other than on CUDA, the tensors that it was pointed at stay alive.
+    """
+
+    path = "emulated"
+    note: str | None = None
+
+    def __init__(self, graph: EmulatedGraph, discovery: Discovery, inputs: Sequence[torch.Tensor]) -> None:
+        self.nodes = graph.nodes
+        self.discovery = discovery
+        self.served = discovery.served
+        self.unserved = discovery.unserved
+        self._graph = graph
+        self._addresses = [tensor.data_ptr() for tensor in inputs]
+
+    def accepts(self, index: int, tensor: torch.Tensor) -> bool:
+        """See `graphs.engine.IndirectGraph.accepts`."""
+        return index in self.served and misplaced(index, tensor, self.discovery.alignment[index]) is None
+
+    def retarget(self, changes: Mapping[int, torch.Tensor]) -> None:
+        """See `graphs.engine.IndirectGraph.retarget`."""
+        if self._graph.closed:
+            raise RuntimeError("this graph is closed: capture it again instead of retargeting it")
+        moved = moved_inputs(changes, self._addresses, self.discovery)
+        with below_autograd():
+            for node, offset, index, delta in self.discovery.slots:
+                if index in moved:
+                    _point_at(self._graph.tensor_at(node, offset), changes[index], delta)
+        for index, address in moved.items():
+            self._addresses[index] = address
+
+    def replay(self) -> None:
+        """Run the recorded operations on the tensors it points at."""
+        self._graph.replay()
+
+    def check(self) -> None:
+        """Nothing is under way on the CPU."""
+
+    def close(self) -> None:
+        """See `EmulatedGraph.close`."""
+        self._graph.close()
+
+
+class _AddressBook:
+    """Addresses as a GPU might have them: storages far from each other, and never the same twice.
+
+    The CPU allocator puts small storages side by side, where chance would look like a pointer.
+    """
+
+    def __init__(self) -> None:
+        self._bases: dict[int, int] = {}
+        self._next = 1 << 40
+
+    def range(self, tensor: torch.Tensor) -> AddressRange:
+        """Where a tensor would lie."""
+        storage = tensor.untyped_storage()
+        address, nbytes = address_range(tensor)
+        if not nbytes:
+            return AddressRange(0, 0)
+        start = storage.data_ptr()
+        if start not in self._bases:
+            self._bases[start] = self._next
+            self._next += (storage.nbytes() // MARGIN + 4) * MARGIN
+        return AddressRange(self._bases[start] + address - start, nbytes)
+
+
+def _point_at(alias: torch.Tensor, target: torch.Tensor, delta: int) -> None:
+    storage = target.untyped_storage()
+    offset = (target.data_ptr() - storage.data_ptr() + delta) // alias.element_size()
+    with torch.inference_mode(alias.is_inference()):
+        alias.set_(storage, offset, alias.size(), alias.stride())
+
 
 @dataclass(slots=True)
 class _Operation:
@@ -157,6 +297,10 @@ class _Operation:
     """Kernels look at it although they run below autograd: oneDNN's LSTM returns a workspace or not."""
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     """Tensors made in inference mode can be written in inference mode only."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every recorded alias, in an order that equal operations share."""
+        return [*_tensors((self.args, self.kwargs)), *(recorded for _, recorded in self.results)]
 
     def run(self) -> None:
         with torch.inference_mode() if self.inference else torch.set_grad_enabled(self.grad):
@@ -173,7 +317,7 @@ class _Operation:
                     "capture: its output shape depends on values, which a graph cannot hold"
                 )
             if new.numel():
-                _span(recorded).copy_(_span(new))
+                span(recorded).copy_(span(new))
 
 
 class _Tape(TorchDispatchMode):
@@ -371,12 +515,6 @@ def _aliases(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _aliases(value) for key, value in tree.items()}
     return tree.data if isinstance(tree, torch.Tensor) else tree
-
-
-def _span(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory from a tensor's first to its last element: writable also where elements overlap."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1,), (1,), tensor.storage_offset())
 
 
 def _poison(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:

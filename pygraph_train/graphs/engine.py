@@ -6,13 +6,13 @@ rules). Nothing in this package knows what a training step is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-__all__ = ["CaptureError", "Engine", "Graph"]
+__all__ = ["CaptureError", "Engine", "Graph", "IndirectGraph", "IndirectionUnavailable"]
 
 T = TypeVar("T")
 
@@ -29,6 +29,10 @@ class CaptureError(RuntimeError):
         self.reason = reason
         self.where = where
         super().__init__(f"{reason} ({where})" if where else reason)
+
+
+class IndirectionUnavailable(RuntimeError):
+    """The inputs of a graph cannot be moved here. The message is a sentence that says why."""
 
 
 @runtime_checkable
@@ -51,20 +55,60 @@ class Graph(Protocol):
 
 
 @runtime_checkable
+class IndirectGraph(Graph, Protocol):
+    """A graph that can be pointed at other inputs of the same shapes, strides and dtypes, without copies."""
+
+    served: frozenset[int]
+    """Inputs that can be moved."""
+    unserved: Mapping[int, str]
+    """The other inputs, which keep their addresses, and a sentence each that says why."""
+
+    def accepts(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether input `index` is served and `tensor` is aligned as the captured one was."""
+
+    def retarget(self, changes: Mapping[int, torch.Tensor]) -> None:
+        """Let later replays read and write other tensors.
+
+        Args:
+            changes: by input; each of the shape, strides, dtype and device that was captured. The graph
+                does not keep them alive. Inputs that are not named stay where they are.
+        Raises:
+            ValueError: an input is not served, or its address lost the alignment; nothing was changed.
+            RuntimeError: the pointers could not be rewritten; the graph cannot be replayed any more.
+        """
+
+    def check(self) -> None:
+        """Wait for what `retarget` enqueued. Raises RuntimeError if a pointer could not be rewritten."""
+
+
+@runtime_checkable
 class Engine(Protocol):
-    """Makes graphs. All graphs of one engine share one memory pool; no two of them may run at once."""
+    """Makes graphs, which share memory pools; no two graphs of one engine may run at once."""
 
     name: str
     device: torch.device
+    shares_memory: bool
+    """Whether a graph may overwrite what another one left in the pool."""
+
+    def capturing(self) -> bool:
+        """Whether the calling thread's current work is being captured, by whomever."""
+
+    def fresh_pool(self) -> None:
+        """Let later captures allocate from a new pool: nothing in the old one may be handed out again."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything that was enqueued."""
 
     def warm_up(self) -> AbstractContextManager[None]:
         """Context for ordinary runs before a capture (the side stream that captures use on CUDA)."""
 
-    def capture(self, fn: Callable[[], T]) -> tuple[Graph, T]:
+    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[Graph, T]:
         """Record the device work of `fn()` without executing it.
 
         Args:
             fn: called once, with no arguments.
+            instantiate: make the graph ready at once; False leaves it to the first replay, and allows
+                `indirect`.
         Returns:
             The graph, and what `fn` returned: its tensors have fixed addresses, hold no defined values
             before the first replay, and are overwritten by every replay.
@@ -72,6 +116,28 @@ class Engine(Protocol):
             CaptureError: `fn` did something that a graph cannot hold (host read, host-to-device copy
                 from pageable memory, ...). Other exceptions of `fn`, KeyboardInterrupt and
                 out-of-memory errors pass through unchanged, after the same clean-up.
+        """
+
+    def indirect(
+        self,
+        first: Any,
+        second: Any,
+        inputs_first: Sequence[torch.Tensor],
+        inputs_second: Sequence[torch.Tensor],
+        *,
+        prefer: str = "device",
+    ) -> IndirectGraph:
+        """Make a graph whose inputs may move, from two captures of the same work.
+
+        Args:
+            first, second: this engine's, captured with `instantiate=False`, not replayed. `first` is closed;
+                `second` becomes the result, with the outputs of its capture.
+            inputs_first, inputs_second: the inputs of the captures, in the same order. An input that is
+                to be served lies at different addresses in the two, and shares no memory with another.
+                Those of the second are where unserved inputs stay: the caller keeps them.
+            prefer: "device" or "host": what rewrites pointers, where both can.
+        Raises:
+            IndirectionUnavailable: no input can be moved. Both graphs are as they were.
         """
 
     def trim(self) -> None:

@@ -1,0 +1,166 @@
+"""Who may still read memory that a graph replay would overwrite.
+
+The graphs of one device share a pool: a backward reuses the memory of the activations that it has
+consumed, and the next forward reuses that of dead gradients, as the caching allocator would have
+arranged it without graphs. The price is one question before each replay: is everything that this graph
+may overwrite dead? A graph may overwrite any block of its pool except those that were allocated during
+the whole of its capture (`Occupant.keeps`).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+
+from pygraph_train.graphs import Engine
+from pygraph_train.torch_internals import borrow_memory, storage_use_count
+
+__all__ = ["Arena", "Block", "Occupant", "block_of"]
+
+
+class Block(NamedTuple):
+    """A piece of captured memory."""
+
+    address: int
+    nbytes: int
+
+
+class Occupant:
+    """The outputs of one captured graph that are handed out in place, without a copy.
+
+    Args:
+        tensors: by output index; tensors with fixed addresses.
+        buffers: of those, the ones in input buffers, which belong to this graph alone and not to the pool.
+        watched: output indices whose aliases tell whether anyone still holds the outputs.
+        keeps: blocks that were allocated during the whole capture: its replays leave them alone.
+        pool: number of the pool that the capture allocated from.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[int, torch.Tensor],
+        buffers: frozenset[int],
+        watched: list[int],
+        keeps: frozenset[Block],
+        pool: int,
+    ) -> None:
+        self.tensors = tensors
+        self.keeps = keeps
+        self.pool = pool
+        self.owned = True
+        self.owner: object = None  # who captured it
+        self.blocks = frozenset(block_of(t) for i, t in tensors.items() if i not in buffers)
+        self._buffers = buffers
+        self._watched = watched
+        self._count()
+
+    def _count(self) -> None:
+        seen = {self.tensors[i].untyped_storage()._cdata for i in self._watched}
+        # how many references are our own: more than that, and somebody holds an alias
+        self._counts = [(address, storage_use_count(address)) for address in seen]
+
+    def alive(self) -> bool:
+        """Whether anyone but this graph still holds an output of its last replay."""
+        return any(storage_use_count(address) > own for address, own in self._counts)
+
+    def in_use_by(self, storages: set[int]) -> bool:
+        """Whether one of these storages (their `_cdata`) is the memory of an output of this graph."""
+        return any(t.untyped_storage()._cdata in storages for t in self.tensors.values())
+
+    def disown(self) -> None:
+        """Give the memory back to the pool for later captures; replays go on writing to it."""
+        if self.owned:
+            self.owned = False
+            self.tensors = {
+                index: t if index in self._buffers else borrow_memory(t) for index, t in self.tensors.items()
+            }
+            self._count()
+
+
+class Arena:
+    """All captured memory of one engine, and the lock under which its graphs run.
+
+    Args:
+        engine: makes the graphs.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.lock = threading.RLock()
+        self.pool = 0
+        self._occupants: list[Occupant] = []
+        self._active: list[Occupant] = []  # replayed, and not seen dead since
+        self._stream = 0
+
+    def in_the_way(self, occupant: Occupant, consumed: Occupant | None) -> list[Occupant]:
+        """Whose outputs, still in use, a replay would overwrite.
+
+        Args:
+            occupant: outputs of the graph that is to run.
+            consumed: outputs of another graph that this one reads, and that nobody reads again.
+        """
+        blocking = []
+        active = []
+        for other in self._active:
+            if other is consumed:
+                active.append(other)
+            elif other.alive():
+                active.append(other)
+                if other is occupant or not self._spares(occupant, other):
+                    blocking.append(other)
+        self._active = active
+        return blocking
+
+    def _spares(self, occupant: Occupant, other: Occupant) -> bool:
+        if not self.engine.shares_memory or other.pool != occupant.pool:
+            return True
+        return other.blocks <= occupant.keeps
+
+    def ran(self, occupant: Occupant, consumed: Occupant | None) -> None:
+        """Note a replay: its outputs are in use until they are seen dead; what it consumed is dead."""
+        self._active = [o for o in self._active if o is not occupant and o is not consumed]
+        if occupant.tensors:
+            self._active.append(occupant)
+
+    def before_capture(self, consumed: Occupant | None) -> frozenset[Block]:
+        """Make room for a capture.
+
+        Memory of dead outputs goes back to the pool, as does that of `consumed`, which the captured work
+        frees as it goes. Where something alive is not owned, the pool would hand out its memory: a new
+        pool then.
+
+        Returns:
+            The blocks that stay allocated during the whole capture.
+        """
+        for occupant in self._occupants:
+            if occupant is consumed or not occupant.alive():
+                occupant.disown()
+        if any(o.alive() and not o.owned and o is not consumed and o.pool == self.pool for o in self._active):
+            self.engine.fresh_pool()
+            self.pool += 1
+        return frozenset(b for o in self._occupants if o.owned and o.pool == self.pool for b in o.blocks)
+
+    def add(self, occupant: Occupant) -> None:
+        self._occupants.append(occupant)
+
+    def remove(self, occupant: Occupant) -> None:
+        """The graph was closed. What it handed out stays guarded until it is dead."""
+        self._occupants = [o for o in self._occupants if o is not occupant]
+
+    def follow_stream(self) -> None:
+        """Let the current stream wait for the one that ran the last graph, when they differ."""
+        if self.engine.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.engine.device)
+        if stream.cuda_stream != self._stream:
+            if self._stream:
+                stream.wait_stream(torch.cuda.ExternalStream(self._stream, self.engine.device))
+            self._stream = stream.cuda_stream
+
+
+def block_of(tensor: torch.Tensor) -> Block:
+    """The whole memory behind a tensor."""
+    storage = tensor.untyped_storage()
+    return Block(storage.data_ptr(), storage.nbytes())

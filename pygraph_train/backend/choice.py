@@ -1,0 +1,98 @@
+"""Does a graph pay for this region? Measured on its real runs (selective CUDA graphs, as in GraCE)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+__all__ = ["Choice", "Cost", "choose"]
+
+T = TypeVar("T")
+
+Way = Literal["plain", "graph", "indirect"]
+
+SAMPLES = 3
+TOLERANCE = 1.01  # a graph that takes as long as no graph still frees the host
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one run: until the device was done, and until the call returned."""
+
+    total: float
+    host: float
+
+
+class Choice:
+    """Measurements of one region.
+
+    Args:
+        active: False measures nothing.
+        synchronize: waits for the device.
+        clock: seconds; for tests.
+    """
+
+    samples = SAMPLES
+
+    def __init__(
+        self, active: bool, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.active = active
+        self._synchronize = synchronize
+        self._clock = clock
+        self._costs: dict[Way, list[Cost]] = {"plain": [], "graph": [], "indirect": []}
+        self._skipped: set[Way] = {"plain"}  # the region drops its first plain run itself
+
+    def open(self, way: Way) -> bool:
+        """Whether a run in this way is to be measured."""
+        return self.active and len(self._costs[way]) < self.samples
+
+    def time(self, way: Way, run: Callable[[], T]) -> T:
+        """Run once with nothing else on the device. The first replay after a capture is not counted."""
+        self._synchronize()
+        start = self._clock()
+        result = run()
+        returned = self._clock()
+        self._synchronize()
+        done = self._clock()
+        if way in self._skipped:
+            self._costs[way].append(Cost(done - start, returned - start))
+        else:
+            self._skipped.add(way)
+        return result
+
+    def cost(self, way: Way) -> Cost | None:
+        """The median, once there are enough samples."""
+        costs = self._costs[way]
+        if len(costs) < self.samples:
+            return None
+        return Cost(statistics.median(c.total for c in costs), statistics.median(c.host for c in costs))
+
+    def close(self) -> None:
+        """No more measurements."""
+        self.active = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Medians in microseconds, by way, as far as they were measured."""
+        return {
+            way: {"total_us": round(cost.total * 1e6, 1), "host_us": round(cost.host * 1e6, 1)}
+            for way in self._costs
+            if (cost := self.cost(way)) is not None
+        }
+
+
+def choose(plain: Cost, graph: Cost) -> tuple[bool, str]:
+    """Whether to keep the graph, and why in words.
+
+    A graph is kept when it is not slower and takes less of the host's time: in isolation the two may take
+    equally long, and the host may still be what the whole step waits for.
+    """
+    told = f"{graph.total * 1e6:.0f} µs with a graph, {plain.total * 1e6:.0f} µs without"
+    if graph.total > plain.total * TOLERANCE:
+        return False, f"slower as a graph: {told}"
+    if graph.host >= plain.host and graph.total >= plain.total:
+        return False, f"nothing to gain: {told}"
+    return True, told

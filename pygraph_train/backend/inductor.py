@@ -1,0 +1,116 @@
+"""From a Dynamo graph to regions: Inductor on a GPU, aten kernels below the emulation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pygraph_train import torch_internals
+from pygraph_train.backend.arena import Arena
+from pygraph_train.backend.options import BackendOptions
+from pygraph_train.backend.region import Pair, Region, RegionSpec
+from pygraph_train.backend.report import BackendReport, RegionRecord
+from pygraph_train.config import disabled_by_environment
+from pygraph_train.graphs import make_engine
+from pygraph_train.graphs.location import is_user_file
+
+__all__ = ["compile_graph", "report", "reset"]
+
+_arenas: dict[tuple[str, torch.device], Arena] = {}
+_records: list[RegionRecord] = []
+_numbers = itertools.count()
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph into a callable whose forwards and backwards are regions."""
+    if options.engine == "off" or disabled_by_environment():
+        return torch_internals.compile_with_inductor(gm, example_inputs, None)
+    pair, number = Pair(), next(_numbers)
+    build = functools.partial(_region, pair=pair, number=number, options=options)
+    if options.engine == "emulated":
+        return torch_internals.compile_with_aten(gm, example_inputs, build)
+    return torch_internals.compile_with_inductor(gm, example_inputs, build)
+
+
+def _region(
+    compile_kernels: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    traced: torch_internals.TracedGraph,
+    *,
+    pair: Pair,
+    number: int,
+    options: BackendOptions,
+) -> Callable[[list[Any]], Any]:
+    """Compile one forward or backward graph and make a region of it."""
+    record = RegionRecord(f"{traced.phase} {number}", traced.phase, _first_user_line(gm))
+    _records.append(record)
+    device, reason = _device(gm)
+    arena = _arena(options, device) if device is not None else None
+    compiled = compile_kernels(gm, example_inputs)
+    if arena is None:
+        record.decision, record.reason = "plain", reason or "no CUDA device"
+        return compiled
+    spec = RegionSpec(
+        record.name, traced.phase, traced.static, traced.mutated, traced.saved_from, record.where
+    )
+    return Region(compiled, spec, arena, options, pair, record)
+
+
+def _device(gm: torch.fx.GraphModule) -> tuple[torch.device | None, str]:
+    """The one device that the graph works on, besides the CPU."""
+    found = _devices_in(gm)
+    accelerators = {d for d in found if d.type == "cuda"}
+    if len(accelerators) > 1:
+        return None, f"it works on several devices: {', '.join(sorted(map(str, accelerators)))}"
+    return next(iter(accelerators or found), None), "it works on no tensors"
+
+
+def _devices_in(gm: torch.fx.GraphModule) -> set[torch.device]:
+    """Devices of all tensors that the graph computes."""
+    found = set()
+    for node in gm.graph.nodes:
+        value = node.meta.get("val", node.meta.get("tensor_meta"))
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                found.add(tensor.device)
+    return found
+
+
+def _first_user_line(gm: torch.fx.GraphModule) -> str | None:
+    """`file:line` of the first operation whose stack names user code."""
+    for node in gm.graph.nodes:
+        lines = (node.meta.get("stack_trace") or "").splitlines()
+        for line in reversed(lines):
+            found = re.match(r'\s*File "(.+)", line (\d+)', line)
+            if found and is_user_file(found[1]):
+                return f"{found[1]}:{found[2]}"
+    return None
+
+
+def _arena(options: BackendOptions, device: torch.device) -> Arena | None:
+    """All regions of one device share one arena: they share memory."""
+    name = "off" if options.engine == "auto" and device.type != "cuda" else options.engine
+    if (name, device) not in _arenas:
+        engine = make_engine(name, device)
+        if engine is None:
+            return None
+        _arenas[name, device] = Arena(engine)
+    return _arenas[name, device]
+
+
+def report() -> BackendReport:
+    """What became of every region compiled so far in this process."""
+    return BackendReport(list(_records))
+
+
+def reset() -> None:
+    """Forget the records of the report. Regions go on; call `torch.compiler.reset()` to drop them."""
+    _records.clear()

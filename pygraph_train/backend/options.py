@@ -1,0 +1,75 @@
+"""Options of the compile backend: `torch.compile(model, backend="pygraph", options={...})`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["BackendOptions"]
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "engine": ("auto", "cuda", "emulated", "off"),
+    "transform": (True, False),
+    "indirection": ("auto", "device", "host", "copy"),
+    "selection": (True, False),
+    "on_failure": ("fallback", "raise"),
+}
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What `options` of the backend may hold.
+
+    Args:
+        engine: "cuda", "emulated" (a CPU tape with CUDA-graph rules, below aten kernels instead of
+            Inductor's), "off" (Inductor alone); "auto" is "cuda" for regions on a CUDA device.
+        transform: rewrite what blocks capture (CPU scalars, host-to-device copies, CPU outputs).
+        indirection: how inputs at new addresses are served: "copy" into fixed buffers, or patch the
+            addresses in the graph from the "device" or the "host"; "auto" measures.
+        selection: measure each region with and without a graph and keep the faster. False: a graph
+            wherever one can be captured. Always False under the emulation, which is slower by nature.
+        warmup_runs: runs of a region before it may be captured (>= 1).
+        max_signatures: sets of shapes of one region that keep graphs; the least recently used goes (>= 1).
+        on_failure: "fallback" runs a region that cannot be captured without a graph and says why in the
+            report; "raise" raises.
+
+    Raises:
+        ValueError: an option has a value that is not allowed. The message names the option.
+        TypeError: an option does not exist. The message names those that do.
+    """
+
+    engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
+    transform: bool = True
+    indirection: Literal["auto", "device", "host", "copy"] = "auto"
+    selection: bool = True
+    warmup_runs: int = 3
+    max_signatures: int = 8
+    on_failure: Literal["fallback", "raise"] = "fallback"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(type(value) is type(a) and value == a for a in allowed):
+                raise ValueError(
+                    f"option {name}={value!r} of backend 'pygraph' is not allowed: use one of "
+                    + ", ".join(repr(a) for a in allowed)
+                )
+        for name in ("warmup_runs", "max_signatures"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"option {name}={value!r} of backend 'pygraph' is not allowed: use a whole number >= 1"
+                )
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> BackendOptions:
+        """Checked options from what `torch.compile(options=...)` was given."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in options or {}:
+            if name not in names:
+                raise TypeError(
+                    f"backend 'pygraph' has no option {name!r}; the options are: {', '.join(names)}"
+                )
+        return cls(**(options or {}))

@@ -1,0 +1,387 @@
+"""One compiled callable, a forward or a backward, that turns itself into a CUDA graph.
+
+The life of a region: run as compiled until warm, capture, replay. Whatever a graph cannot serve (another
+address, memory in use, a backward that keeps its graph) runs as compiled, on the same inputs, once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from pygraph_train.backend.arena import Arena, Occupant, block_of
+from pygraph_train.backend.capture import RegionCapture, static_like
+from pygraph_train.backend.choice import Choice, Cost, choose
+from pygraph_train.backend.options import BackendOptions
+from pygraph_train.backend.report import RegionRecord
+from pygraph_train.graphs import CaptureError
+from pygraph_train.torch_internals import backward_keeps_graph, borrow_memory
+
+__all__ = ["Pair", "Region", "RegionSpec"]
+
+logger = logging.getLogger(__name__)
+
+MAX_VERSIONS = 4  # graphs of one region for the same shapes, for different things alive in the pool
+SHAPES = 1024  # sets of shapes remembered
+MISSES = 2  # runs with an input elsewhere before it counts as one that moves
+
+Phase = Literal["forward", "backward", "inference"]
+
+
+@dataclass(frozen=True)
+class RegionSpec:
+    """What the compiler knows of a region.
+
+    Args:
+        name: for the report.
+        phase: "forward" saves activations for a "backward"; "inference" does not.
+        static: inputs expected at the same addresses: parameters, buffers, what the forward saved.
+        mutated: inputs that the region writes to.
+        saved_from: outputs from this index on go to the backward only (len(outputs) for "inference").
+        where: `file:line` of the user's code, or None.
+    """
+
+    name: str
+    phase: Phase
+    static: frozenset[int]
+    mutated: frozenset[int]
+    saved_from: int
+    where: str | None
+
+
+class Pair:
+    """A forward and its backward, or an inference region alone: chosen together."""
+
+    def __init__(self) -> None:
+        self.forward: Region | None = None
+        self.backward: Region | None = None
+
+
+class _Key:
+    """What a region remembers of one set of shapes."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.misses = 0
+        self.captures: list[RegionCapture] = []
+
+
+class Region:
+    """A callable in AOTAutograd's boxed convention.
+
+    Args:
+        compiled: the compiled callable; it empties the list that it is given.
+        spec: what the compiler knows.
+        arena: owns the memory of the graphs.
+        options: see BackendOptions.
+        pair: the forward or backward that belongs to it.
+        record: its row of the report.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[[list[Any]], Any],
+        spec: RegionSpec,
+        arena: Arena,
+        options: BackendOptions,
+        pair: Pair,
+        record: RegionRecord,
+    ) -> None:
+        self._boxed_call = True  # how AOTAutograd calls it; on the instance, where wrappers copy it from
+        self.spec = spec
+        self.record = record
+        self.choice = Choice(options.selection and arena.engine.name != "emulated", arena.engine.synchronize)
+        self._compiled = compiled
+        self._arena = arena
+        self._options = options
+        self._pair = pair
+        self._keys: OrderedDict[tuple[Any, ...], _Key] = OrderedDict()
+        self._constants: tuple[int, ...] | None = None
+        self._moving: set[int] = set()
+        self.last: RegionCapture | None = None  # what the last run replayed, if it did
+        self._in_place = True  # gradients are handed out where the graph writes them
+        self._plain_only = False
+        if spec.phase == "backward":
+            pair.backward = self
+        else:
+            pair.forward = self
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run the region once.
+
+        Args:
+            inputs: tensors and numbers in the order of the compiled graph; the list is emptied.
+        Returns:
+            The outputs, in the order of the compiled graph.
+        """
+        if self._plain_only or self._arena.engine.capturing():
+            self.record.plain_runs += 1
+            self.last = None
+            return self._compiled(inputs)
+        with self._arena.lock:
+            self._arena.follow_stream()
+            return self._run(inputs)
+
+    def _run(self, inputs: list[Any]) -> Any:
+        key = self._key(inputs)
+        if self._plain_only:
+            return self._plain(inputs)
+        if self.spec.phase == "backward" and backward_keeps_graph():
+            return self._plain(inputs)  # what the forward saved is needed again
+        blocked: list[Occupant] = []
+        for capture in key.captures:
+            if capture.fits(inputs):
+                blocked = self._arena.in_the_way(capture.occupant, capture.consumes)
+                if not blocked:
+                    return self._replay(capture, inputs)
+        if self._may_capture(key, inputs, blocked):
+            new = self._capture(key, inputs)
+            if new is not None:
+                return self._replay(new, inputs)
+        return self._plain(inputs, time=key.runs > 1 and not key.captures)
+
+    def _key(self, inputs: list[Any]) -> _Key:
+        if self._constants is None:
+            self._constants = tuple(i for i, x in enumerate(inputs) if not isinstance(x, torch.Tensor))
+            self._refuse_foreign(inputs)
+        values = tuple([inputs[i] for i in self._constants])
+        key = self._keys.get(values)
+        if key is None:
+            key = self._keys[values] = _Key()
+            while len(self._keys) > SHAPES:  # those that never came back must not pile up
+                self._drop(self._keys.popitem(last=False)[1])
+        if len(self._keys) > 1:
+            self._keys.move_to_end(values)
+        key.runs += 1
+        return key
+
+    def _refuse_foreign(self, inputs: list[Any]) -> None:
+        device = self._arena.engine.device
+        for i, x in enumerate(inputs):
+            if isinstance(x, torch.Tensor):
+                if x.device != device:
+                    self._give_up(f"input {i} is on {x.device}, its kernels run on {device}")
+                elif x.layout != torch.strided:
+                    self._give_up(f"input {i} is not a strided tensor")
+            elif x is not None and not isinstance(x, (int, float, bool)):
+                self._give_up(f"input {i} is a {type(x).__name__}")
+
+    def _make_room(self) -> None:
+        used = [values for values, key in self._keys.items() if key.captures]
+        for values in used[: max(0, len(used) - self._options.max_signatures)]:
+            self._drop(self._keys.pop(values))
+
+    def _drop(self, key: _Key) -> None:
+        for capture in key.captures:
+            self._arena.remove(capture.occupant)
+            capture.close()
+        key.captures = []
+
+    def drop_captures(self) -> None:
+        """Close every graph; the next runs capture again."""
+        for key in self._keys.values():
+            self._drop(key)
+
+    def _plain(self, inputs: list[Any], time: bool = False) -> Any:
+        self.record.plain_runs += 1
+        self.last = None
+        if not (time and self.choice.open("plain")):
+            return self._compiled(inputs)
+        outputs = self.choice.time("plain", lambda: self._compiled(inputs))
+        self._settle()
+        return outputs
+
+    def _replay(self, capture: RegionCapture, inputs: list[Any]) -> list[Any]:
+        record = self.record
+        record.replays += 1
+        self.last = capture
+        if self.choice.open("graph"):
+            outputs = self.choice.time("graph", lambda: capture.replay(inputs))
+            self._settle()
+        else:
+            outputs = capture.replay(inputs)
+        self._arena.ran(capture.occupant, capture.consumes)
+        return outputs
+
+    # ------------------------------------------------------------------ capture
+
+    def _may_capture(self, key: _Key, inputs: list[Any], blocked: list[Occupant]) -> bool:
+        if len(key.captures) >= MAX_VERSIONS:
+            self._free_the_way(blocked)
+            return False
+        if self.spec.phase == "backward":
+            return self._source_is_owned(inputs)
+        if blocked:
+            return True
+        if key.captures:
+            return self._moved(key, inputs)
+        return key.runs > self._warm_runs()
+
+    def _source_is_owned(self, inputs: list[Any]) -> bool:
+        """Whether a forward's graph saved these inputs, in memory that the pool will not hand out."""
+        source = self._source(inputs)
+        if source is None:
+            return False
+        if not source.occupant.owned:
+            assert self._pair.forward is not None
+            self._pair.forward.drop_captures()  # it is captured again with its next run, then this one
+        return source.occupant.owned
+
+    def _warm_runs(self) -> int:
+        return max(self._options.warmup_runs, self.choice.samples + 1 if self.choice.active else 0)
+
+    def _moved(self, key: _Key, inputs: list[Any]) -> bool:
+        """An input of a captured region is elsewhere; if that goes on, it is one that moves."""
+        key.misses += 1
+        if key.misses <= MISSES:
+            return False
+        key.misses = 0
+        last = key.captures[-1]
+        moved = {i for i, at in zip(last.fixed, last.addresses, strict=True) if inputs[i].data_ptr() != at}
+        self._moving |= moved
+        self._drop(key)
+        return True
+
+    def _free_the_way(self, blocked: list[Occupant]) -> None:
+        for occupant in blocked:
+            owner = occupant.owner
+            if isinstance(owner, Region) and owner.spec.phase == "backward" and owner._in_place:
+                owner._in_place = False
+                owner.drop_captures()
+                if self._pair.forward is not None:
+                    self._pair.forward.drop_captures()
+
+    def _source(self, inputs: list[Any]) -> RegionCapture | None:
+        """The forward's graph that saved these inputs."""
+        forward = self._pair.forward
+        if forward is None or forward.last is None:
+            return None
+        storages = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
+        for key in forward._keys.values():
+            for capture in key.captures:
+                tensors = capture.occupant.tensors
+                if capture.occupant.in_use_by(storages) or (not tensors and capture is forward.last):
+                    return capture
+        return None
+
+    def _capture(self, key: _Key, inputs: list[Any]) -> RegionCapture | None:
+        arena = self._arena
+        source = self._source(inputs) if self.spec.phase == "backward" else None
+        consumed = source.occupant if source is not None else None
+        copied = {i: static_like(inputs[i]) for i in self._to_copy(inputs)}
+        keeps = arena.before_capture(consumed)
+        call = [copied.get(i, x) for i, x in enumerate(inputs)]
+        # The captured work frees what the forward saved as it goes, so that its memory serves the gradients.
+        # Nothing is executed meanwhile: the contents stay, and are read again through tensors that do not
+        # own them.
+        mine = consumed.blocks if consumed is not None else frozenset()
+        for i, x in enumerate(inputs):
+            if isinstance(x, torch.Tensor) and arena.engine.shares_memory and block_of(x) in mine:
+                inputs[i] = borrow_memory(x)
+        captured = [copied.get(i, x) for i, x in enumerate(inputs)]
+        try:
+            graph, result = arena.engine.capture(lambda: self._compiled(call))
+        except CaptureError as error:
+            self._failed(error.reason, self.spec.where, error)
+            return None
+        except torch.OutOfMemoryError as error:
+            arena.engine.trim()
+            self._failed("the device has no memory left for the capture", self.spec.where, error)
+            return None
+        except Exception as error:  # whatever it is, the run without a graph shows whether it is the user's
+            self._failed(f"{type(error).__name__} during capture: {error}", self.spec.where, error)
+            return None
+        outputs = list(result)
+        every = frozenset(range(len(outputs)))
+        saved = frozenset(i for i in every if i >= self.spec.saved_from)
+        in_place = (every if self._in_place else frozenset()) if self.spec.phase == "backward" else saved
+        capture = RegionCapture(
+            graph,
+            captured,
+            copied,
+            self.spec.mutated,
+            outputs,
+            in_place=in_place,
+            reusable=saved,
+            keeps=keeps,
+            pool=arena.pool,
+            consumes=consumed,
+        )
+        capture.occupant.owner = self
+        arena.add(capture.occupant)
+        key.captures.append(capture)
+        self._make_room()
+        self._note(capture)
+        return capture
+
+    def _to_copy(self, inputs: list[Any]) -> list[int]:
+        return [
+            i
+            for i, x in enumerate(inputs)
+            if isinstance(x, torch.Tensor) and (i not in self.spec.static or i in self._moving)
+        ]
+
+    def _note(self, capture: RegionCapture) -> None:
+        record = self.record
+        record.captures += 1
+        record.nodes = capture.graph.nodes
+        record.copied_bytes = capture.copied_bytes
+        if not record.settled:
+            record.decision = "measuring" if self.choice.active else "graph"
+
+    # ------------------------------------------------------------------ decisions
+
+    def _settle(self) -> None:
+        """Decide on this region and its partner, once all that belongs together was measured."""
+        forward, backward = self._pair.forward, self._pair.backward
+        assert forward is not None
+        if not forward.choice.active:
+            if backward is not None:
+                backward._settle_alone()
+            return
+        plain, graph = forward.choice.cost("plain"), forward.choice.cost("graph")
+        if plain is None or graph is None:
+            return
+        if backward is not None and backward.choice.active and not backward._plain_only:
+            # without its forward's graph the backward has none either: they stand or fall together
+            plain_backward, graph_backward = backward.choice.cost("plain"), backward.choice.cost("graph")
+            if plain_backward is None or graph_backward is None:
+                return
+            backward._settle_alone()
+            best = min(graph_backward.total, plain_backward.total)
+            plain = Cost(plain.total + plain_backward.total, plain.host + plain_backward.host)
+            host = plain_backward.host if backward._plain_only else graph_backward.host
+            graph = Cost(graph.total + best, graph.host + host)
+        forward._decide(*choose(plain, graph))
+        if forward._plain_only and backward is not None:
+            backward._decide(False, "its forward runs without a graph")
+
+    def _settle_alone(self) -> None:
+        plain, graph = self.choice.cost("plain"), self.choice.cost("graph")
+        if self.choice.active and plain is not None and graph is not None:
+            self._decide(*choose(plain, graph))
+
+    def _decide(self, keep: bool, reason: str) -> None:
+        self.record.costs = self.choice.to_dict()
+        self.choice.close()
+        if not keep:
+            self._give_up(reason)
+        elif not self._plain_only:
+            self.record.decision, self.record.reason = "graph", reason
+
+    def _failed(self, reason: str, where: str | None, error: BaseException) -> None:
+        if self._options.on_failure == "raise":
+            raise error
+        self._give_up(reason, where)
+
+    def _give_up(self, reason: str, where: str | None = None) -> None:
+        self._plain_only = True
+        self.record.decision = "plain"
+        self.record.reason = f"{reason} ({where})" if where else reason
+        self.drop_captures()
+        logger.info("pygraph: %s runs without a CUDA graph: %s", self.spec.name, self.record.reason)

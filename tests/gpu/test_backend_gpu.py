@@ -1,0 +1,147 @@
+"""The compile backend on a GPU: graphed regions give the bits that the same kernels give without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pygraph_train.backend as backend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+Body = Callable[[nn.Module, Callable[..., Any], torch.optim.Optimizer], list[torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    backend.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.norm(self.first(x)))
+        hidden = hidden.softmax(-1) @ hidden.t() @ hidden
+        return self.last(F.dropout(hidden, 0.3, self.training))
+
+
+class Broken(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.norm(self.first(x)))
+        torch._dynamo.graph_break()
+        return self.last(F.dropout(hidden, 0.3, self.training))
+
+
+def batches(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(32, 64, generator=g).cuda(), torch.randint(0, 10, (32,), generator=g).cuda())
+        for _ in range(n)
+    ]
+
+
+def same_as_without_graphs(body: Body, kind: type[nn.Module] = Net) -> None:
+    """On the same kernels; dropout, the optimizer's state and the gradients included."""
+    results = []
+    for warmup_runs in (10**6, 1):
+        torch.compiler.reset()
+        backend.reset()
+        torch.manual_seed(0)
+        model = kind().cuda()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options = {"warmup_runs": warmup_runs, "selection": False}
+        call = torch.compile(model, backend="pygraph", options=options)
+        torch.manual_seed(7)
+        values = [v.clone() for v in body(model, call, opt)]
+        results.append([*values, *model.state_dict().values(), torch.cuda.get_rng_state()])
+    for number, (want, got) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(want, got), f"value {number}"
+
+
+def replays(phase: str) -> int:
+    return sum(r.replays for r in backend.report().regions if r.phase == phase)
+
+
+def train(call: Any, opt: torch.optim.Optimizer, steps: int = 12, accumulate: int = 1) -> list[torch.Tensor]:
+    losses = []
+    for step, (x, y) in enumerate(batches(steps)):
+        loss = F.cross_entropy(call(x), y)
+        (loss / accumulate).backward()
+        if step % accumulate == accumulate - 1:
+            opt.step()
+            opt.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("kind", [Net, Broken])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_training_equals_training_without_graphs(kind: type[nn.Module], accumulate: int) -> None:
+    same_as_without_graphs(lambda model, call, opt: train(call, opt, 16, accumulate), kind)
+    for region in backend.report().regions:
+        assert region.replays >= 10, region
+
+
+def test_validation_between_training_and_outputs_kept() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for _ in range(3):
+            model.train()
+            values += train(call, opt, 6)
+            model.eval()
+            with torch.no_grad():
+                values += [call(x) for x, _ in batches(6)]
+        return values
+
+    same_as_without_graphs(body)
+    assert replays("inference") >= 10 and replays("forward") >= 10
+
+
+def test_pending_forwards_and_kept_gradients() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for _ in range(4):
+            pending = [F.cross_entropy(call(x), y) for x, y in batches(6)]
+            for loss in reversed(pending):
+                loss.backward()
+            values += [p.grad for p in model.parameters()]
+            opt.step()
+            opt.zero_grad()
+            values += [p.detach() for p in pending]
+        return values
+
+    same_as_without_graphs(body)
+
+
+def test_selection_decides_and_keeps_the_numbers() -> None:
+    torch.manual_seed(0)
+    model = Net().cuda()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(torch.compile(model, backend="pygraph"), opt, 16)
+    report = backend.report()
+    assert report.settled, str(report)
+    assert all(r.costs for r in report.regions), str(report)
+
+
+def test_selection_leaves_a_long_kernel_alone() -> None:
+    a = torch.randn(8192, 8192, device="cuda")
+    call = torch.compile(lambda x: (x @ a).relu(), backend="pygraph")
+    with torch.no_grad():
+        for _ in range(12):
+            call(a)
+    (region,) = backend.report().regions
+    assert region.decision == "plain", region

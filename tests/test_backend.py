@@ -1,0 +1,447 @@
+"""The compile backend without a GPU: the same numbers as plain PyTorch, whatever the order of calls.
+
+Every test runs on an engine that is worse than a GPU: whatever a replay might overwrite, it does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import pygraph_train.backend as backend
+from pygraph_train.backend import capture as capture_module
+from pygraph_train.backend import inductor
+from pygraph_train.backend.arena import Arena, Block, Occupant
+from pygraph_train.graphs import CaptureError
+from pygraph_train.graphs.emulated import EmulatedEngine
+
+OPTIONS = {"engine": "emulated", "warmup_runs": 1}
+
+
+class HostileEngine(EmulatedEngine):
+    """Claims to share memory between graphs, so that the arena hands dead memory on."""
+
+    shares_memory = True
+
+
+def poison(tensor: torch.Tensor) -> None:
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    raw.fill_(0xFF)  # NaN in every floating type, -1 in the others
+
+
+@pytest.fixture(autouse=True)
+def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
+    """Before a replay, everything that its graph may overwrite is overwritten; after it, what it consumed."""
+    torch.compiler.reset()
+    backend.reset()
+    arena = Arena(HostileEngine())
+    monkeypatch.setitem(inductor._arenas, ("emulated", torch.device("cpu")), arena)
+    plain_replay = capture_module.RegionCapture.replay
+
+    def replay(self: capture_module.RegionCapture, inputs: list[Any]) -> list[Any]:
+        spared: set[Block] = set(self.occupant.keeps)
+        if self.consumes is not None:
+            spared |= self.consumes.blocks
+        victims: list[Occupant] = [o for o in arena._occupants if o.pool == self.occupant.pool]
+        for occupant in victims:
+            if not occupant.blocks <= spared:
+                for index, tensor in occupant.tensors.items():
+                    if index not in occupant._buffers:
+                        poison(tensor)
+        outputs = plain_replay(self, inputs)
+        if self.consumes is not None:
+            for index, tensor in self.consumes.tensors.items():
+                if index not in self.consumes._buffers:
+                    poison(tensor)
+        return outputs
+
+    monkeypatch.setattr(capture_module.RegionCapture, "replay", replay)
+    yield arena
+    torch.compiler.reset()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.dropout(F.gelu(self.norm(self.first(x))), 0.3, self.training))
+
+
+class Broken(Net):
+    """A graph break in the middle: two forwards, two backwards."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.norm(self.first(x)))
+        torch._dynamo.graph_break()
+        return self.last(F.dropout(hidden, 0.3, self.training))
+
+
+class Checkpointed(Net):
+    """Without the BatchNorm, whose statistics eager checkpointing updates twice and torch.compile once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(lambda t: F.gelu(self.first(t)).cos(), x, use_reentrant=False)
+        return self.last(hidden)
+
+
+def net(kind: type[nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    return torch.compile(model, backend="pygraph", options={**OPTIONS, **options})
+
+
+def batches(n: int, size: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [(torch.randn(size, 6, generator=g), torch.randint(0, 3, (size,), generator=g)) for _ in range(n)]
+
+
+def regions(phase: str) -> list[backend.RegionRecord]:
+    return [r for r in backend.report().regions if r.phase == phase]
+
+
+def replays(phase: str) -> int:
+    return sum(r.replays for r in regions(phase))
+
+
+Body = Callable[[nn.Module, Callable[..., Any], torch.optim.Optimizer], list[torch.Tensor]]
+
+
+def same_as_plain(body: Body, kind: type[nn.Module] = Net, without_graphs: bool = False) -> None:
+    """`body(model, call, optimizer)` must give the same tensors and leave the same model and random state.
+
+    `without_graphs` compares with the compiled model instead, where compiling itself changes the rounding.
+    """
+    results = []
+    plain = (lambda m: compiled(m, warmup_runs=10**6)) if without_graphs else (lambda m: m)
+    for wrap in (plain, compiled):
+        torch.compiler.reset()
+        backend.reset()
+        model = net(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(7)
+        values = [v.clone() for v in body(model, wrap(model), optimizer)]
+        results.append([*values, *model.state_dict().values(), torch.get_rng_state()])
+    for number, (want, got) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(want, got), f"value {number}"
+
+
+def train(call: Callable[..., Any], optimizer: torch.optim.Optimizer, steps: int = 8) -> list[torch.Tensor]:
+    losses = []
+    for x, y in batches(steps):
+        loss = F.cross_entropy(call(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("kind", [Net, Broken, Checkpointed])
+def test_training_equals_plain_training_bit_for_bit(kind: type[nn.Module]) -> None:
+    same_as_plain(lambda model, call, opt: train(call, opt), kind)
+    assert len(regions("forward")) == len(regions("backward")) == (2 if kind is Broken else 1)
+    for region in backend.report().regions:
+        assert region.replays >= 5, region
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradient_accumulation_pytorch_169545(set_to_none: bool) -> None:
+    """reduce-overhead: "accessing tensor output of CUDAGraphs that has been overwritten"."""
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        losses = []
+        for step, (x, y) in enumerate(batches(16)):
+            loss = F.cross_entropy(call(x), y) / 4
+            loss.backward()
+            losses.append(loss.detach())
+            if step % 4 == 3:
+                opt.step()
+                opt.zero_grad(set_to_none=set_to_none)
+        return losses
+
+    same_as_plain(body)
+    assert replays("forward") >= 10 and replays("backward") >= 10
+
+
+def test_outputs_converted_to_float32_accelerate_2645() -> None:
+    """Accelerate converts low-precision outputs outside the compiled model, which reads them later."""
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        kept, losses = [], []
+        for x, y in batches(8):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = call(x)
+            out = out.float()
+            kept.append(out)  # evaluation loops gather outputs over many steps
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.detach())
+        return losses + kept
+
+    same_as_plain(body, without_graphs=True)
+    assert replays("forward") >= 5
+
+
+def test_validation_after_training_and_training_again_pytorch_128218() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for _ in range(3):
+            model.train()
+            values += train(call, opt, 5)
+            model.eval()
+            with torch.no_grad():
+                values += [call(x) for x, _ in batches(5)]
+        return values
+
+    same_as_plain(body)
+    assert replays("inference") >= 10 and replays("forward") >= 10
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_shape_that_never_returns_is_not_captured_pytorch_196385(dynamic: bool) -> None:
+    model = net()
+    call = torch.compile(model.eval(), backend="pygraph", options=OPTIONS, dynamic=dynamic)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        for size in range(2, 26):
+            x = torch.randn(size, 6)
+            assert torch.equal(call(x), model(x))
+        assert sum(r.captures for r in regions("inference")) == 0
+        for _ in range(4):
+            x = torch.randn(7, 6)
+            assert torch.equal(call(x), model(x))
+    assert sum(r.captures for r in regions("inference")) == 1
+
+
+def test_returning_shapes_keep_at_most_max_signatures_graphs(hostile: Arena) -> None:
+    model = net().eval()
+    call = torch.compile(model, backend="pygraph", options={**OPTIONS, "max_signatures": 2}, dynamic=True)
+    with torch.no_grad():
+        for _ in range(4):
+            for size in (3, 4, 5, 6):
+                x = torch.randn(size, 6)
+                assert torch.equal(call(x), model(x))
+    assert len(hostile._occupants) <= 2
+
+
+def test_two_forwards_before_the_first_backward() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        losses = []
+        data = batches(16)
+        for (x1, y1), (x2, y2) in zip(data[::2], data[1::2], strict=True):
+            first, second = F.cross_entropy(call(x1), y1), F.cross_entropy(call(x2), y2)
+            first.backward()
+            second.backward()
+            opt.step()
+            opt.zero_grad()
+            losses += [first.detach(), second.detach()]
+        return losses
+
+    same_as_plain(body)
+    assert replays("forward") >= 8 and replays("backward") >= 8
+
+
+def test_many_pending_forwards_are_all_correct() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        losses = []
+        for _ in range(3):
+            pending = [F.cross_entropy(call(x), y) for x, y in batches(9)]
+            for loss in reversed(pending):
+                loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses += [p.detach() for p in pending]
+        return losses
+
+    same_as_plain(body)
+
+
+def test_a_backward_that_never_comes() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for step, (x, y) in enumerate(batches(12)):
+            loss = F.cross_entropy(call(x), y)
+            if step % 3:
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+            values.append(loss.detach())
+        return values
+
+    same_as_plain(body)
+    assert replays("forward") >= 8 and replays("backward") >= 4
+
+
+def test_a_retained_graph_runs_backward_twice() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for step, (x, y) in enumerate(batches(10)):
+            loss = F.cross_entropy(call(x), y)
+            if step % 2:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            values.append(loss.detach())
+        return values
+
+    # torch refuses retain_graph with donated buffers, and names this setting
+    with torch._functorch.config.patch(donated_buffer=False):
+        same_as_plain(body)
+    assert replays("backward") >= 5
+
+
+def test_gradients_kept_for_many_steps_keep_their_values() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        kept = []
+        for x, y in batches(12):
+            F.cross_entropy(call(x), y).backward()
+            kept += [p.grad for p in model.parameters()]
+            opt.step()
+            opt.zero_grad()
+        return kept
+
+    same_as_plain(body)
+
+
+def test_outputs_that_share_memory_still_share_it() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out = model(x)
+            return out, out[:, :2].t()
+
+        run = compiled(two) if call is not model else two
+        values = []
+        with torch.no_grad():
+            for x, _ in batches(6):
+                out, view = run(x)
+                out.add_(1)
+                values += [out, view]
+        return values
+
+    same_as_plain(body)
+
+
+def test_a_cache_given_as_argument_is_written_in_place() -> None:
+    def step(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache.mul_(0.9).add_(x.sum())
+        return cache * 2
+
+    run = compiled(step)
+    with torch.no_grad():
+        for cache_want in (torch.zeros(3), torch.ones(3)):
+            cache_got = cache_want.clone()
+            for x, _ in batches(6):
+                assert torch.equal(step(cache_want, x), run(cache_got, x))
+                assert torch.equal(cache_want, cache_got)
+    assert replays("inference") >= 8
+
+
+def test_parameters_that_move_are_not_read_at_their_old_address() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for step, (x, y) in enumerate(batches(24)):
+            if step % 6 == 5:
+                for p in model.parameters():
+                    p.data = p.data.clone() * 1.5
+            loss = F.cross_entropy(call(x), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            values.append(loss.detach())
+        return values
+
+    same_as_plain(body)
+    assert replays("forward") >= 5
+
+
+def test_two_threads_share_a_model() -> None:
+    model = net().eval()
+    call = compiled(model)
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _ in range(20):
+                x = torch.randn(5, 6, generator=g)
+                if not torch.equal(call(x), model(x)):
+                    failures.append(f"thread {seed}")
+
+    work(0)
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert replays("inference") > 20
+
+
+def test_inside_an_outer_capture_a_region_runs_its_kernels(hostile: Arena) -> None:
+    model = net().eval()
+    call = compiled(model)
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        for _ in range(4):
+            call(x)
+        graph, out = hostile.engine.capture(lambda: call(x))
+        x.copy_(torch.randn(5, 6))
+        graph.replay()
+        assert torch.equal(out, model(x))
+
+
+def reads_the_host(x: torch.Tensor) -> torch.Tensor:
+    return x.nonzero().sum() + x
+
+
+def test_what_cannot_be_captured_runs_as_compiled_and_says_why() -> None:
+    call = compiled(reads_the_host, transform=False)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for x, _ in batches(5):
+            assert torch.equal(call(x), reads_the_host(x))
+    (region,) = regions("inference")
+    assert region.decision == "plain" and region.plain_runs == 5
+    assert "nonzero" in region.reason and "test_backend.py" in region.reason
+
+
+def test_on_failure_raise_raises() -> None:
+    call = compiled(reads_the_host, transform=False, on_failure="raise")
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        call(batches(1)[0][0])
+        with pytest.raises(CaptureError, match="nonzero"):
+            call(batches(1)[0][0])
+
+
+def test_unknown_options_name_the_allowed_ones() -> None:
+    x = torch.zeros(2, 6)
+    with pytest.raises(Exception, match="no option 'engin'; the options are: engine, transform"):
+        torch.compile(net(), backend="pygraph", options={"engin": "cuda"})(x)
+    with pytest.raises(TypeError, match="no option 'engin'"):
+        backend.compile(net(), engin="cuda")
+    with pytest.raises(ValueError, match="engine='gpu' of backend 'pygraph' is not allowed"):
+        backend.compile(net(), engine="gpu")
+    with pytest.raises(Exception, match="takes options, no mode"):
+        torch.compile(net(), backend="pygraph", mode="reduce-overhead")(x)
+
+
+def test_without_cuda_the_default_engine_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYGRAPH_DISABLE", "1")
+    model = net().eval()
+    x = torch.randn(3, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="pygraph")(x), model(x))
+    assert not backend.report().regions
