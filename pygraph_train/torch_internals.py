@@ -312,10 +312,6 @@ def backward_keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order. (2.11, 2.13)"""
-    return torch._prims_common.is_non_overlapping_and_dense(tensor)
-
 
 class TracedGraph(NamedTuple):
     """What AOTAutograd knows of a forward or backward graph. Indices count flat inputs and outputs."""

@@ -9,9 +9,9 @@ import torch
 
 from pygraph_train.backend.arena import Block, Occupant, block_of
 from pygraph_train.graphs import Graph
-from pygraph_train.torch_internals import is_dense, reinterpret_tensor
+from pygraph_train.torch_internals import reinterpret_tensor
 
-__all__ = ["RegionCapture", "static_like"]
+__all__ = ["RegionCapture", "copy_geometry", "static_like"]
 
 
 class RegionCapture:
@@ -114,7 +114,7 @@ class RegionCapture:
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on `inputs` (emptied as soon as possible) and return the region's outputs."""
         for i, buffer in self.copied:
-            _copy(buffer, inputs[i])
+            copy_geometry(buffer, inputs[i])
         if self._owned is not self.occupant.owned:
             self._follow_occupant()
         outputs = self._template.copy()
@@ -126,7 +126,7 @@ class RegionCapture:
         inputs.clear()
         self.graph.replay()
         for target, buffer in written:
-            _copy(target, buffer)
+            copy_geometry(target, buffer)
         tensors = self.occupant.tensors
         for index in self._aliases:
             outputs[index] = tensors[index].detach()
@@ -162,7 +162,13 @@ def _sharing(outputs: list[tuple[int, torch.Tensor]]) -> bool:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or is_dense(tensor)
+    """Whether the elements fill their memory without gaps or overlaps, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.size(), tensor.stride(), strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def static_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +176,8 @@ def static_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_geometry(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between tensors of equal geometry, also where their elements overlap."""
     if _dense(target):
         target.copy_(source)
     else:

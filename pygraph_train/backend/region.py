@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from pygraph_train.backend.arena import Arena, Occupant, block_of
-from pygraph_train.backend.capture import RegionCapture, static_like
+from pygraph_train.backend.capture import RegionCapture, copy_geometry, static_like
 from pygraph_train.backend.choice import Choice, Cost, choose
 from pygraph_train.backend.options import BackendOptions
 from pygraph_train.backend.report import RegionRecord
@@ -108,6 +108,8 @@ class Region:
         self._plain_only = False
         if spec.phase == "backward":
             pair.backward = self
+            if pair.forward is not None and pair.forward._plain_only:
+                self._give_up("its forward runs without a graph")
         else:
             pair.forward = self
 
@@ -274,15 +276,18 @@ class Region:
         source = self._source(inputs) if self.spec.phase == "backward" else None
         consumed = source.occupant if source is not None else None
         copied = {i: static_like(inputs[i]) for i in self._to_copy(inputs)}
+        for i, buffer in copied.items():
+            copy_geometry(buffer, inputs[i])
         keeps = arena.before_capture(consumed)
         call = [copied.get(i, x) for i, x in enumerate(inputs)]
         # The captured work frees what the forward saved as it goes, so that its memory serves the gradients.
         # Nothing is executed meanwhile: the contents stay, and are read again through tensors that do not
         # own them.
-        mine = consumed.blocks if consumed is not None else frozenset()
-        for i, x in enumerate(inputs):
-            if isinstance(x, torch.Tensor) and arena.engine.shares_memory and block_of(x) in mine:
-                inputs[i] = borrow_memory(x)
+        if consumed is not None and arena.engine.shares_memory:
+            inputs[:] = [
+                borrow_memory(x) if isinstance(x, torch.Tensor) and block_of(x) in consumed.blocks else x
+                for x in inputs
+            ]
         captured = [copied.get(i, x) for i, x in enumerate(inputs)]
         try:
             graph, result = arena.engine.capture(lambda: self._compiled(call))
@@ -358,8 +363,6 @@ class Region:
             host = plain_backward.host if backward._plain_only else graph_backward.host
             graph = Cost(graph.total + best, graph.host + host)
         forward._decide(*choose(plain, graph))
-        if forward._plain_only and backward is not None:
-            backward._decide(False, "its forward runs without a graph")
 
     def _settle_alone(self) -> None:
         plain, graph = self.choice.cost("plain"), self.choice.cost("graph")
@@ -384,4 +387,7 @@ class Region:
         self.record.decision = "plain"
         self.record.reason = f"{reason} ({where})" if where else reason
         self.drop_captures()
+        backward = self._pair.backward
+        if self.spec.phase == "forward" and backward is not None and not backward._plain_only:
+            backward._give_up("its forward runs without a graph")
         logger.info("pygraph: %s runs without a CUDA graph: %s", self.spec.name, self.record.reason)

@@ -1,12 +1,18 @@
-"""One captured graph: capture, replay, memory pool, CPU emulation. Knows nothing of training."""
+"""One captured graph: capture, replay, memory pool, pointer indirection, CPU emulation. Knows nothing of training."""
 
 from __future__ import annotations
 
 import torch
 
-from pygraph_train.graphs.engine import CaptureError, Engine, Graph
+from pygraph_train.graphs.engine import (
+    CaptureError,
+    Engine,
+    Graph,
+    IndirectGraph,
+    IndirectionUnavailable,
+)
 
-__all__ = ["CaptureError", "Engine", "Graph", "make_engine"]
+__all__ = ["CaptureError", "Engine", "Graph", "IndirectGraph", "IndirectionUnavailable", "make_engine"]
 
 
 def make_engine(name: str, device: torch.device) -> Engine | None:

@@ -10,26 +10,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable
-from pygraph_train.graphs.indirection import (
-    MARGIN,
-    Discovery,
-    discover,
-    misplaced,
-    moved_inputs,
-    required_alignment,
-)
+from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
+from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.location import user_location
-from pygraph_train.graphs.memory import AddressRange, address_range, span
+from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.nodes import Node
 from pygraph_train.torch_internals import (
     below_autograd,
@@ -39,7 +32,7 @@ from pygraph_train.torch_internals import (
     writes_arguments,
 )
 
-__all__ = ["EmulatedEngine", "EmulatedGraph", "IndirectEmulatedGraph", "is_capturing"]
+__all__ = ["EmulatedEngine", "EmulatedGraph", "is_capturing"]
 
 T = TypeVar("T")
 
@@ -143,21 +136,7 @@ class EmulatedEngine:
         prefer: str = "device",
     ) -> IndirectEmulatedGraph:
         """See `Engine.indirect`. The discovery is that of CUDA graphs: operations stand for kernels."""
-        book = _AddressBook()
-        discovery = discover(
-            first.as_nodes(book),
-            second.as_nodes(book),
-            [book.range(tensor) for tensor in inputs_first],
-            [book.range(tensor) for tensor in inputs_second],
-        )
-        if not discovery.served:
-            raise IndirectionUnavailable(next(iter(discovery.unserved.values()), "there are no inputs"))
-        alignment = tuple(
-            max(required_alignment(before.data_ptr()), required_alignment(after.data_ptr()))
-            for before, after in zip(inputs_first, inputs_second, strict=True)
-        )
-        first.close()
-        return IndirectEmulatedGraph(second, replace(discovery, alignment=alignment), inputs_second)
+        return indirect(first, second, inputs_first, inputs_second)
 
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
@@ -190,7 +169,7 @@ class EmulatedGraph:
         self._operations = []
         self.closed = True
 
-    def as_nodes(self, book: _AddressBook) -> list[Node]:
+    def as_nodes(self, book: AddressBook) -> list[Node]:
         """Each operation as a kernel whose parameters are the addresses of its tensors."""
         return [
             Node(
@@ -207,81 +186,6 @@ class EmulatedGraph:
     def tensor_at(self, node: int, offset: int) -> torch.Tensor:
         """The recorded alias that `as_nodes` put at that place."""
         return self._operations[node].tensors()[offset // 8]
-
-
-class IndirectEmulatedGraph:
-    """See `graphs.engine.IndirectGraph`. Moves the aliases on the tape to other storages.
-
-    Other than on CUDA, the tensors that it was pointed at stay alive.
-    """
-
-    path = "emulated"
-    note: str | None = None
-
-    def __init__(self, graph: EmulatedGraph, discovery: Discovery, inputs: Sequence[torch.Tensor]) -> None:
-        self.nodes = graph.nodes
-        self.discovery = discovery
-        self.served = discovery.served
-        self.unserved = discovery.unserved
-        self._graph = graph
-        self._addresses = [tensor.data_ptr() for tensor in inputs]
-
-    def accepts(self, index: int, tensor: torch.Tensor) -> bool:
-        """See `graphs.engine.IndirectGraph.accepts`."""
-        return index in self.served and misplaced(index, tensor, self.discovery.alignment[index]) is None
-
-    def retarget(self, changes: Mapping[int, torch.Tensor]) -> None:
-        """See `graphs.engine.IndirectGraph.retarget`."""
-        if self._graph.closed:
-            raise RuntimeError("this graph is closed: capture it again instead of retargeting it")
-        moved = moved_inputs(changes, self._addresses, self.discovery)
-        with below_autograd():
-            for node, offset, index, delta in self.discovery.slots:
-                if index in moved:
-                    _point_at(self._graph.tensor_at(node, offset), changes[index], delta)
-        for index, address in moved.items():
-            self._addresses[index] = address
-
-    def replay(self) -> None:
-        """Run the recorded operations on the tensors it points at."""
-        self._graph.replay()
-
-    def check(self) -> None:
-        """Nothing is under way on the CPU."""
-
-    def close(self) -> None:
-        """See `EmulatedGraph.close`."""
-        self._graph.close()
-
-
-class _AddressBook:
-    """Addresses as a GPU might have them: storages far from each other, and never the same twice.
-
-    The CPU allocator puts small storages side by side, where chance would look like a pointer.
-    """
-
-    def __init__(self) -> None:
-        self._bases: dict[int, int] = {}
-        self._next = 1 << 40
-
-    def range(self, tensor: torch.Tensor) -> AddressRange:
-        """Where a tensor would lie."""
-        storage = tensor.untyped_storage()
-        address, nbytes = address_range(tensor)
-        if not nbytes:
-            return AddressRange(0, 0)
-        start = storage.data_ptr()
-        if start not in self._bases:
-            self._bases[start] = self._next
-            self._next += (storage.nbytes() // MARGIN + 4) * MARGIN
-        return AddressRange(self._bases[start] + address - start, nbytes)
-
-
-def _point_at(alias: torch.Tensor, target: torch.Tensor, delta: int) -> None:
-    storage = target.untyped_storage()
-    offset = (target.data_ptr() - storage.data_ptr() + delta) // alias.element_size()
-    with torch.inference_mode(alias.is_inference()):
-        alias.set_(storage, offset, alias.size(), alias.stride())
 
 
 @dataclass(slots=True)

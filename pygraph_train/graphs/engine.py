@@ -62,6 +62,10 @@ class IndirectGraph(Graph, Protocol):
     """Inputs that can be moved."""
     unserved: Mapping[int, str]
     """The other inputs, which keep their addresses, and a sentence each that says why."""
+    path: str
+    """What rewrites pointers: "device", "host" or "emulated"."""
+    note: str | None
+    """Why it is not the path that was preferred, or None."""
 
     def accepts(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether input `index` is served and `tensor` is aligned as the captured one was."""

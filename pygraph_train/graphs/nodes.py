@@ -1,0 +1,267 @@
+"""The nodes of a captured CUDA graph as plain data: what each one is, and the raw bytes of its parameters."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pygraph_train.graphs.engine import IndirectionUnavailable
+
+__all__ = [
+    "Node",
+    "checked",
+    "driver",
+    "from_json",
+    "node_handles",
+    "parameter_layout",
+    "read_nodes",
+    "to_json",
+]
+
+OLDEST_DRIVER = 12040  # cuFuncGetParamInfo and device-updatable nodes
+
+DESTINATION, SOURCE = 0, 8
+"""Where the addresses of a memcpy or memset node stand in its one block."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a captured graph.
+
+    Attributes:
+        kind: "kernel", "memcpy", "memset" or "other".
+        name: the kernel's name where the driver tells it.
+        shape: grid, block and shared memory of a kernel; extents of a copy or a fill.
+        blocks: (byte offset in the kernel's parameter space, raw bytes). A memcpy has one block, its
+            destination and source address; a memset one with its destination.
+        readable: False when the node may hold addresses that could not be read.
+        patchable: False when CUDA cannot change the node after instantiation.
+    """
+
+    kind: str
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, bytes], ...] = ()
+    readable: bool = True
+    patchable: bool = True
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """All but the values: equal in two captures of the same work."""
+        sizes = tuple((offset, len(data)) for offset, data in self.blocks)
+        return (self.kind, self.name, self.shape, sizes, self.readable, self.patchable)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}" if self.name else self.kind
+
+
+def to_json(nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    """Nodes as JSON data, with base64 for bytes and without fields that have their usual value."""
+    rows = []
+    for node in nodes:
+        row: dict[str, Any] = {"kind": node.kind, "name": node.name, "shape": list(node.shape)}
+        row["blocks"] = [[offset, base64.b64encode(data).decode()] for offset, data in node.blocks]
+        row |= {flag: False for flag in ("readable", "patchable") if not getattr(node, flag)}
+        rows.append(row)
+    return rows
+
+
+def from_json(rows: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
+    """The inverse of `to_json`."""
+    return tuple(
+        Node(
+            row["kind"],
+            row["name"],
+            tuple(row["shape"]),
+            tuple((offset, base64.b64decode(data)) for offset, data in row["blocks"]),
+            row.get("readable", True),
+            row.get("patchable", True),
+        )
+        for row in rows
+    )
+
+
+def driver() -> Any:
+    """The module `cuda.bindings.driver`.
+
+    Raises:
+        IndirectionUnavailable: it is not installed, or the CUDA driver is missing or too old.
+    """
+    try:
+        from cuda.bindings import driver as module
+    except ImportError as error:
+        raise IndirectionUnavailable(
+            f"pointer indirection needs the package cuda-bindings (pip install cuda-bindings): {error}"
+        ) from error
+    try:
+        version = int(checked(module.cuDriverGetVersion(), "asking for the driver's version"))
+        module.cuFuncGetParamInfo  # noqa: B018 - is it there?
+    except Exception as error:  # cuda-bindings raises errors of its own when it finds no libcuda
+        raise IndirectionUnavailable(
+            f"pointer indirection needs a CUDA driver that cuda-bindings can use: {error}"
+        ) from error
+    if version < OLDEST_DRIVER:
+        raise IndirectionUnavailable(
+            f"pointer indirection needs a CUDA driver of version 12.4 or newer, this one is {version // 1000}."
+            f"{version % 1000 // 10}"
+        )
+    return module
+
+
+def checked(answer: tuple[Any, ...], doing: str) -> Any:
+    """What a driver call returned after its status: None, one value, or a tuple.
+
+    Raises:
+        RuntimeError: the status is not success.
+    """
+    if int(answer[0]) != 0:
+        raise RuntimeError(f"{doing} failed: {getattr(answer[0], 'name', answer[0])}")
+    values = answer[1:]
+    return values[0] if len(values) == 1 else values or None
+
+
+def node_handles(graph: int) -> tuple[Any, ...]:
+    """The driver's handles of a graph's nodes, in the order of `read_nodes`.
+
+    Args:
+        graph: `CUDAGraph(keep_graph=True).raw_cuda_graph()`.
+    """
+    d = driver()
+    raw = d.CUgraph(graph)
+    count = checked(d.cuGraphGetNodes(raw), "counting the graph's nodes")[-1]
+    if not count:
+        return ()
+    return tuple(checked(d.cuGraphGetNodes(raw, count), "listing the graph's nodes")[0][:count])
+
+
+def read_nodes(graph: int) -> tuple[Node, ...]:
+    """Read every node of a captured graph.
+
+    Args:
+        graph: `CUDAGraph(keep_graph=True).raw_cuda_graph()`; it may or may not be instantiated.
+    Raises:
+        IndirectionUnavailable: see `driver`.
+    """
+    d = driver()
+    layouts: dict[int, tuple[str, tuple[tuple[int, int], ...]]] = {}
+    return tuple(_read(d, handle, layouts) for handle in node_handles(graph))
+
+
+def _read(d: Any, handle: Any, layouts: dict[int, Any]) -> Node:
+    kinds = d.CUgraphNodeType
+    try:
+        kind = checked(d.cuGraphNodeGetType(handle), "reading a node's type")
+    except ValueError:  # newer than cuda-bindings
+        return Node("other", readable=False)
+    try:
+        if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
+            return _kernel(d, handle, layouts)
+        if kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
+            return _memcpy(d, handle)
+        if kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
+            return _memset(d, handle)
+    except (RuntimeError, ValueError):
+        return Node("other", kind.name, readable=False)
+    harmless = (
+        kinds.CU_GRAPH_NODE_TYPE_EMPTY,
+        kinds.CU_GRAPH_NODE_TYPE_WAIT_EVENT,
+        kinds.CU_GRAPH_NODE_TYPE_EVENT_RECORD,
+    )
+    return Node("other", kind.name, readable=kind in harmless)
+
+
+def parameter_layout(d: Any, params: Any) -> tuple[tuple[int, int], ...]:
+    """(offset, size) of each parameter of the kernel in a CUDA_KERNEL_NODE_PARAMS."""
+    function = int(params.func)
+    ask, kernel = (d.cuFuncGetParamInfo, params.func) if function else (d.cuKernelGetParamInfo, params.kern)
+    layout: list[tuple[int, int]] = []
+    while True:
+        status, *where = ask(kernel, len(layout))
+        if int(status) != 0:  # one past the last
+            if status != d.CUresult.CUDA_ERROR_INVALID_VALUE:
+                raise RuntimeError(f"the driver does not tell a kernel's parameters: {status.name}")
+            return tuple(layout)
+        layout.append((int(where[0]), int(where[1])))
+
+
+def _kernel(d: Any, handle: Any, layouts: dict[int, Any]) -> Node:
+    params = checked(d.cuGraphKernelNodeGetParams(handle), "reading a kernel node")
+    grid = (params.gridDimX, params.gridDimY, params.gridDimZ)
+    shape = (*grid, params.blockDimX, params.blockDimY, params.blockDimZ, params.sharedMemBytes)
+    # The memory behind `params` belongs to the node: it is read at once and never kept.
+    array, extra = int(params.kernelParams or 0), int(params.extra or 0)
+    key = int(params.func) or int(params.kern)
+    if key not in layouts:
+        layouts[key] = (_kernel_name(d, params), parameter_layout(d, params) if not extra else ())
+    name, layout = layouts[key]
+    if extra:
+        packed = packed_parameters(extra)
+        if packed is None:
+            return Node("kernel", name, shape, readable=False)
+        return Node("kernel", name, shape, ((0, packed),))
+    if not array:
+        return Node("kernel", name, shape, readable=not layout)
+    pointers = (ctypes.c_uint64 * len(layout)).from_address(array)
+    blocks = tuple(
+        (offset, ctypes.string_at(pointer, size))
+        for pointer, (offset, size) in zip(pointers, layout, strict=True)
+    )
+    return Node("kernel", name, shape, blocks)
+
+
+def _kernel_name(d: Any, params: Any) -> str:
+    ask, kernel = (d.cuFuncGetName, params.func) if int(params.func) else (d.cuKernelGetName, params.kern)
+    status, name = ask(kernel)
+    return name.decode(errors="replace") if int(status) == 0 and name else ""
+
+
+def packed_parameters(extra: int) -> bytes | None:
+    """The parameter buffer of an `extra` list: (name, value) pairs up to a name of 0."""
+    values: dict[int, int] = {}
+    for at in range(extra, extra + 128, 16):
+        name = ctypes.c_uint64.from_address(at).value
+        if name == 0:
+            break
+        values[name] = ctypes.c_uint64.from_address(at + 8).value
+    buffer, size = values.get(1), values.get(2)  # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._SIZE
+    if not buffer or not size:
+        return None
+    return ctypes.string_at(buffer, ctypes.c_size_t.from_address(size).value)
+
+
+def _memcpy(d: Any, handle: Any) -> Node:
+    params = checked(d.cuGraphMemcpyNodeGetParams(handle), "reading a memcpy node")
+    shape = (params.WidthInBytes, params.Height, params.Depth)
+    destination, source = copy_addresses(d, params)
+    if destination is None or source is None:
+        return Node("memcpy", shape=shape, readable=False)
+    data = destination.to_bytes(8, "little") + source.to_bytes(8, "little")
+    # cuGraphExecMemcpyNodeSetParams takes one-dimensional copies only
+    flat = params.Height <= 1 and params.Depth <= 1
+    return Node("memcpy", shape=shape, blocks=((0, data),), patchable=flat)
+
+
+def copy_addresses(d: Any, params: Any) -> tuple[int | None, int | None]:
+    """First byte written and read by a CUDA_MEMCPY3D; None for one that is a CUDA array."""
+    found: list[int | None] = []
+    for side in ("dst", "src"):
+        kind = getattr(params, f"{side}MemoryType")
+        if kind == d.CUmemorytype.CU_MEMORYTYPE_ARRAY:
+            found.append(None)
+            continue
+        host = kind == d.CUmemorytype.CU_MEMORYTYPE_HOST
+        base = int(getattr(params, f"{side}Host" if host else f"{side}Device") or 0)
+        x, y, z, pitch, height = (
+            getattr(params, f"{side}{field}") for field in ("XInBytes", "Y", "Z", "Pitch", "Height")
+        )
+        found.append(base + x + (y + z * height) * pitch)
+    return found[0], found[1]
+
+
+def _memset(d: Any, handle: Any) -> Node:
+    params = checked(d.cuGraphMemsetNodeGetParams(handle), "reading a memset node")
+    shape = (params.elementSize, params.width, params.height, params.value)
+    return Node("memset", shape=shape, blocks=((0, int(params.dst).to_bytes(8, "little")),))
