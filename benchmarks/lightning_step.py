@@ -10,11 +10,9 @@ benchmarks/README.md says what the columns mean.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import itertools
 import logging
-import signal
 import statistics
 import time
 import warnings
@@ -27,6 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, IterableDataset
 
+from benchmarks.limit import StepTimeout, time_limit
 from benchmarks.record import DASH, environment, print_table, write_json
 from benchmarks.workloads import WORKLOADS, Batch, Workload, WorkloadUnavailable, build
 from pygraph_train import PyGraphCallback
@@ -39,10 +38,6 @@ KEPT_LOSSES = 50
 STEADY_STEPS = 20  # steps after the first replay before a pygraph mode counts as steady
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 MIB = 2**20
-
-
-class StepTimeout(BaseException):
-    """The row ran past --timeout-s. Not an Exception, so that no fallback mistakes it for a failure."""
 
 
 class CycledBatches(IterableDataset):
@@ -221,25 +216,6 @@ def _is_device_work(event: Any) -> bool:
         return False
     kind = getattr(event, "activity_type", None)  # torch 2.11 does not say
     return kind is None or kind in DEVICE_WORK
-
-
-@contextlib.contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise StepTimeout in the main thread after `seconds`; 0 means no limit."""
-
-    def expire(*_: Any) -> None:
-        raise StepTimeout
-
-    if not seconds:
-        yield
-        return
-    previous = signal.signal(signal.SIGALRM, expire)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["WORKLOADS", "Batch", "Scale", "Workload", "WorkloadUnavailable", "build"]
+__all__ = [
+    "WORKLOADS",
+    "Batch",
+    "Scale",
+    "Workload",
+    "WorkloadUnavailable",
+    "build",
+    "classification_loss",
+    "input_batches",
+    "language_loss",
+    "make_batches",
+    "token_batches",
+]
 
 Batch = dict[str, torch.Tensor]
 Scale = Literal["full", "tiny"]
@@ -31,7 +43,7 @@ class WorkloadUnavailable(RuntimeError):
     """A workload needs a package that is not installed; the message is one line for the user."""
 
 
-def _batches(make: Callable[[], Batch]) -> list[Batch]:
+def make_batches(make: Callable[[], Batch]) -> list[Batch]:
     """`BATCHES` different batches, in pinned memory where there is a CUDA device to copy them to."""
     batches = [make() for _ in range(BATCHES)]
     if torch.cuda.is_available():
@@ -39,22 +51,22 @@ def _batches(make: Callable[[], Batch]) -> list[Batch]:
     return batches
 
 
-def _token_batches(batch: int, length: int, vocabulary: int) -> list[Batch]:
+def token_batches(batch: int, length: int, vocabulary: int) -> list[Batch]:
     def make() -> Batch:
         return {name: torch.randint(0, vocabulary, (batch, length)) for name in ("input_ids", "labels")}
 
-    return _batches(make)
+    return make_batches(make)
 
 
-def _input_batches(shape: tuple[int, ...], classes: int) -> list[Batch]:
-    return _batches(lambda: {"x": torch.randn(shape), "y": torch.randint(0, classes, shape[:1])})
+def input_batches(shape: tuple[int, ...], classes: int) -> list[Batch]:
+    return make_batches(lambda: {"x": torch.randn(shape), "y": torch.randint(0, classes, shape[:1])})
 
 
-def _language_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
+def language_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
     return module(**batch).loss
 
 
-def _classification_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
+def classification_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(module(batch["x"]), batch["y"])
 
 
@@ -65,7 +77,7 @@ def mlp(scale: Scale = "full") -> Workload:
     for _ in range(depth):
         layers += [nn.Linear(width, width), nn.ReLU()]
     return Workload(
-        nn.Sequential(*layers, nn.Linear(width, 10)), _input_batches((batch, width), 10), _classification_loss
+        nn.Sequential(*layers, nn.Linear(width, 10)), input_batches((batch, width), 10), classification_loss
     )
 
 
@@ -74,7 +86,7 @@ def bert(scale: Scale = "full") -> Workload:
     from transformers import BertConfig, BertForMaskedLM
 
     if scale == "full":
-        return Workload(BertForMaskedLM(BertConfig()).train(), _token_batches(8, 128, 1000), _language_loss)
+        return Workload(BertForMaskedLM(BertConfig()).train(), token_batches(8, 128, 1000), language_loss)
     config = BertConfig(
         vocab_size=64,
         hidden_size=16,
@@ -83,7 +95,7 @@ def bert(scale: Scale = "full") -> Workload:
         intermediate_size=32,
         max_position_embeddings=16,
     )
-    return Workload(BertForMaskedLM(config).train(), _token_batches(2, 8, 64), _language_loss)
+    return Workload(BertForMaskedLM(config).train(), token_batches(2, 8, 64), language_loss)
 
 
 def gpt2(scale: Scale = "full") -> Workload:
@@ -91,12 +103,12 @@ def gpt2(scale: Scale = "full") -> Workload:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     if scale == "full":
-        return Workload(GPT2LMHeadModel(GPT2Config()).train(), _token_batches(4, 256, 1000), _language_loss)
+        return Workload(GPT2LMHeadModel(GPT2Config()).train(), token_batches(4, 256, 1000), language_loss)
     # the default special tokens lie outside this vocabulary
     config = GPT2Config(
         vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
-    return Workload(GPT2LMHeadModel(config).train(), _token_batches(2, 8, 64), _language_loss)
+    return Workload(GPT2LMHeadModel(config).train(), token_batches(2, 8, 64), language_loss)
 
 
 def xlnet(scale: Scale = "full") -> Workload:
@@ -105,9 +117,9 @@ def xlnet(scale: Scale = "full") -> Workload:
 
     if scale == "full":
         config = XLNetConfig(d_model=768, n_layer=12, n_head=12, d_inner=3072)
-        return Workload(XLNetLMHeadModel(config).train(), _token_batches(8, 128, 1000), _language_loss)
+        return Workload(XLNetLMHeadModel(config).train(), token_batches(8, 128, 1000), language_loss)
     config = XLNetConfig(vocab_size=64, d_model=16, n_layer=2, n_head=2, d_inner=32)
-    return Workload(XLNetLMHeadModel(config).train(), _token_batches(2, 8, 64), _language_loss)
+    return Workload(XLNetLMHeadModel(config).train(), token_batches(2, 8, 64), language_loss)
 
 
 def vit_small(scale: Scale = "full") -> Workload:
@@ -131,7 +143,7 @@ def _timm(name: str, *, batch: int, resolution: int, **options: int) -> Workload
     except ImportError as error:
         raise WorkloadUnavailable(f"{name} needs timm, which cannot be imported: pip install timm") from error
     module = timm.create_model(name, num_classes=1000, **options).train()
-    return Workload(module, _input_batches((batch, 3, resolution, resolution), 1000), _classification_loss)
+    return Workload(module, input_batches((batch, 3, resolution, resolution), 1000), classification_loss)
 
 
 WORKLOADS: dict[str, Callable[[Scale], Workload]] = {
