@@ -445,3 +445,47 @@ def attribute(gm: torch.fx.GraphModule, target: str) -> torch.Tensor:
     for part in target.split("."):
         owner = getattr(owner, part)
     return owner
+
+
+@contextmanager
+def expandable_segments() -> Iterator[None]:
+    """New memory segments of the CUDA caching allocator grow and shrink instead of being kept in pieces.
+
+    The setting of before comes back. (2.11, 2.13)
+    """
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    if settings.get("expandable_segments", True):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+# --- modules and scalers of somebody else's loop ------------------------------------------------------
+
+
+def set_call_implementation(module: torch.nn.Module, implementation: Callable[..., Any] | None) -> None:
+    """What calling the module runs, as `Module.compile` sets it; None takes it away. (2.11, 2.13)"""
+    if implementation is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = implementation
+
+
+def call_implementation(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What `Module.compile` or `set_call_implementation` has set. (2.11, 2.13)"""
+    return module._compiled_call_impl
+
+
+def call_module_plainly(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module with its hooks, around what `set_call_implementation` has set. (2.11, 2.13)"""
+    return module._call_impl(*args, **kwargs)
+
+
+def scaler_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this optimizer's gradients were unscaled in the present step. (2.11, 2.13)"""
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return bool(state and state["found_inf_per_device"])

@@ -30,6 +30,15 @@ class HostileEngine(EmulatedEngine):
 
     shares_memory = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool: list[Any] = []  # outlives its graphs, as a memory pool does
+
+    def capture(self, fn: Callable[[], Any], *, instantiate: bool = True) -> Any:
+        graph, result = super().capture(fn, instantiate=instantiate)
+        self._pool.append(list(result))
+        return graph, result
+
 
 def poison(tensor: torch.Tensor) -> None:
     raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -118,14 +127,16 @@ def replays(phase: str) -> int:
 Body = Callable[[nn.Module, Callable[..., Any], torch.optim.Optimizer], list[torch.Tensor]]
 
 
-def same_as_plain(body: Body, kind: type[nn.Module] = Net, without_graphs: bool = False) -> None:
+def same_as_plain(
+    body: Body, kind: type[nn.Module] = Net, without_graphs: bool = False, **options: Any
+) -> None:
     """`body(model, call, optimizer)` must give the same tensors and leave the same model and random state.
 
     `without_graphs` compares with the compiled model instead, where compiling itself changes the rounding.
     """
     results = []
     plain = (lambda m: compiled(m, warmup_runs=10**6)) if without_graphs else (lambda m: m)
-    for wrap in (plain, compiled):
+    for wrap in (plain, lambda m: compiled(m, **options)):
         torch.compiler.reset()
         backend.reset()
         model = net(kind)
@@ -148,12 +159,33 @@ def train(call: Callable[..., Any], optimizer: torch.optim.Optimizer, steps: int
     return losses
 
 
+@pytest.mark.parametrize("indirection", ["copy", "device"])
 @pytest.mark.parametrize("kind", [Net, Broken, Checkpointed])
-def test_training_equals_plain_training_bit_for_bit(kind: type[nn.Module]) -> None:
-    same_as_plain(lambda model, call, opt: train(call, opt), kind)
+def test_training_equals_plain_training_bit_for_bit(kind: type[nn.Module], indirection: str) -> None:
+    same_as_plain(lambda model, call, opt: train(call, opt), kind, indirection=indirection)
     assert len(regions("forward")) == len(regions("backward")) == (2 if kind is Broken else 1)
     for region in backend.report().regions:
         assert region.replays >= 5, region
+
+
+def test_inputs_served_by_indirection_are_not_copied() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        keep = batches(8)  # all alive: no two batches share an address
+        values = []
+        for x, y in keep:
+            loss = F.cross_entropy(call(x), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            values.append(loss.detach())
+        return values
+
+    same_as_plain(body, indirection="device")
+    (forward,), (backward,) = regions("forward"), regions("backward")
+    assert forward.decision == "graph, indirect" and forward.copied_bytes == 0, forward
+    assert forward.patched_pointers == 1, forward
+    # the batch is saved for the gradient of the first weight, and read by the backward where it lies
+    assert backward.copied_bytes == 0 and backward.patched_pointers >= 1, backward
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

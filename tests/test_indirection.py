@@ -99,9 +99,14 @@ def test_parameter_block_at_a_multiple_of_four_is_found() -> None:
 
 def test_number_that_looks_like_an_address_is_no_slot() -> None:
     found = both(lambda a, b: [kernel(word(a), word(b), word(OLD + 8))])
-    assert found.served == {1}
-    assert "did not move" in found.unserved[0]
-    assert all(slot.input == 1 for slot in found.slots)
+    assert found.served == {0, 1}
+    assert all(slot.offset != 16 for slot in found.slots)
+
+
+def test_address_that_moved_otherwise_than_its_input_is_refused() -> None:
+    first = [kernel(word(OLD), word(OLD + 8))]
+    found = discover(first, [kernel(word(NEW), word(NEW + 16))], *RANGES)
+    assert not found.served and "did not move" in found.unserved[0]
 
 
 def test_address_that_only_the_second_capture_holds_is_refused() -> None:

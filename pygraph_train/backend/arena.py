@@ -10,12 +10,13 @@ the whole of its capture (`Occupant.keeps`).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from pygraph_train.graphs import Engine
-from pygraph_train.torch_internals import borrow_memory, storage_use_count
+from pygraph_train.torch_internals import borrow_memory, current_cuda_stream, storage_use_count
 
 __all__ = ["Arena", "Block", "Occupant", "block_of"]
 
@@ -51,6 +52,7 @@ class Occupant:
         self.pool = pool
         self.owned = True
         self.owner: object = None  # who captured it
+        self.on_disown: Callable[[], None] | None = None
         self.blocks = frozenset(block_of(t) for i, t in tensors.items() if i not in buffers)
         self._buffers = buffers
         self._watched = watched
@@ -77,6 +79,8 @@ class Occupant:
                 index: t if index in self._buffers else borrow_memory(t) for index, t in self.tensors.items()
             }
             self._count()
+            if self.on_disown is not None:
+                self.on_disown()
 
 
 class Arena:
@@ -92,7 +96,7 @@ class Arena:
         self.pool = 0
         self._occupants: list[Occupant] = []
         self._active: list[Occupant] = []  # replayed, and not seen dead since
-        self._stream = 0
+        self._stream: int | None = None
 
     def in_the_way(self, occupant: Occupant, consumed: Occupant | None) -> list[Occupant]:
         """Whose outputs, still in use, a replay would overwrite.
@@ -153,11 +157,12 @@ class Arena:
         """Let the current stream wait for the one that ran the last graph, when they differ."""
         if self.engine.device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(self.engine.device)
-        if stream.cuda_stream != self._stream:
-            if self._stream:
-                stream.wait_stream(torch.cuda.ExternalStream(self._stream, self.engine.device))
-            self._stream = stream.cuda_stream
+        stream = current_cuda_stream(self.engine.device.index)
+        if stream != self._stream:
+            if self._stream is not None:
+                last = torch.cuda.ExternalStream(self._stream, self.engine.device)
+                torch.cuda.current_stream(self.engine.device).wait_stream(last)
+            self._stream = stream
 
 
 def block_of(tensor: torch.Tensor) -> Block:

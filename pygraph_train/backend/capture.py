@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pygraph_train.backend.arena import Block, Occupant, block_of
 from pygraph_train.graphs import Graph
+from pygraph_train.graphs.memory import copy_elsewhere, span
 from pygraph_train.torch_internals import reinterpret_tensor
 
-__all__ = ["RegionCapture", "copy_geometry", "static_like"]
+__all__ = ["Handing", "RegionCapture"]
+
+
+@dataclass(frozen=True)
+class Handing:
+    """How the outputs of a region reach its caller.
+
+    Args:
+        in_place: output indices that may be handed out where the graph writes them; others are copied.
+        reusable: of those, the ones whose tensor object may be handed out again and again.
+    """
+
+    in_place: frozenset[int]
+    reusable: frozenset[int]
 
 
 class RegionCapture:
@@ -19,90 +34,92 @@ class RegionCapture:
 
     Args:
         graph: reads and writes the addresses below.
-        captured_inputs: the inputs during the capture.
-        copied: inputs that were replaced by fixed buffers during the capture.
+        inputs: the inputs during the capture.
+        buffers: by index, fixed buffers that stood for inputs during the capture: copied into.
+        served: by index, the position of inputs whose addresses are rewritten instead.
         mutated: inputs that the region writes to.
         result: what the region returned during the capture.
-        in_place: output indices that may be handed out where the graph writes them.
-        reusable: of those, the ones whose tensor object may be handed out again and again.
-        keeps: see `arena.Occupant`.
-        pool: see `arena.Occupant`.
+        handing: how outputs are handed out.
+        keeps, pool: see `arena.Occupant`.
         consumes: outputs of another graph that this one reads and frees.
     """
 
     def __init__(
         self,
         graph: Graph,
-        captured_inputs: Sequence[Any],
-        copied: dict[int, torch.Tensor],
+        inputs: Sequence[Any],
+        buffers: Mapping[int, torch.Tensor],
+        served: Mapping[int, int],
         mutated: frozenset[int],
         result: Sequence[Any],
-        in_place: frozenset[int],
-        reusable: frozenset[int],
+        handing: Handing,
         keeps: frozenset[Block],
         pool: int,
         consumes: Occupant | None,
     ) -> None:
         self.graph = graph
         self.consumes = consumes
-        self.copied = tuple(copied.items())
-        self.copied_bytes = sum(t.nbytes for t in copied.values())
-        self._write_back = tuple((i, copied[i]) for i in sorted(mutated & copied.keys()))
-        self.fixed = tuple(
-            i for i, t in enumerate(captured_inputs) if isinstance(t, torch.Tensor) and i not in copied
-        )
-        self.addresses = [captured_inputs[i].data_ptr() for i in self.fixed]
-        self._sort_outputs(captured_inputs, copied, result, in_place, reusable, keeps, pool)
+        tensors = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)]
+        self.fixed = tuple(i for i in tensors if i not in buffers and i not in served)
+        self.addresses = [inputs[i].data_ptr() for i in self.fixed]
+        self.copied_bytes = sum(t.nbytes for t in buffers.values())
+        self._copied = [i for i, t in buffers.items() if t.numel()]
+        self._buffers = [span(buffers[i]) if _overlaps(buffers[i]) else buffers[i] for i in self._copied]
+        self._spans = any(_overlaps(t) for t in buffers.values())
+        self._write_back = tuple((i, buffers[i]) for i in sorted(mutated & buffers.keys()))
+        self._served = tuple(served.items())
+        self.served_at = [inputs[i].data_ptr() for i in served]
+        self._aligned: dict[int, torch.Tensor] = {}  # copies of inputs that came misaligned
+        self.patched = 0
+        self._sort_outputs(inputs, buffers, result, handing, keeps, pool)
 
     def _sort_outputs(
         self,
         inputs: Sequence[Any],
-        copied: dict[int, torch.Tensor],
+        buffers: Mapping[int, torch.Tensor],
         result: Sequence[Any],
-        in_place: frozenset[int],
-        reusable: frozenset[int],
+        handing: Handing,
         keeps: frozenset[Block],
         pool: int,
     ) -> None:
-        same_object = {id(t): i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
-        same_memory = {block_of(inputs[i]): i for i in self.fixed}
-        buffers = {block_of(t) for t in copied.values()}
+        callers = {*self.fixed, *(i for i, _ in self._served)}  # inputs that the graph uses where they are
+        same_object = {id(inputs[i]): i for i in callers}
+        same_memory = {block_of(inputs[i]): i for i in callers}
+        own_buffers = {block_of(t) for t in buffers.values()}
         self._template: list[Any] = [None] * len(result)
         self._passed: list[tuple[int, int]] = []
         self._viewed: list[tuple[int, int, Any]] = []
         self._copies: list[tuple[int, torch.Tensor]] = []
         self._aliases: list[int] = []
+        self._reusable = handing.reusable
         tensors: dict[int, torch.Tensor] = {}
         for index, output in enumerate(result):
             if not isinstance(output, torch.Tensor):
                 self._template[index] = output
                 continue
-            source = same_object.get(id(output))
             owner = same_memory.get(block_of(output))
-            if source in self.fixed:
-                self._passed.append((index, source))
+            if id(output) in same_object:
+                self._passed.append((index, same_object[id(output)]))
             elif owner is not None and inputs[owner].dtype == output.dtype:
                 offset = output.storage_offset() - inputs[owner].storage_offset()
                 self._viewed.append((index, owner, (tuple(output.size()), tuple(output.stride()), offset)))
-            elif index in in_place:
+            elif index not in handing.in_place:
+                self._copies.append((index, output))
+            else:
                 tensors[index] = output
-                if index in reusable:
+                if index in handing.reusable:
                     self._template[index] = output
                 else:
                     self._aliases.append(index)
-            else:
-                self._copies.append((index, output))
-        self._shared = _sharing(self._copies)
+        self._shared = _share(self._copies)
         # Reusable outputs live and die together: one alias tells for all of them.
-        self._aliases += [i for i in tensors if i in reusable][:1]
-        in_buffers = frozenset(i for i, t in tensors.items() if block_of(t) in buffers)
+        self._aliases += [i for i in tensors if i in handing.reusable][:1]
+        in_buffers = frozenset(i for i, t in tensors.items() if block_of(t) in own_buffers)
         self.occupant = Occupant(tensors, in_buffers, list(self._aliases), keeps, pool)
-        self._reusable = reusable
-        self._owned = True
+        self.occupant.on_disown = self._follow_occupant
 
     def _follow_occupant(self) -> None:
         """The memory went back to the pool: hand out tensors that do not own it."""
-        self._owned = self.occupant.owned
         for index, tensor in self.occupant.tensors.items():
             if index in self._reusable:
                 self._template[index] = tensor
@@ -113,52 +130,68 @@ class RegionCapture:
 
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on `inputs` (emptied as soon as possible) and return the region's outputs."""
-        for i, buffer in self.copied:
-            copy_geometry(buffer, inputs[i])
-        if self._owned is not self.occupant.owned:
-            self._follow_occupant()
+        if self._copied:
+            self._fill_buffers(inputs)
+        if self._served:
+            self._point(inputs)
         outputs = self._template.copy()
         for index, source in self._passed:
             outputs[index] = inputs[source]
         for index, source, geometry in self._viewed:
             outputs[index] = reinterpret_tensor(inputs[source], *geometry)
         written = [(inputs[i], buffer) for i, buffer in self._write_back]
+        in_place = [
+            inputs[i] for i, _ in self._served
+        ]  # nobody else may hold them: alive until they are read
         inputs.clear()
         self.graph.replay()
+        del in_place
         for target, buffer in written:
-            copy_geometry(target, buffer)
+            span(target).copy_(span(buffer))
         tensors = self.occupant.tensors
         for index in self._aliases:
             outputs[index] = tensors[index].detach()
         if self._shared:
-            self._copy_shared(outputs)
+            _copy_shared(self._copies, outputs)
         else:
             for index, base in self._copies:
                 outputs[index] = base.clone()
         return outputs
 
-    def _copy_shared(self, outputs: list[Any]) -> None:
-        copies: dict[Block, torch.Tensor] = {}
-        for index, base in self._copies:
-            block = block_of(base)
-            if block not in copies:
-                copies[block] = torch.empty(0, dtype=torch.uint8, device=base.device).set_(
-                    base.untyped_storage().clone()
-                )
-            whole = torch.empty(0, dtype=base.dtype, device=base.device).set_(
-                copies[block].untyped_storage(), 0, (block.nbytes // base.element_size(),), (1,)
-            )
-            outputs[index] = reinterpret_tensor(whole, base.size(), base.stride(), int(base.storage_offset()))
+    def _fill_buffers(self, inputs: list[Any]) -> None:
+        given = [inputs[i] for i in self._copied]
+        if self._spans:
+            given = [span(t) if b.dim() == 1 else t for t, b in zip(given, self._buffers, strict=True)]
+        if len(given) == 1:
+            self._buffers[0].copy_(given[0])
+        else:
+            torch._foreach_copy_(self._buffers, given)
+
+    def _point(self, inputs: list[Any]) -> None:
+        """Let the graph read its served inputs where they are in this run."""
+        addresses = [inputs[i].data_ptr() for i, _ in self._served]
+        self.patched = 0
+        if addresses == self.served_at and not self._aligned:
+            return
+        graph: Any = self.graph
+        self._aligned.clear()
+        changes = {position: inputs[i] for i, position in self._served}
+        for position, tensor in changes.items():
+            if not graph.accepts(position, tensor):  # kernels rely on the alignment of the capture
+                changes[position] = self._aligned[position] = copy_elsewhere(tensor)
+        graph.retarget(changes)
+        self.patched = sum(a != b for a, b in zip(addresses, self.served_at, strict=True))
+        self.served_at = addresses
 
     def close(self) -> None:
-        """Release the graph."""
+        """Release the graph. What it handed out stays guarded by the arena."""
+        self.occupant.on_disown = None
         self.graph.close()
 
 
-def _sharing(outputs: list[tuple[int, torch.Tensor]]) -> bool:
-    """Whether outputs overlap each other or themselves: then a plain clone would change what they are."""
-    blocks = [block_of(t) for _, t in outputs]
-    return len(set(blocks)) < len(blocks) or any(not _dense(t) for _, t in outputs)
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, so that it cannot be written element by element."""
+    return any(n > 1 and s == 0 for n, s in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def _dense(tensor: torch.Tensor) -> bool:
@@ -171,20 +204,19 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def static_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A buffer with the same geometry (also where strides overlap)."""
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _share(outputs: list[tuple[int, torch.Tensor]]) -> bool:
+    """Whether outputs overlap each other or themselves: then a plain clone would change what they are."""
+    blocks = [block_of(t) for _, t in outputs]
+    return len(set(blocks)) < len(blocks) or any(not _dense(t) for _, t in outputs)
 
 
-def copy_geometry(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between tensors of equal geometry, also where their elements overlap."""
-    if _dense(target):
-        target.copy_(source)
-    else:
-        _span(target).copy_(_span(source))
-
-
-def _span(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory from the first to the last element as one dimension."""
-    extent = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True)) + 1
-    return tensor.as_strided((extent if tensor.numel() else 0,), (1,))
+def _copy_shared(outputs: list[tuple[int, torch.Tensor]], into: list[Any]) -> None:
+    """Copy outputs so that what shared memory still does."""
+    copies: dict[Block, torch.UntypedStorage] = {}
+    for index, base in outputs:
+        block = block_of(base)
+        if block not in copies:
+            copies[block] = base.untyped_storage().clone()
+        numbers = block.nbytes // base.element_size()
+        whole = torch.empty(0, dtype=base.dtype, device=base.device).set_(copies[block], 0, (numbers,), (1,))
+        into[index] = reinterpret_tensor(whole, base.size(), base.stride(), int(base.storage_offset()))

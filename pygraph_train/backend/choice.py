@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-__all__ = ["Choice", "Cost", "choose"]
+__all__ = ["Choice", "Cost", "Way", "choose"]
 
 T = TypeVar("T")
 
@@ -25,6 +25,9 @@ class Cost:
 
     total: float
     host: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.total + other.total, self.host + other.host)
 
 
 class Choice:
@@ -72,9 +75,10 @@ class Choice:
             return None
         return Cost(statistics.median(c.total for c in costs), statistics.median(c.host for c in costs))
 
-    def close(self) -> None:
-        """No more measurements."""
-        self.active = False
+    def __getitem__(self, way: Way) -> Cost:
+        cost = self.cost(way)
+        assert cost is not None, f"{way} was not measured"
+        return cost
 
     def to_dict(self) -> dict[str, Any]:
         """Medians in microseconds, by way, as far as they were measured."""

@@ -13,8 +13,11 @@ import torch
 from pygraph_train import torch_internals
 from pygraph_train.backend.arena import Arena
 from pygraph_train.backend.options import BackendOptions
-from pygraph_train.backend.region import Pair, Region, RegionSpec
+from pygraph_train.backend.pair import Pair
+from pygraph_train.backend.region import Region, RegionSpec
 from pygraph_train.backend.report import BackendReport, RegionRecord
+from pygraph_train.backend.staging import Staged
+from pygraph_train.backend.transform import Transformed, transform
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.graphs.location import is_user_file
@@ -32,7 +35,8 @@ def compile_graph(
     """Compile one Dynamo graph into a callable whose forwards and backwards are regions."""
     if options.engine == "off" or disabled_by_environment():
         return torch_internals.compile_with_inductor(gm, example_inputs, None)
-    pair, number = Pair(), next(_numbers)
+    measure = options.selection and options.engine != "emulated"  # which is slower by nature
+    pair, number = Pair(options.indirection, measure), next(_numbers)
     build = functools.partial(_region, pair=pair, number=number, options=options)
     if options.engine == "emulated":
         return torch_internals.compile_with_aten(gm, example_inputs, build)
@@ -54,14 +58,46 @@ def _region(
     _records.append(record)
     device, reason = _device(gm)
     arena = _arena(options, device) if device is not None else None
-    compiled = compile_kernels(gm, example_inputs)
-    if arena is None:
+    if device is None or arena is None:
         record.decision, record.reason = "plain", reason or "no CUDA device"
-        return compiled
+        return compile_kernels(gm, example_inputs)
+    changed = Transformed(gm, example_inputs)
+    if options.transform:
+        changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
+    compiled = compile_kernels(changed.gm, changed.example_inputs)
     spec = RegionSpec(
-        record.name, traced.phase, traced.static, traced.mutated, traced.saved_from, record.where
+        record.name,
+        traced.phase,
+        traced.static | frozenset(changed.staged),
+        traced.mutated,
+        traced.saved_from,
+        record.where,
     )
-    return Region(compiled, spec, arena, options, pair, record)
+    region = Region(compiled, spec, arena, options, pair, record)
+    if changed.staged or changed.late or changed.passthrough:
+        return Staged(region, changed, device)
+    return region
+
+
+def _transform(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    device: torch.device,
+    phase: str,
+    pair: Pair,
+    record: RegionRecord,
+) -> Transformed:
+    """Rewrite what blocks a capture; what a forward saves on the device, its backward finds there."""
+    changed = transform(gm, example_inputs, device, arriving=pair.handed_over, hand_over=phase == "forward")
+    if phase == "forward":
+        pair.handed_over = changed.handed_over
+    record.changes = [_told(change.what, change.where) for change in changed.changes]
+    record.left = [_told(f"{left.op}: {left.why}", left.where) for left in changed.left]
+    return changed
+
+
+def _told(what: str, where: str | None) -> str:
+    return f"{what} ({where})" if where else what
 
 
 def _device(gm: torch.fx.GraphModule) -> tuple[torch.device | None, str]:

@@ -14,15 +14,17 @@ from typing import Any, Literal
 
 import torch
 
-from pygraph_train.backend.arena import Arena, Occupant, block_of
-from pygraph_train.backend.capture import RegionCapture, copy_geometry, static_like
-from pygraph_train.backend.choice import Choice, Cost, choose
+from pygraph_train.backend.arena import Arena, Occupant
+from pygraph_train.backend.capture import Handing, RegionCapture
+from pygraph_train.backend.choice import Choice
 from pygraph_train.backend.options import BackendOptions
+from pygraph_train.backend.pair import Pair
+from pygraph_train.backend.recording import record
 from pygraph_train.backend.report import RegionRecord
 from pygraph_train.graphs import CaptureError
-from pygraph_train.torch_internals import backward_keeps_graph, borrow_memory
+from pygraph_train.torch_internals import backward_keeps_graph
 
-__all__ = ["Pair", "Region", "RegionSpec"]
+__all__ = ["Region", "RegionSpec"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +56,6 @@ class RegionSpec:
     where: str | None
 
 
-class Pair:
-    """A forward and its backward, or an inference region alone: chosen together."""
-
-    def __init__(self) -> None:
-        self.forward: Region | None = None
-        self.backward: Region | None = None
-
-
 class _Key:
     """What a region remembers of one set of shapes."""
 
@@ -80,7 +74,7 @@ class Region:
         arena: owns the memory of the graphs.
         options: see BackendOptions.
         pair: the forward or backward that belongs to it.
-        record: its row of the report.
+        row: its row of the report.
     """
 
     def __init__(
@@ -90,12 +84,12 @@ class Region:
         arena: Arena,
         options: BackendOptions,
         pair: Pair,
-        record: RegionRecord,
+        row: RegionRecord,
     ) -> None:
         self._boxed_call = True  # how AOTAutograd calls it; on the instance, where wrappers copy it from
         self.spec = spec
-        self.record = record
-        self.choice = Choice(options.selection and arena.engine.name != "emulated", arena.engine.synchronize)
+        self.record = row
+        self.choice = Choice(pair.way is not None, arena.engine.synchronize)
         self._compiled = compiled
         self._arena = arena
         self._options = options
@@ -105,11 +99,11 @@ class Region:
         self._moving: set[int] = set()
         self.last: RegionCapture | None = None  # what the last run replayed, if it did
         self._in_place = True  # gradients are handed out where the graph writes them
-        self._plain_only = False
+        self.plain_only = False
         if spec.phase == "backward":
             pair.backward = self
-            if pair.forward is not None and pair.forward._plain_only:
-                self._give_up("its forward runs without a graph")
+            if pair.forward is not None and pair.forward.plain_only:
+                self.give_up("its forward runs without a graph")
         else:
             pair.forward = self
 
@@ -121,7 +115,7 @@ class Region:
         Returns:
             The outputs, in the order of the compiled graph.
         """
-        if self._plain_only or self._arena.engine.capturing():
+        if self.plain_only or self._arena.engine.capturing():
             self.record.plain_runs += 1
             self.last = None
             return self._compiled(inputs)
@@ -131,7 +125,7 @@ class Region:
 
     def _run(self, inputs: list[Any]) -> Any:
         key = self._key(inputs)
-        if self._plain_only:
+        if self.plain_only:
             return self._plain(inputs)
         if self.spec.phase == "backward" and backward_keeps_graph():
             return self._plain(inputs)  # what the forward saved is needed again
@@ -167,11 +161,11 @@ class Region:
         for i, x in enumerate(inputs):
             if isinstance(x, torch.Tensor):
                 if x.device != device:
-                    self._give_up(f"input {i} is on {x.device}, its kernels run on {device}")
+                    self.give_up(f"input {i} is on {x.device}, its kernels run on {device}")
                 elif x.layout != torch.strided:
-                    self._give_up(f"input {i} is not a strided tensor")
+                    self.give_up(f"input {i} is not a strided tensor")
             elif x is not None and not isinstance(x, (int, float, bool)):
-                self._give_up(f"input {i} is a {type(x).__name__}")
+                self.give_up(f"input {i} is a {type(x).__name__}")
 
     def _make_room(self) -> None:
         used = [values for values, key in self._keys.items() if key.captures]
@@ -184,30 +178,26 @@ class Region:
             capture.close()
         key.captures = []
 
-    def drop_captures(self) -> None:
-        """Close every graph; the next runs capture again."""
-        for key in self._keys.values():
-            self._drop(key)
-
     def _plain(self, inputs: list[Any], time: bool = False) -> Any:
         self.record.plain_runs += 1
         self.last = None
         if not (time and self.choice.open("plain")):
             return self._compiled(inputs)
-        outputs = self.choice.time("plain", lambda: self._compiled(inputs))
-        self._settle()
-        return outputs
+        return self.choice.time("plain", lambda: self._compiled(inputs))
 
     def _replay(self, capture: RegionCapture, inputs: list[Any]) -> list[Any]:
-        record = self.record
-        record.replays += 1
+        row = self.record
+        row.replays += 1
         self.last = capture
-        if self.choice.open("graph"):
-            outputs = self.choice.time("graph", lambda: capture.replay(inputs))
-            self._settle()
+        way = self._pair.way
+        if way is not None and self.choice.open(way):
+            outputs = self.choice.time(way, lambda: capture.replay(inputs))
         else:
-            outputs = capture.replay(inputs)
+            way, outputs = None, capture.replay(inputs)
         self._arena.ran(capture.occupant, capture.consumes)
+        row.patched_pointers = capture.patched
+        if way is not None:
+            self._pair.settle()
         return outputs
 
     # ------------------------------------------------------------------ capture
@@ -231,7 +221,7 @@ class Region:
             return False
         if not source.occupant.owned:
             assert self._pair.forward is not None
-            self._pair.forward.drop_captures()  # it is captured again with its next run, then this one
+            self._pair.forward.capture_again()  # it is captured again with its next run, then this one
         return source.occupant.owned
 
     def _warm_runs(self) -> int:
@@ -254,9 +244,9 @@ class Region:
             owner = occupant.owner
             if isinstance(owner, Region) and owner.spec.phase == "backward" and owner._in_place:
                 owner._in_place = False
-                owner.drop_captures()
+                owner.capture_again()
                 if self._pair.forward is not None:
-                    self._pair.forward.drop_captures()
+                    self._pair.forward.capture_again()
 
     def _source(self, inputs: list[Any]) -> RegionCapture | None:
         """The forward's graph that saved these inputs."""
@@ -275,119 +265,90 @@ class Region:
         arena = self._arena
         source = self._source(inputs) if self.spec.phase == "backward" else None
         consumed = source.occupant if source is not None else None
-        copied = {i: static_like(inputs[i]) for i in self._to_copy(inputs)}
-        for i, buffer in copied.items():
-            copy_geometry(buffer, inputs[i])
+        moving = self._moving_inputs(inputs, source)
         keeps = arena.before_capture(consumed)
-        call = [copied.get(i, x) for i, x in enumerate(inputs)]
-        # The captured work frees what the forward saved as it goes, so that its memory serves the gradients.
-        # Nothing is executed meanwhile: the contents stay, and are read again through tensors that do not
-        # own them.
-        if consumed is not None and arena.engine.shares_memory:
-            inputs[:] = [
-                borrow_memory(x) if isinstance(x, torch.Tensor) and block_of(x) in consumed.blocks else x
-                for x in inputs
-            ]
-        captured = [copied.get(i, x) for i, x in enumerate(inputs)]
         try:
-            graph, result = arena.engine.capture(lambda: self._compiled(call))
+            work = record(
+                arena.engine, self._compiled, inputs, moving, consumed, self.spec.mutated, self._pair.prefer
+            )
         except CaptureError as error:
-            self._failed(error.reason, self.spec.where, error)
-            return None
+            self._failed(error.reason, error)
         except torch.OutOfMemoryError as error:
             arena.engine.trim()
-            self._failed("the device has no memory left for the capture", self.spec.where, error)
-            return None
-        except Exception as error:  # whatever it is, the run without a graph shows whether it is the user's
-            self._failed(f"{type(error).__name__} during capture: {error}", self.spec.where, error)
-            return None
-        outputs = list(result)
-        every = frozenset(range(len(outputs)))
-        saved = frozenset(i for i in every if i >= self.spec.saved_from)
-        in_place = (every if self._in_place else frozenset()) if self.spec.phase == "backward" else saved
-        capture = RegionCapture(
-            graph,
-            captured,
-            copied,
-            self.spec.mutated,
-            outputs,
-            in_place=in_place,
-            reusable=saved,
-            keeps=keeps,
-            pool=arena.pool,
-            consumes=consumed,
-        )
-        capture.occupant.owner = self
-        arena.add(capture.occupant)
-        key.captures.append(capture)
-        self._make_room()
-        self._note(capture)
-        return capture
+            self._failed("the device has no memory left for the capture", error)
+        except Exception as error:  # the run without a graph shows whether it is the user's
+            self._failed(f"{type(error).__name__} during capture: {error}", error)
+        else:
+            capture = RegionCapture(
+                work.graph,
+                work.inputs,
+                work.buffers,
+                work.served,
+                self.spec.mutated,
+                work.result,
+                self._handing(len(work.result)),
+                keeps=keeps,
+                pool=arena.pool,
+                consumes=consumed,
+            )
+            capture.occupant.owner = self
+            arena.add(capture.occupant)
+            key.captures.append(capture)
+            self._make_room()
+            self._note(capture, work.unserved)
+            return capture
+        return None
 
-    def _to_copy(self, inputs: list[Any]) -> list[int]:
+    def _moving_inputs(self, inputs: list[Any], source: RegionCapture | None) -> list[int]:
+        """Tensors that will be elsewhere in the next run."""
+        followed = set(source.served_at) if source is not None else set()  # saved by the forward as it came
         return [
             i
             for i, x in enumerate(inputs)
-            if isinstance(x, torch.Tensor) and (i not in self.spec.static or i in self._moving)
+            if isinstance(x, torch.Tensor)
+            and (i not in self.spec.static or i in self._moving or x.data_ptr() in followed)
         ]
 
-    def _note(self, capture: RegionCapture) -> None:
-        record = self.record
-        record.captures += 1
-        record.nodes = capture.graph.nodes
-        record.copied_bytes = capture.copied_bytes
-        if not record.settled:
-            record.decision = "measuring" if self.choice.active else "graph"
+    def _handing(self, outputs: int) -> Handing:
+        if self.spec.phase == "backward":
+            return Handing(frozenset(range(outputs)) if self._in_place else frozenset(), frozenset())
+        saved = frozenset(range(self.spec.saved_from, outputs))
+        return Handing(saved, saved)
+
+    def _note(self, capture: RegionCapture, unserved: dict[int, str]) -> None:
+        row = self.record
+        row.captures += 1
+        row.nodes = capture.graph.nodes
+        row.copied_bytes = capture.copied_bytes
+        row.unserved = [f"input {i} is copied: {why}" for i, why in unserved.items()]
+        if self._pair.way is not None:
+            row.decision = "measuring"
+        elif not row.settled:
+            row.decision = "graph" if self._pair.prefer is None else "graph, indirect"
 
     # ------------------------------------------------------------------ decisions
 
-    def _settle(self) -> None:
-        """Decide on this region and its partner, once all that belongs together was measured."""
-        forward, backward = self._pair.forward, self._pair.backward
-        assert forward is not None
-        if not forward.choice.active:
-            if backward is not None:
-                backward._settle_alone()
-            return
-        plain, graph = forward.choice.cost("plain"), forward.choice.cost("graph")
-        if plain is None or graph is None:
-            return
-        if backward is not None and backward.choice.active and not backward._plain_only:
-            # without its forward's graph the backward has none either: they stand or fall together
-            plain_backward, graph_backward = backward.choice.cost("plain"), backward.choice.cost("graph")
-            if plain_backward is None or graph_backward is None:
-                return
-            backward._settle_alone()
-            best = min(graph_backward.total, plain_backward.total)
-            plain = Cost(plain.total + plain_backward.total, plain.host + plain_backward.host)
-            host = plain_backward.host if backward._plain_only else graph_backward.host
-            graph = Cost(graph.total + best, graph.host + host)
-        forward._decide(*choose(plain, graph))
-
-    def _settle_alone(self) -> None:
-        plain, graph = self.choice.cost("plain"), self.choice.cost("graph")
-        if self.choice.active and plain is not None and graph is not None:
-            self._decide(*choose(plain, graph))
-
-    def _decide(self, keep: bool, reason: str) -> None:
+    def decide(self, decision: str, reason: str) -> None:
+        """Note what was chosen."""
+        self.record.decision, self.record.reason = decision, reason
         self.record.costs = self.choice.to_dict()
-        self.choice.close()
-        if not keep:
-            self._give_up(reason)
-        elif not self._plain_only:
-            self.record.decision, self.record.reason = "graph", reason
 
-    def _failed(self, reason: str, where: str | None, error: BaseException) -> None:
+    def give_up(self, reason: str) -> None:
+        """Run without a graph from now on, and a backward with its forward."""
+        self.plain_only = True
+        self.decide("plain", reason)
+        self.capture_again()
+        backward = self._pair.backward
+        if self.spec.phase == "forward" and backward is not None and not backward.plain_only:
+            backward.give_up("its forward runs without a graph")
+        logger.info("pygraph: %s runs without a CUDA graph: %s", self.spec.name, reason)
+
+    def capture_again(self) -> None:
+        """Close every graph; the next runs capture anew."""
+        for key in self._keys.values():
+            self._drop(key)
+
+    def _failed(self, reason: str, error: BaseException) -> None:
         if self._options.on_failure == "raise":
             raise error
-        self._give_up(reason, where)
-
-    def _give_up(self, reason: str, where: str | None = None) -> None:
-        self._plain_only = True
-        self.record.decision = "plain"
-        self.record.reason = f"{reason} ({where})" if where else reason
-        self.drop_captures()
-        backward = self._pair.backward
-        if self.spec.phase == "forward" and backward is not None and not backward._plain_only:
-            backward._give_up("its forward runs without a graph")
-        logger.info("pygraph: %s runs without a CUDA graph: %s", self.spec.name, self.record.reason)
+        self.give_up(f"{reason} ({self.spec.where})" if self.spec.where else reason)

@@ -26,6 +26,7 @@ class RegionRecord:
         costs: medians in µs, by way of running.
         changes: what the code transformation changed, with the user's lines.
         left: what keeps parts of it out of graphs.
+        unserved: inputs that move and are copied although indirection was tried, and why.
     """
 
     name: str
@@ -42,9 +43,16 @@ class RegionRecord:
     costs: dict[str, Any] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    unserved: list[str] = field(default_factory=list)
+
+    @property
+    def ran(self) -> bool:
+        """Whether the region ran at all."""
+        return self.replays + self.plain_runs > 0
 
     @property
     def settled(self) -> bool:
+        """Whether the decision stands."""
         return self.decision not in ("warming up", "measuring")
 
 
@@ -57,7 +65,7 @@ class BackendReport:
     @property
     def settled(self) -> bool:
         """Whether every region that ran has been decided on."""
-        return all(r.settled for r in self.regions if r.replays + r.plain_runs)
+        return all(r.settled for r in self.regions if r.ran)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -71,7 +79,7 @@ class BackendReport:
         for column in ("region", "decision", "nodes", "replays", "plain", "bytes copied", "why"):
             table.add_column(column)
         for r in self.regions:
-            notes = "\n".join([r.reason, *r.changes, *r.left]).strip()
+            notes = "\n".join([r.reason, *r.changes, *r.left, *r.unserved]).strip()
             numbers = (str(n) for n in (r.nodes, r.replays, r.plain_runs, r.copied_bytes))
             table.add_row(f"{r.name}\n{r.where or ''}".strip(), r.decision, *numbers, notes)
         console = Console(width=140)

@@ -116,6 +116,15 @@ class CudaEngine:
         self._old_pools.append(self._pool)
         self._pool = torch.cuda.MemPool()
 
+    @contextmanager
+    def scratch_pool(self) -> Iterator[None]:
+        """See `graphs.engine.Engine.scratch_pool`."""
+        usual, self._pool = self._pool, torch.cuda.MemPool()
+        try:
+            yield
+        finally:
+            self._pool = usual
+
     def synchronize(self) -> None:
         """See `graphs.engine.Engine.synchronize`."""
         torch.cuda.synchronize(self.device)
@@ -163,7 +172,8 @@ class CudaEngine:
         caller = torch.cuda.current_stream(self.device)
         ended = False
         try:
-            with torch.cuda.stream(self._stream):
+            # A pool in fixed segments would keep what no longer fits together, for ever: 10 to 20% of it.
+            with torch_internals.expandable_segments(), torch.cuda.stream(self._stream):
                 # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
                 # a weight cast cached outside would go stale, one cached inside would outlive its memory
                 torch.clear_autocast_cache()

@@ -78,6 +78,10 @@ class EmulatedEngine:
     def fresh_pool(self) -> None:
         """Nothing to do: graphs share no memory here."""
 
+    def scratch_pool(self) -> AbstractContextManager[None]:
+        """Nothing to do: every graph has its own memory."""
+        return nullcontext()
+
     def synchronize(self) -> None:
         """Nothing to wait for."""
 

@@ -18,7 +18,7 @@ from pygraph_train.graphs.indirection import (
     required_alignment,
 )
 from pygraph_train.graphs.memory import AddressRange, address_range
-from pygraph_train.torch_internals import below_autograd
+from pygraph_train.torch_internals import below_autograd, borrow_memory
 
 if TYPE_CHECKING:
     from pygraph_train.graphs.emulated import EmulatedGraph
@@ -76,10 +76,12 @@ class IndirectEmulatedGraph:
         if self._graph.closed:
             raise RuntimeError("this graph is closed: capture it again instead of retargeting it")
         moved = moved_inputs(changes, self._addresses, self.discovery)
+        # like a CUDA graph, the tape does not keep its targets alive
+        targets = {index: borrow_memory(changes[index]) for index in moved}
         with below_autograd():
             for node, offset, index, delta in self.discovery.slots:
                 if index in moved:
-                    _point_at(self._graph.tensor_at(node, offset), changes[index], delta)
+                    _point_at(self._graph.tensor_at(node, offset), targets[index], delta)
         for index, address in moved.items():
             self._addresses[index] = address
 

@@ -100,6 +100,9 @@ class Engine(Protocol):
     def fresh_pool(self) -> None:
         """Let later captures allocate from a new pool: nothing in the old one may be handed out again."""
 
+    def scratch_pool(self) -> AbstractContextManager[None]:
+        """Context in which captures allocate from a pool that is gone once their graphs are closed."""
+
     def synchronize(self) -> None:
         """Wait until the device has done everything that was enqueued."""
 

@@ -10,7 +10,7 @@ import torch
 from pygraph_train.graphs.engine import IndirectGraph
 from pygraph_train.graphs.memory import copy_elsewhere, span
 
-__all__ = ["prove"]
+__all__ = ["poison", "prove"]
 
 
 def prove(
@@ -44,7 +44,7 @@ def prove(
         using = [copy_elsewhere(before[i]) if i in moved else inputs[i] for i in range(len(inputs))]
         with _restoring(inputs, before):
             for index in moved:
-                _poison(inputs[index])
+                poison(inputs[index])
             try:
                 graph.retarget({index: using[index] for index in moved})
                 found = result(using)
@@ -86,6 +86,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return span(tensor.data).view(torch.uint8)
 
 
-def _poison(tensor: torch.Tensor) -> None:
+def poison(tensor: torch.Tensor) -> None:
+    """Overwrite a tensor with what shows in any result that depends on it."""
     # all ones is NaN in every IEEE-like format
     _bits(tensor).fill_(0xFF if _floating(tensor) else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,3 +146,65 @@ def test_selection_leaves_a_long_kernel_alone() -> None:
             call(a)
     (region,) = backend.report().regions
     assert region.decision == "plain", region
+
+
+def test_numpy_scalar_and_index_tensors_of_the_cpu_are_in_the_graph() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.temperature = nn.Linear(32, 32), nn.Linear(32, 32), np.power(32, 0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = torch.bmm(self.q(x), self.k(x).transpose(1, 2)) / self.temperature
+            rows, columns = torch.tril_indices(16, 16, -1)
+            return scores.softmax(-1)[:, rows, columns].sum(1)
+
+    torch.manual_seed(0)
+    model = Attention().cuda()
+    call = torch.compile(model, backend="pygraph", options={"selection": False})
+    for step in range(8):
+        if step == 6:
+            model.temperature = np.power(2, 0.5)
+        x = torch.randn(4, 16, 32, device="cuda")
+        want, got = model(x), call(x)
+        torch.testing.assert_close(want, got)
+        torch.testing.assert_close(
+            torch.autograd.grad(want.sum(), model.q.weight), torch.autograd.grad(got.sum(), model.q.weight)
+        )
+    report = backend.report()
+    assert all(r.replays >= 1 for r in report.regions[:2]), str(report)
+    assert any(r.changes for r in report.regions), str(report)
+
+
+@pytest.mark.parametrize("how", ["device", "host"])
+def test_moving_batches_are_served_without_copies(how: str) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 8)).cuda()
+    call = torch.compile(model, backend="pygraph", options={"selection": False, "indirection": how})
+    data = [torch.randn(1024, 512, device="cuda") for _ in range(4)]
+    for step in range(12):
+        x = data[step % 4]
+        got = torch.autograd.grad(call(x).sum(), model[0].weight)[0]
+        torch.testing.assert_close(got, torch.autograd.grad(model(x).sum(), model[0].weight)[0])
+    forward, backward = backend.report().regions
+    assert forward.decision == backward.decision == "graph, indirect"
+    assert forward.copied_bytes == 0 and forward.patched_pointers == 1, forward
+    assert backward.copied_bytes <= 4 and backward.patched_pointers >= 1, backward
+
+
+def test_backward_reuses_the_memory_of_what_it_consumes() -> None:
+    torch.manual_seed(0)
+    width, depth = 1024, 8
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]).cuda()
+    data = [torch.randn(4096, width, device="cuda") for _ in range(2)]
+    peaks = []
+    for backend_options in ({"engine": "off"}, {"selection": False}):
+        torch.compiler.reset()
+        call = torch.compile(model, backend="pygraph", options=backend_options)
+        for step in range(14):
+            if step == 8:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            call(data[step % 2]).sum().backward()
+            model.zero_grad()
+        peaks.append(torch.cuda.max_memory_reserved())
+    assert peaks[1] <= 1.05 * peaks[0], peaks

@@ -1,0 +1,156 @@
+"""Parts of the compile backend by themselves: choosing, staging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from pygraph_train.backend.choice import Choice, Cost, choose
+from pygraph_train.backend.pair import WORTH_POINTING, Pair
+from pygraph_train.backend.report import RegionRecord
+from pygraph_train.backend.staging import Staged
+from pygraph_train.backend.transform import Transformed
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stub:
+    """A region of which only the costs are real."""
+
+    def __init__(self, phase: str, pair: Pair, copied_bytes: int = 0) -> None:
+        self.clock = Clock()
+        self.plain_only = False
+        self.captured_again = 0
+        self.record = RegionRecord(phase, phase, plain_runs=1, copied_bytes=copied_bytes)
+        self.choice = Choice(True, lambda: None, self.clock)
+        self.pair = pair
+        setattr(pair, phase, self)
+
+    def measure(self, way: Any, seconds: float, noise: tuple[float, ...] = (1.0, 1.0, 1.0)) -> None:
+        def run(factor: float) -> None:
+            self.clock.now += seconds * factor
+
+        if way != "plain":
+            self.choice.time(way, lambda: run(100.0))  # the first replay after a capture
+        for factor in noise:
+            self.choice.time(way, lambda factor=factor: run(factor))
+        self.pair.settle()
+
+    def decide(self, decision: str, reason: str) -> None:
+        self.record.decision, self.record.reason = decision, reason
+
+    def give_up(self, reason: str) -> None:
+        self.plain_only = True
+        self.decide("plain", reason)
+        backward: Any = self.pair.backward
+        if backward is not None and backward is not self and not backward.plain_only:
+            backward.give_up("its forward runs without a graph")
+
+    def capture_again(self) -> None:
+        self.captured_again += 1
+
+
+def both(plain: tuple[float, float], graph: tuple[float, float], **options: Any) -> tuple[Stub, Stub]:
+    pair = Pair("auto", True)
+    forward, backward = Stub("forward", pair, **options), Stub("backward", pair)
+    for stub, without, with_graph in zip((forward, backward), plain, graph, strict=True):
+        stub.measure("plain", without)
+        stub.measure("graph", with_graph)
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("plain", "graph", "decisions"),
+    [
+        ((4.0, 4.0), (1.0, 1.0), ["graph", "graph"]),
+        ((4.0, 1.0), (1.0, 2.0), ["graph", "plain"]),
+        ((1.0, 4.0), (2.0, 1.0), ["graph", "graph"]),  # together they gain, and neither is possible alone
+        ((1.0, 1.0), (2.0, 2.0), ["plain", "plain"]),
+        ((1.0, 1.1), (2.0, 1.0), ["plain", "plain"]),
+    ],
+)
+def test_pair_keeps_what_is_fastest(
+    plain: tuple[float, float], graph: tuple[float, float], decisions: list[str]
+) -> None:
+    assert [stub.record.decision for stub in both(plain, graph)] == decisions
+
+
+def test_one_slow_run_does_not_decide() -> None:
+    pair = Pair("auto", True)
+    stub = Stub("forward", pair)
+    stub.measure("plain", 2.0)
+    stub.measure("graph", 1.0, noise=(1.0, 50.0, 1.0))
+    assert stub.record.decision == "graph"
+
+
+@pytest.mark.parametrize(("indirect", "decision"), [(0.5, "graph, indirect"), (1.5, "graph")])
+def test_indirection_is_kept_where_it_is_faster_than_copies(indirect: float, decision: str) -> None:
+    forward, backward = both((4.0, 4.0), (1.0, 1.0), copied_bytes=WORTH_POINTING)
+    assert forward.pair.way == "indirect" and forward.pair.prefer == "device"
+    assert forward.captured_again == 1
+    for stub in (forward, backward):
+        stub.measure("indirect", indirect)
+    assert [s.record.decision for s in (forward, backward)] == [decision, decision]
+    assert forward.pair.way is None
+    assert forward.captured_again == (1 if indirect < 1 else 2)
+
+
+def test_few_copied_bytes_are_not_worth_indirection() -> None:
+    forward, _ = both((4.0, 4.0), (1.0, 1.0), copied_bytes=WORTH_POINTING - 1)
+    assert forward.pair.way is None and forward.pair.prefer is None
+
+
+def test_graph_must_save_something() -> None:
+    keep, why = choose(Cost(1.0, 0.001), Cost(1.0, 0.0005))
+    assert not keep and "nothing to gain" in why
+    assert choose(Cost(1.0, 0.9), Cost(1.0, 0.1))[0]  # as long on the device, but the host is free
+    assert not choose(Cost(1.0, 0.9), Cost(1.05, 0.1))[0]
+
+
+def identity_graph(n: int) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(tuple(graph.placeholder(f"x{i}") for i in range(n)))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [torch.tensor(2.0, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64)],
+        [torch.arange(3), torch.arange(3) + 5],
+        [torch.arange(3).expand(2, 3), torch.arange(3).expand(2, 3) + 1],
+        [torch.tensor(float("nan")), torch.tensor(1.0), torch.tensor(float("nan"))],
+    ],
+    ids=["scalar", "tensor", "overlapping", "nan"],
+)
+def test_staged_input_has_a_fixed_address_and_new_values(values: list[torch.Tensor]) -> None:
+    seen: list[torch.Tensor] = []
+
+    def region(inputs: list[Any]) -> list[Any]:
+        seen.append(inputs[0])
+        return [inputs[0].clone()]
+
+    staged = Staged(region, Transformed(identity_graph(1), [], staged=(0,)), torch.device("cpu"))
+    for value in values:
+        (out,) = staged([value])
+        torch.testing.assert_close(out, value, equal_nan=True, rtol=0, atol=0)
+    assert len({t.data_ptr() for t in seen[:2]}) == (1 if values[0].stride() == values[1].stride() else 2)
+    assert all(t.data_ptr() != v.data_ptr() for t, v in zip(seen, values, strict=True))
+
+
+def test_output_that_was_a_cpu_input_is_the_callers_own_tensor() -> None:
+    x, y = torch.randn(3), torch.randn(2)
+    changed = Transformed(identity_graph(2), [], staged=(0,), late=(1,), passthrough={0: 0})
+    out = Staged(lambda inputs: list(inputs), changed, torch.device("cpu"))([x, y])
+    assert out[0] is x and torch.equal(out[1], y)
