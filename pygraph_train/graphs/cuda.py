@@ -105,6 +105,9 @@ class CudaEngine:
         # the object keeps the pool alive while no graph uses it, with the gradients that live there
         self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
         self._old_pools: list[torch.cuda.MemPool] = []
+        # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
+        # one small graph stays in each
+        self._anchors: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def capturing(self) -> bool:
         """See `graphs.engine.Engine.capturing`."""
@@ -120,10 +123,14 @@ class CudaEngine:
     def scratch_pool(self) -> Iterator[None]:
         """See `graphs.engine.Engine.scratch_pool`."""
         usual, self._pool = self._pool, torch.cuda.MemPool()
+        scratch = self._pool
         try:
             yield
         finally:
             self._pool = usual
+            anchor = self._anchors.pop(scratch.id, None)
+            if anchor is not None:
+                anchor.reset()
 
     def synchronize(self) -> None:
         """See `graphs.engine.Engine.synchronize`."""
@@ -174,6 +181,7 @@ class CudaEngine:
         try:
             # A pool in fixed segments would keep what no longer fits together, for ever: 10 to 20% of it.
             with torch_internals.expandable_segments(), torch.cuda.stream(self._stream):
+                self._anchor(self._pool)
                 # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
                 # a weight cast cached outside would go stale, one cached inside would outlive its memory
                 torch.clear_autocast_cache()
@@ -199,6 +207,15 @@ class CudaEngine:
             torch.cuda.set_stream(caller)
             if collecting:
                 gc.enable()
+
+    def _anchor(self, pool: torch.cuda.MemPool) -> None:
+        if pool.id in self._anchors:
+            return
+        graph = self._anchors[pool.id] = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(cast(Any, pool.id), capture_error_mode="thread_local")
+            torch.zeros(1, device=self.device)
+            graph.capture_end()
 
     def _clean_up(self, graph: torch.cuda.CUDAGraph, ended: bool) -> None:
         """Make stream, allocators and random generator usable again after a failed capture."""
@@ -241,6 +258,9 @@ class CudaEngine:
 
     def close(self) -> None:
         """Release the pools."""
+        for graph in self._anchors.values():
+            graph.reset()
+        self._anchors.clear()
         self._pool = None
         self._old_pools.clear()
 

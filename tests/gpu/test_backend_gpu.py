@@ -208,3 +208,20 @@ def test_backward_reuses_the_memory_of_what_it_consumes() -> None:
             model.zero_grad()
         peaks.append(torch.cuda.max_memory_reserved())
     assert peaks[1] <= 1.05 * peaks[0], peaks
+
+
+def test_a_pool_whose_graphs_were_all_closed_takes_new_ones() -> None:
+    from pygraph_train.backend import inductor
+
+    model = nn.Linear(64, 64).cuda()
+    call = torch.compile(model, backend="pygraph", options={"selection": False})
+    x = torch.randn(8, 64, device="cuda")
+    with torch.no_grad():
+        for _round in range(3):
+            for _ in range(6):
+                torch.testing.assert_close(call(x), model(x))
+            for arena in inductor._arenas.values():
+                for occupant in list(arena._occupants):
+                    occupant.owner.capture_again()
+    (region,) = backend.report().regions
+    assert region.captures == 3 and region.decision == "graph", region
