@@ -489,3 +489,22 @@ def scaler_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
     """Whether this optimizer's gradients were unscaled in the present step. (2.11, 2.13)"""
     state = scaler._per_optimizer_states.get(id(optimizer))
     return bool(state and state["found_inf_per_device"])
+
+
+def cached_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Let autograd ignore one reference to each of these, its holder's, when it asks whether a gradient
+    is nobody else's. (2.11, 2.13)"""
+    torch._C._set_cached_tensors_enabled(True)
+    for tensor in tensors:
+        torch._C._add_cached_tensor(tensor)
+
+
+def uncached_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Undo `cached_tensors`. (2.11, 2.13)"""
+    for tensor in tensors:
+        torch._C._remove_cached_tensor(tensor)
+
+
+def tensor_use_count(tensor: torch.Tensor) -> int:
+    """References to the tensor from C++, its Python object being one. (2.11, 2.13)"""
+    return tensor._use_count()  # type: ignore[attr-defined]

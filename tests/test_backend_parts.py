@@ -28,16 +28,17 @@ class Clock:
 class Stub:
     """A region of which only the costs are real."""
 
-    def __init__(self, phase: str, pair: Pair, copied_bytes: int = 0) -> None:
+    def __init__(self, phase: str, pair: Pair, serves: bool = False) -> None:
         self.clock = Clock()
         self.plain_only = False
-        self.captured_again = 0
-        self.record = RegionRecord(phase, phase, plain_runs=1, copied_bytes=copied_bytes)
+        self.serves = serves
+        self.points: list[tuple[bool, bool]] = []
+        self.record = RegionRecord(phase, phase, plain_runs=1)
         self.choice = Choice(True, lambda: None, self.clock)
         self.pair = pair
         setattr(pair, phase, self)
 
-    def measure(self, way: Any, seconds: float, noise: tuple[float, ...] = (1.0, 1.0, 1.0)) -> None:
+    def measure(self, way: Any, seconds: float, noise: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)) -> None:
         def run(factor: float) -> None:
             self.clock.now += seconds * factor
 
@@ -57,8 +58,8 @@ class Stub:
         if backward is not None and backward is not self and not backward.plain_only:
             backward.give_up("its forward runs without a graph")
 
-    def capture_again(self) -> None:
-        self.captured_again += 1
+    def point(self, pointing: bool, for_good: bool) -> None:
+        self.points.append((pointing, for_good))
 
 
 def both(plain: tuple[float, float], graph: tuple[float, float], **options: Any) -> tuple[Stub, Stub]:
@@ -86,29 +87,32 @@ def test_pair_keeps_what_is_fastest(
     assert [stub.record.decision for stub in both(plain, graph)] == decisions
 
 
-def test_one_slow_run_does_not_decide() -> None:
+def test_slow_runs_do_not_decide() -> None:
     pair = Pair("auto", True)
     stub = Stub("forward", pair)
     stub.measure("plain", 2.0)
-    stub.measure("graph", 1.0, noise=(1.0, 50.0, 1.0))
+    stub.measure("graph", 1.0, noise=(50.0, 1.0, 50.0, 50.0))
     assert stub.record.decision == "graph"
 
 
 @pytest.mark.parametrize(("indirect", "decision"), [(0.5, "graph, indirect"), (1.5, "graph")])
 def test_indirection_is_kept_where_it_is_faster_than_copies(indirect: float, decision: str) -> None:
-    forward, backward = both((4.0, 4.0), (1.0, 1.0), copied_bytes=WORTH_POINTING)
-    assert forward.pair.way == "indirect" and forward.pair.prefer == "device"
-    assert forward.captured_again == 1
+    forward, backward = both((4.0, 4.0), (1.0, 1.0), serves=True)
+    assert forward.pair.way == "indirect"
+    assert forward.points == [(True, False)] and backward.points == []
     for stub in (forward, backward):
         stub.measure("indirect", indirect)
-    assert [s.record.decision for s in (forward, backward)] == [decision, decision]
+    assert forward.record.decision == decision and backward.record.decision == "graph"
     assert forward.pair.way is None
-    assert forward.captured_again == (1 if indirect < 1 else 2)
+    assert forward.points[-1] == (indirect < 1, True)
 
 
 def test_few_copied_bytes_are_not_worth_indirection() -> None:
-    forward, _ = both((4.0, 4.0), (1.0, 1.0), copied_bytes=WORTH_POINTING - 1)
-    assert forward.pair.way is None and forward.pair.prefer is None
+    pair = Pair("auto", True)
+    assert pair.prefer_for(WORTH_POINTING) == "device" and pair.prefer_for(WORTH_POINTING - 1) is None
+    assert Pair("copy", True).prefer_for(10 * WORTH_POINTING) is None
+    assert Pair("host", True).prefer_for(1) == "host"
+    assert Pair("auto", False).prefer_for(10 * WORTH_POINTING) is None  # not measured, not chosen
 
 
 def test_graph_must_save_something() -> None:

@@ -10,13 +10,22 @@ the whole of its capture (`Occupant.keeps`).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from sys import getrefcount
 from typing import NamedTuple
 
 import torch
 
 from pygraph_train.graphs import Engine
-from pygraph_train.torch_internals import borrow_memory, current_cuda_stream, storage_use_count
+from pygraph_train.torch_internals import (
+    borrow_memory,
+    cached_tensors,
+    current_cuda_stream,
+    storage_use_count,
+    tensor_use_count,
+    uncached_tensors,
+)
 
 __all__ = ["Arena", "Block", "Occupant", "block_of"]
 
@@ -34,16 +43,21 @@ class Occupant:
     Args:
         tensors: by output index; tensors with fixed addresses.
         buffers: of those, the ones in input buffers, which belong to this graph alone and not to the pool.
-        watched: output indices whose aliases tell whether anyone still holds the outputs.
+        together: they live and die together, so that one of them tells for all.
         keeps: blocks that were allocated during the whole capture: its replays leave them alone.
         pool: number of the pool that the capture allocated from.
+
+    Attributes:
+        handed: by output index, the tensor objects to hand out, the same ones in every run: making
+            hundreds of new ones would take the host longer than the rest of a replay.
+        sentinel: the output of which every run gets an object of its own, if one tells for all.
     """
 
     def __init__(
         self,
         tensors: dict[int, torch.Tensor],
         buffers: frozenset[int],
-        watched: list[int],
+        together: bool,
         keeps: frozenset[Block],
         pool: int,
     ) -> None:
@@ -54,18 +68,53 @@ class Occupant:
         self.owner: object = None  # who captured it
         self.on_disown: Callable[[], None] | None = None
         self.blocks = frozenset(block_of(t) for i, t in tensors.items() if i not in buffers)
-        self._buffers = buffers
-        self._watched = watched
-        self._count()
+        self.buffers = buffers
+        self.together = together
+        self.sentinel = next(iter(tensors), None) if together else None
+        self._forget: Callable[[], object] = int
+        self._hand_out()
 
-    def _count(self) -> None:
-        seen = {self.tensors[i].untyped_storage()._cdata for i in self._watched}
+    def _hand_out(self) -> None:
+        self._forget()
+        if self.together:
+            self.handed = dict(self.tensors)
+            watched = [self.tensors[self.sentinel]] if self.sentinel is not None else []
+        else:
+            self.handed = {index: t.detach() for index, t in self.tensors.items()}
+            watched = list(self.tensors.values())
+        self._objects = [] if self.together else list(self.handed.values())
+        self._own_references = 0  # counted before the first run
+        # autograd must not take our own reference for a reason to copy a gradient instead of keeping it
+        cached_tensors(self._objects)
+        self._forget = weakref.finalize(self, uncached_tensors, self._objects)
         # how many references are our own: more than that, and somebody holds an alias
-        self._counts = [(address, storage_use_count(address)) for address in seen]
+        self._counts = [
+            (address, storage_use_count(address)) for address in {t.untyped_storage()._cdata for t in watched}
+        ]
 
     def alive(self) -> bool:
         """Whether anyone but this graph still holds an output of its last replay."""
-        return any(storage_use_count(address) > own for address, own in self._counts)
+        for address, own in self._counts:
+            if storage_use_count(address) > own:
+                return True
+        # holders in C++ count apart
+        return bool(self._own_references) and (
+            self._references() > self._own_references or any(tensor_use_count(t) > 1 for t in self._objects)
+        )
+
+    def _references(self) -> int:
+        return sum([getrefcount(t) for t in self._objects])
+
+    def tidy(self) -> None:
+        """Before a replay, when nobody holds an output: take back what users did to the objects."""
+        if not self._own_references:
+            self._own_references = self._references()
+        for t in self._objects:
+            if t.requires_grad or t._backward_hooks is not None:
+                self._hand_out()
+                if self.on_disown is not None:
+                    self.on_disown()
+                return
 
     def in_use_by(self, storages: set[int]) -> bool:
         """Whether one of these storages (their `_cdata`) is the memory of an output of this graph."""
@@ -76,9 +125,9 @@ class Occupant:
         if self.owned:
             self.owned = False
             self.tensors = {
-                index: t if index in self._buffers else borrow_memory(t) for index, t in self.tensors.items()
+                index: t if index in self.buffers else borrow_memory(t) for index, t in self.tensors.items()
             }
-            self._count()
+            self._hand_out()
             if self.on_disown is not None:
                 self.on_disown()
 

@@ -22,11 +22,11 @@ class Handing:
 
     Args:
         in_place: output indices that may be handed out where the graph writes them; others are copied.
-        reusable: of those, the ones whose tensor object may be handed out again and again.
+        together: those live and die together, and nobody changes them: what a forward saves.
     """
 
     in_place: frozenset[int]
-    reusable: frozenset[int]
+    together: bool
 
 
 class RegionCapture:
@@ -36,7 +36,8 @@ class RegionCapture:
         graph: reads and writes the addresses below.
         inputs: the inputs during the capture.
         buffers: by index, fixed buffers that stood for inputs during the capture: copied into.
-        served: by index, the position of inputs whose addresses are rewritten instead.
+        served: by index, the position of inputs whose addresses may be rewritten instead.
+        spare: by index, buffers for the served, where the graph reads them while `pointing` is False.
         mutated: inputs that the region writes to.
         result: what the region returned during the capture.
         handing: how outputs are handed out.
@@ -50,6 +51,7 @@ class RegionCapture:
         inputs: Sequence[Any],
         buffers: Mapping[int, torch.Tensor],
         served: Mapping[int, int],
+        spare: Mapping[int, torch.Tensor],
         mutated: frozenset[int],
         result: Sequence[Any],
         handing: Handing,
@@ -62,16 +64,51 @@ class RegionCapture:
         tensors = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)]
         self.fixed = tuple(i for i in tensors if i not in buffers and i not in served)
         self.addresses = [inputs[i].data_ptr() for i in self.fixed]
+        self._served = tuple(served.items())
+        self._spare = dict(spare)
+        self.pointing = not spare
+        self.served_at = [inputs[i].data_ptr() for i in served]
+        self._own = dict(buffers)
+        self._mutated = mutated
+        self._arrange_buffers()
+        self._aligned: dict[int, torch.Tensor] = {}  # copies of inputs that came misaligned
+        self.patched = 0
+        self._sort_outputs(inputs, buffers, result, handing, keeps, pool)
+
+    def _arrange_buffers(self) -> None:
+        buffers = self._own if self.pointing else {**self._own, **self._spare}
         self.copied_bytes = sum(t.nbytes for t in buffers.values())
         self._copied = [i for i, t in buffers.items() if t.numel()]
         self._buffers = [span(buffers[i]) if _overlaps(buffers[i]) else buffers[i] for i in self._copied]
         self._spans = any(_overlaps(t) for t in buffers.values())
-        self._write_back = tuple((i, buffers[i]) for i in sorted(mutated & buffers.keys()))
-        self._served = tuple(served.items())
-        self.served_at = [inputs[i].data_ptr() for i in served]
-        self._aligned: dict[int, torch.Tensor] = {}  # copies of inputs that came misaligned
-        self.patched = 0
-        self._sort_outputs(inputs, buffers, result, handing, keeps, pool)
+        self._write_back = tuple((i, buffers[i]) for i in sorted(self._mutated & buffers.keys()))
+
+    @property
+    def serves(self) -> bool:
+        """Whether some inputs can be read where they are."""
+        return bool(self._served)
+
+    def point(self, pointing: bool, for_good: bool = False) -> None:
+        """Read served inputs where they are, or copy them into buffers.
+
+        Args:
+            pointing: which of the two.
+            for_good: it stays so: release the buffers, or the means to rewrite addresses.
+        """
+        if self._served and pointing != self.pointing:
+            self.pointing = pointing
+            graph: Any = self.graph
+            if not pointing:
+                graph.retarget({position: self._spare[i] for i, position in self._served})
+            self.served_at = []  # wherever the next ones are, the graph does not read there yet
+            self._arrange_buffers()
+        if for_good and pointing:
+            self._spare.clear()
+        elif for_good:
+            self._own |= self._spare
+            self._spare.clear()
+            self._served = ()
+            self._arrange_buffers()
 
     def _sort_outputs(
         self,
@@ -90,8 +127,6 @@ class RegionCapture:
         self._passed: list[tuple[int, int]] = []
         self._viewed: list[tuple[int, int, Any]] = []
         self._copies: list[tuple[int, torch.Tensor]] = []
-        self._aliases: list[int] = []
-        self._reusable = handing.reusable
         tensors: dict[int, torch.Tensor] = {}
         for index, output in enumerate(result):
             if not isinstance(output, torch.Tensor):
@@ -100,6 +135,8 @@ class RegionCapture:
             owner = same_memory.get(block_of(output))
             if id(output) in same_object:
                 self._passed.append((index, same_object[id(output)]))
+            elif owner is not None and owner in self.fixed:
+                self._template[index] = output  # its memory is where it was, or this graph does not run
             elif owner is not None and inputs[owner].dtype == output.dtype:
                 offset = output.storage_offset() - inputs[owner].storage_offset()
                 self._viewed.append((index, owner, (tuple(output.size()), tuple(output.stride()), offset)))
@@ -107,22 +144,16 @@ class RegionCapture:
                 self._copies.append((index, output))
             else:
                 tensors[index] = output
-                if index in handing.reusable:
-                    self._template[index] = output
-                else:
-                    self._aliases.append(index)
         self._shared = _share(self._copies)
-        # Reusable outputs live and die together: one alias tells for all of them.
-        self._aliases += [i for i in tensors if i in handing.reusable][:1]
         in_buffers = frozenset(i for i, t in tensors.items() if block_of(t) in own_buffers)
-        self.occupant = Occupant(tensors, in_buffers, list(self._aliases), keeps, pool)
+        self.occupant = Occupant(tensors, in_buffers, handing.together, keeps, pool)
         self.occupant.on_disown = self._follow_occupant
+        self._follow_occupant()
 
     def _follow_occupant(self) -> None:
-        """The memory went back to the pool: hand out tensors that do not own it."""
-        for index, tensor in self.occupant.tensors.items():
-            if index in self._reusable:
-                self._template[index] = tensor
+        """Hand out the tensors that the occupant has now."""
+        for index, tensor in self.occupant.handed.items():
+            self._template[index] = tensor
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether every input that the graph reads in place is where it was."""
@@ -134,6 +165,7 @@ class RegionCapture:
             self._fill_buffers(inputs)
         if self._served:
             self._point(inputs)
+        self.occupant.tidy()
         outputs = self._template.copy()
         for index, source in self._passed:
             outputs[index] = inputs[source]
@@ -148,9 +180,8 @@ class RegionCapture:
         del in_place
         for target, buffer in written:
             span(target).copy_(span(buffer))
-        tensors = self.occupant.tensors
-        for index in self._aliases:
-            outputs[index] = tensors[index].detach()
+        if self.occupant.sentinel is not None:
+            outputs[self.occupant.sentinel] = self.occupant.tensors[self.occupant.sentinel].detach()
         if self._shared:
             _copy_shared(self._copies, outputs)
         else:
@@ -171,7 +202,8 @@ class RegionCapture:
         """Let the graph read its served inputs where they are in this run."""
         addresses = [inputs[i].data_ptr() for i, _ in self._served]
         self.patched = 0
-        if addresses == self.served_at and not self._aligned:
+        if not self.pointing or (addresses == self.served_at and not self._aligned):
+            self.served_at = addresses
             return
         graph: Any = self.graph
         self._aligned.clear()
@@ -180,7 +212,8 @@ class RegionCapture:
             if not graph.accepts(position, tensor):  # kernels rely on the alignment of the capture
                 changes[position] = self._aligned[position] = copy_elsewhere(tensor)
         graph.retarget(changes)
-        self.patched = sum(a != b for a, b in zip(addresses, self.served_at, strict=True))
+        before = self.served_at or [0] * len(addresses)
+        self.patched = sum(a != b for a, b in zip(addresses, before, strict=True))
         self.served_at = addresses
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ T = TypeVar("T")
 
 Way = Literal["plain", "graph", "indirect"]
 
-SAMPLES = 3
+SAMPLES = 4
 TOLERANCE = 1.01  # a graph may take this much longer: noise
 GAIN = 0.02  # least share of the run that a graph must save on the device or on the host
 
@@ -69,11 +68,11 @@ class Choice:
         return result
 
     def cost(self, way: Way) -> Cost | None:
-        """The median, once there are enough samples."""
+        """The fastest run, once there are enough samples: whatever disturbs a run makes it slower."""
         costs = self._costs[way]
         if len(costs) < self.samples:
             return None
-        return Cost(statistics.median(c.total for c in costs), statistics.median(c.host for c in costs))
+        return Cost(min(c.total for c in costs), min(c.host for c in costs))
 
     def __getitem__(self, way: Way) -> Cost:
         cost = self.cost(way)
@@ -81,7 +80,7 @@ class Choice:
         return cost
 
     def to_dict(self) -> dict[str, Any]:
-        """Medians in microseconds, by way, as far as they were measured."""
+        """Costs in microseconds, by way, as far as they were measured."""
         return {
             way: {"total_us": round(cost.total * 1e6, 1), "host_us": round(cost.host * 1e6, 1)}
             for way in self._costs

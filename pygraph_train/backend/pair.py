@@ -22,7 +22,6 @@ class Pair:
         measure: whether ways of running are compared.
 
     Attributes:
-        prefer: what rewrites the addresses of moving inputs; None copies them.
         way: what a replay measures just now; None when all is decided.
         handed_over: names of what the transformed forward saves on the device instead of the CPU.
     """
@@ -30,14 +29,19 @@ class Pair:
     def __init__(self, indirection: str, measure: bool) -> None:
         self.forward: Region | None = None
         self.backward: Region | None = None
-        self.prefer: Literal["device", "host"] | None = None
-        if indirection == "device":
-            self.prefer = "device"
-        elif indirection == "host":
-            self.prefer = "host"
-        self.way: Way | None = "graph" if measure else None
         self.handed_over: tuple[str, ...] = ()
-        self._try_indirection = indirection == "auto"
+        self.way: Way | None = "graph" if measure else None
+        self._indirection = indirection
+        if indirection == "auto" and not measure:
+            self._indirection = "copy"
+
+    def prefer_for(self, nbytes: int) -> Literal["device", "host"] | None:
+        """What should rewrite the addresses of inputs of that size; None copies them."""
+        if self._indirection == "auto":
+            return "device" if nbytes >= WORTH_POINTING else None
+        if self._indirection == "device":
+            return "device"
+        return "host" if self._indirection == "host" else None
 
     def settle(self) -> None:
         """Decide, once everything that belongs together was measured."""
@@ -66,23 +70,28 @@ class Pair:
         kept = [r for r in regions if not r.plain_only]
         for region in kept:
             region.decide("graph", choose(region.choice["plain"], region.choice["graph"])[1])
-        moved = sum(r.record.copied_bytes for r in kept)
         self.way = None
-        if kept and self._try_indirection and moved >= WORTH_POINTING:
-            self.way, self.prefer = "indirect", "device"
-            for region in kept:
-                region.capture_again()
+        serving = [r for r in kept if r.serves]
+        if serving and self._indirection == "auto":
+            self.way = "indirect"
+            for region in serving:
+                region.point(True, for_good=False)
+        else:
+            self._point(kept, self._indirection != "copy", "")
 
     def _choose_indirection(self, regions: list[Region]) -> None:
         self.way = None
         copying = sum((r.choice["graph"] for r in regions), Cost(0.0, 0.0))
         pointing = sum((r.choice["indirect"] for r in regions), Cost(0.0, 0.0))
         told = f"{pointing.total * 1e6:.0f} µs with indirection, {copying.total * 1e6:.0f} µs with copies"
-        if pointing.total < copying.total:
-            for region in regions:
-                region.decide("graph, indirect", told)
-            return
-        self.prefer = None
+        better = pointing.total < copying.total
+        self._indirection = "device" if better else "copy"
+        self._point(regions, better, told)
+
+    def _point(self, regions: list[Region], pointing: bool, told: str) -> None:
         for region in regions:
-            region.decide("graph", told)
-            region.capture_again()
+            serves = region.serves
+            region.point(pointing, for_good=True)
+            if told or serves:
+                reason = "; ".join(filter(None, (region.record.reason, told)))
+                region.decide("graph, indirect" if pointing and serves else "graph", reason)

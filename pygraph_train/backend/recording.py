@@ -29,7 +29,8 @@ class Recorded:
         result: what the region returned.
         inputs: what stood for each input during the capture.
         buffers: by index, inputs that are copied into fixed memory before a replay.
-        served: by index, position of inputs whose addresses are rewritten (`IndirectGraph.retarget`).
+        served: by index, position of inputs whose addresses can be rewritten (`IndirectGraph.retarget`).
+        spare: by index, the buffers in which the graph reads these as long as nobody rewrote anything.
         unserved: by index, why an input that moves is copied.
     """
 
@@ -38,6 +39,7 @@ class Recorded:
     inputs: list[Any]
     buffers: dict[int, torch.Tensor]
     served: dict[int, int] = field(default_factory=dict)
+    spare: dict[int, torch.Tensor] = field(default_factory=dict)
     unserved: dict[int, str] = field(default_factory=dict)
 
 
@@ -93,7 +95,7 @@ def record(
             recorded.unserved[index] = "reading from its old address could not be ruled out"
         elif position in indirect.served:
             recorded.served[index] = position
-            del buffers[index]
+            recorded.spare[index] = buffers.pop(index)
         else:
             recorded.unserved[index] = indirect.unserved.get(position, "no node reads it")
     return recorded

@@ -266,11 +266,10 @@ class Region:
         source = self._source(inputs) if self.spec.phase == "backward" else None
         consumed = source.occupant if source is not None else None
         moving = self._moving_inputs(inputs, source)
+        prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
         keeps = arena.before_capture(consumed)
         try:
-            work = record(
-                arena.engine, self._compiled, inputs, moving, consumed, self.spec.mutated, self._pair.prefer
-            )
+            work = record(arena.engine, self._compiled, inputs, moving, consumed, self.spec.mutated, prefer)
         except CaptureError as error:
             self._failed(error.reason, error)
         except torch.OutOfMemoryError as error:
@@ -284,6 +283,7 @@ class Region:
                 work.inputs,
                 work.buffers,
                 work.served,
+                work.spare,
                 self.spec.mutated,
                 work.result,
                 self._handing(len(work.result)),
@@ -292,6 +292,8 @@ class Region:
                 consumes=consumed,
             )
             capture.occupant.owner = self
+            if self._pair.way is None:
+                capture.point(prefer is not None, for_good=True)
             arena.add(capture.occupant)
             key.captures.append(capture)
             self._make_room()
@@ -311,9 +313,8 @@ class Region:
 
     def _handing(self, outputs: int) -> Handing:
         if self.spec.phase == "backward":
-            return Handing(frozenset(range(outputs)) if self._in_place else frozenset(), frozenset())
-        saved = frozenset(range(self.spec.saved_from, outputs))
-        return Handing(saved, saved)
+            return Handing(frozenset(range(outputs)) if self._in_place else frozenset(), together=False)
+        return Handing(frozenset(range(self.spec.saved_from, outputs)), together=True)
 
     def _note(self, capture: RegionCapture, unserved: dict[int, str]) -> None:
         row = self.record
@@ -324,7 +325,7 @@ class Region:
         if self._pair.way is not None:
             row.decision = "measuring"
         elif not row.settled:
-            row.decision = "graph" if self._pair.prefer is None else "graph, indirect"
+            row.decision = "graph, indirect" if capture.serves and capture.pointing else "graph"
 
     # ------------------------------------------------------------------ decisions
 
@@ -342,6 +343,18 @@ class Region:
         if self.spec.phase == "forward" and backward is not None and not backward.plain_only:
             backward.give_up("its forward runs without a graph")
         logger.info("pygraph: %s runs without a CUDA graph: %s", self.spec.name, reason)
+
+    @property
+    def serves(self) -> bool:
+        """Whether a graph of this region can read moving inputs where they are."""
+        return any(capture.serves for key in self._keys.values() for capture in key.captures)
+
+    def point(self, pointing: bool, for_good: bool) -> None:
+        """See `RegionCapture.point`, for all graphs."""
+        for key in self._keys.values():
+            for capture in key.captures:
+                capture.point(pointing, for_good)
+                self.record.copied_bytes = capture.copied_bytes
 
     def capture_again(self) -> None:
         """Close every graph; the next runs capture anew."""
