@@ -69,14 +69,14 @@ def _compile_options(mode: str, device: torch.device) -> dict[str, Any] | None:
 def measure(model: str, mode: str, args: argparse.Namespace) -> list[Row]:
     """One row a kind of iteration. A crash or a time-out is part of a row, never raised."""
     reason = _skip_reason(mode, args.device)
-    names = {"model": model, "mode": mode}
+    names = {"model": model, "mode": mode, "caches": args.caches}
     rows: list[Row] = [{**names, "kind": kind, "error": None, "skipped": reason} for kind in args.kinds]
     if reason:
         return rows
     started = time.perf_counter()
     left = list(rows)
     try:
-        with time_limit(args.timeout_s), cold_caches(args.device):
+        with time_limit(args.timeout_s), cold_caches(args.device if args.caches == "cold" else "cpu"):
             forget(args.device)
             _measure(model, mode, args, left)
     except WorkloadUnavailable as unavailable:
@@ -190,13 +190,14 @@ def measure_here(model: str, modes: Sequence[str], args: argparse.Namespace) -> 
     """All `modes` in this process. Ends early when the CUDA context is lost."""
     if args.compile_warmup and any(MODES[mode] is not None for mode in modes):
         warm_compiler(model, args.device)
-    for mode in modes:
-        rows = measure(model, mode, args)
-        for row in rows:
-            print(_line(row), flush=True)
-        yield rows
-        if _lost_device(args.device):
-            return
+    with cold_caches(args.device if args.caches == "shared" else "cpu"):
+        for mode in modes:
+            rows = measure(model, mode, args)
+            for row in rows:
+                print(_line(row), flush=True)
+            yield rows
+            if _lost_device(args.device):
+                return
 
 
 def measure_apart(model: str, modes: Sequence[str], args: argparse.Namespace) -> Iterator[list[Row]]:
@@ -226,7 +227,7 @@ def _child(model: str, modes: Sequence[str], args: argparse.Namespace) -> tuple[
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         own = {"models": model, "modes": ",".join(modes), "kinds": ",".join(args.kinds), "child": path}
-        same = ("scale", "device", "windows", "window_s", "timeout_s", "compile_warmup")
+        same = ("scale", "device", "windows", "window_s", "timeout_s", "compile_warmup", "caches")
         own |= {name: getattr(args, name) for name in same}
         options = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
         command = [sys.executable, "-m", "benchmarks.backend_step", *options]
@@ -270,6 +271,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--timeout-s", type=int, default=300, help="limit of one mode; 0: none")
     parser.add_argument("--compile-warmup", type=int, choices=(0, 1), help="compile the tiny scale first")
+    parser.add_argument(
+        "--caches",
+        choices=("cold", "shared"),
+        default="cold",
+        help="shared: the modes of a workload share compiled kernels; saves time, no compile times compared",
+    )
     parser.add_argument("--in-process", action="store_true", help="no process for each workload")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each mode")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)

@@ -21,7 +21,7 @@ TARGETS = {
     "speedup": ("geometric mean over reduce-overhead", ">=", 1.29),
     "worst": ("worst against the better of default and reduce-overhead", ">=", 0.98),
     "memory": ("worst reserved memory over default", "<=", 1.02),
-    "compile": ("worst compile time over default", "<=", 1.3),
+    "settle": ("worst time to compile and choose over default", "<=", 1.3),
     **{f"coverage_{model}": (f"{model}: kernels in graphs", ">=", 0.99) for model in COVERED},
 }
 
@@ -48,6 +48,7 @@ def _entry(by_mode: dict[str, Row], model: str, kind: str, *, device: str) -> di
     def ratio(above: float | None, below: float | None) -> float | None:
         return above / below if device == "cuda" and above is not None and below else None
 
+    comparable = all(row.get("caches") != "shared" for row in by_mode.values())
     times = {mode: row.get("ms") for mode, row in by_mode.items()}
     baseline = "reduce-overhead" if times.get("reduce-overhead") else _fastest(times, UNGRAPHED)
     best = _fastest(times, COMPETITORS)
@@ -64,6 +65,8 @@ def _entry(by_mode: dict[str, Row], model: str, kind: str, *, device: str) -> di
         "pygraph_over_busy": ratio(ours, value("default", "busy_ms")),
         **{
             f"{key}_ratio": ratio(value("pygraph", name), value("default", name))
+            if comparable or key not in ("compile", "settle")
+            else None
             for key, name in (
                 ("memory", "reserved_mib"),
                 ("allocated", "allocated_mib"),
@@ -114,6 +117,7 @@ def _totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "memory_mean": _mean(memory),
         "compile": max(compile_time.values(), default=None),
         "compile_mean": _mean(compile_time),
+        "settle": max(settle.values(), default=None),
         "settle_mean": _mean(settle),
         **{f"coverage_{model}": covered.get(model) for model in COVERED},
     }
