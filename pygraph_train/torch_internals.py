@@ -319,6 +319,7 @@ class TracedGraph(NamedTuple):
     phase: Literal["forward", "backward", "inference"]
     static: frozenset[int]
     mutated: frozenset[int]
+    mutations: int
     saved_from: int
 
 
@@ -387,10 +388,13 @@ def compile_with_aten(
 def _traced(gm: torch.fx.GraphModule, phase: Any, static: frozenset[int]) -> TracedGraph:
     outputs = next(n for n in gm.graph.nodes if n.op == "output").args[0]
     context = torch._guards.TracingContext.try_get()
-    saved_from = len(outputs)
-    if phase == "forward" and context is not None and context.fw_metadata is not None:
-        saved_from = context.fw_metadata.num_forward_returns
-    return TracedGraph(phase, static, _mutated_inputs(gm), saved_from)
+    saved_from, mutations = len(outputs), 0
+    metadata = context.fw_metadata if context is not None else None
+    if phase != "backward" and metadata is not None:
+        mutations = metadata.num_mutated_inp_runtime_indices
+    if phase == "forward" and metadata is not None:
+        saved_from = metadata.num_forward_returns
+    return TracedGraph(phase, static, _mutated_inputs(gm), mutations, saved_from)
 
 
 def _mutated_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:
@@ -494,13 +498,20 @@ def scaler_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 def cached_tensors(tensors: Sequence[torch.Tensor]) -> None:
     """Let autograd ignore one reference to each of these, its holder's, when it asks whether a gradient
     is nobody else's. (2.11, 2.13)"""
-    torch._C._set_cached_tensors_enabled(True)
+    keep_cached_tensors()
     for tensor in tensors:
         torch._C._add_cached_tensor(tensor)
 
 
+def keep_cached_tensors() -> None:
+    """Switch the mechanism of `cached_tensors` on again: a reset of torch's CUDA graph trees, also one of
+    dead objects at any time, switches it off for all. (2.11, 2.13)"""
+    torch._C._set_cached_tensors_enabled(True)
+
+
 def uncached_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Undo `cached_tensors`. (2.11, 2.13)"""
+    """Undo `cached_tensors`, also where torch has switched the mechanism off since. (2.11, 2.13)"""
+    keep_cached_tensors()
     for tensor in tensors:
         torch._C._remove_cached_tensor(tensor)
 
@@ -508,3 +519,36 @@ def uncached_tensors(tensors: Sequence[torch.Tensor]) -> None:
 def tensor_use_count(tensor: torch.Tensor) -> int:
     """References to the tensor from C++, its Python object being one. (2.11, 2.13)"""
     return tensor._use_count()  # type: ignore[attr-defined]
+
+
+def dynamo_region_config() -> AbstractContextManager[None]:
+    """Compile so that module hooks registered later are noticed, and for every caller (torch 2.11, 2.13).
+
+    The limit counts what all callers compiled of one function, and those that are gone.
+    """
+    import torch._dynamo.config as config
+
+    return config.patch(skip_nnmodule_hook_guards=False, recompile_limit=64)
+
+
+def dynamo_restart() -> type[BaseException]:
+    """What a compile backend lets pass so that Dynamo traces again with what was learned (torch 2.11, 2.13)."""
+    return torch._dynamo.exc.RestartAnalysis
+
+
+def compiled_call(module: torch.nn.Module) -> Any:
+    """What a call of `module` runs instead of its hooks and forward, None when nothing (`Module.compile`)."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
+    """Have calls of `module` run `call`; None undoes it (torch 2.11, 2.13)."""
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)  # the class has None
+    else:
+        module.__dict__["_compiled_call_impl"] = call
+
+
+def uncompiled_call(module: torch.nn.Module) -> Any:
+    """Its hooks and forward, as they run without `Module.compile`."""
+    return module._call_impl

@@ -22,6 +22,7 @@ from pygraph_train.torch_internals import (
     borrow_memory,
     cached_tensors,
     current_cuda_stream,
+    keep_cached_tensors,
     storage_use_count,
     tensor_use_count,
     uncached_tensors,
@@ -43,7 +44,8 @@ class Occupant:
     Args:
         tensors: by output index; tensors with fixed addresses.
         buffers: of those, the ones in input buffers, which belong to this graph alone and not to the pool.
-        together: they live and die together, so that one of them tells for all.
+        together: of those, what a forward saves: nobody changes it, and it lives and dies together, so
+            that one of them tells for all.
         keeps: blocks that were allocated during the whole capture: its replays leave them alone.
         pool: number of the pool that the capture allocated from.
 
@@ -57,7 +59,7 @@ class Occupant:
         self,
         tensors: dict[int, torch.Tensor],
         buffers: frozenset[int],
-        together: bool,
+        together: frozenset[int],
         keeps: frozenset[Block],
         pool: int,
     ) -> None:
@@ -70,19 +72,15 @@ class Occupant:
         self.blocks = frozenset(block_of(t) for i, t in tensors.items() if i not in buffers)
         self.buffers = buffers
         self.together = together
-        self.sentinel = next(iter(tensors), None) if together else None
+        self.sentinel = next((i for i in tensors if i in together), None)
         self._forget: Callable[[], object] = int
         self._hand_out()
 
     def _hand_out(self) -> None:
         self._forget()
-        if self.together:
-            self.handed = dict(self.tensors)
-            watched = [self.tensors[self.sentinel]] if self.sentinel is not None else []
-        else:
-            self.handed = {index: t.detach() for index, t in self.tensors.items()}
-            watched = list(self.tensors.values())
-        self._objects = [] if self.together else list(self.handed.values())
+        self.handed = {i: t if i in self.together else t.detach() for i, t in self.tensors.items()}
+        watched = [t for i, t in self.tensors.items() if i not in self.together or i == self.sentinel]
+        self._objects = [t for i, t in self.handed.items() if i not in self.together]
         self._own_references = 0  # counted before the first run
         # autograd must not take our own reference for a reason to copy a gradient instead of keeping it
         cached_tensors(self._objects)
@@ -107,6 +105,9 @@ class Occupant:
 
     def tidy(self) -> None:
         """Before a replay, when nobody holds an output: take back what users did to the objects."""
+        if not self._objects:
+            return
+        keep_cached_tensors()
         if not self._own_references:
             self._own_references = self._references()
         for t in self._objects:

@@ -22,11 +22,11 @@ class Handing:
 
     Args:
         in_place: output indices that may be handed out where the graph writes them; others are copied.
-        together: those live and die together, and nobody changes them: what a forward saves.
+        together: those that live and die together, and that nobody changes: what a forward saves.
     """
 
     in_place: frozenset[int]
-    together: bool
+    together: frozenset[int]
 
 
 class RegionCapture:

@@ -70,6 +70,7 @@ def _region(
         traced.phase,
         traced.static | frozenset(changed.staged),
         traced.mutated,
+        traced.mutations,
         traced.saved_from,
         record.where,
     )

@@ -44,6 +44,7 @@ class RegionSpec:
         phase: "forward" saves activations for a "backward"; "inference" does not.
         static: inputs expected at the same addresses: parameters, buffers, what the forward saved.
         mutated: inputs that the region writes to.
+        mutations: so many outputs at the front are new values of inputs, for AOTAutograd to copy there.
         saved_from: outputs from this index on go to the backward only (len(outputs) for "inference").
         where: `file:line` of the user's code, or None.
     """
@@ -52,6 +53,7 @@ class RegionSpec:
     phase: Phase
     static: frozenset[int]
     mutated: frozenset[int]
+    mutations: int
     saved_from: int
     where: str | None
 
@@ -312,9 +314,12 @@ class Region:
         ]
 
     def _handing(self, outputs: int) -> Handing:
+        nothing: frozenset[int] = frozenset()
         if self.spec.phase == "backward":
-            return Handing(frozenset(range(outputs)) if self._in_place else frozenset(), together=False)
-        return Handing(frozenset(range(self.spec.saved_from, outputs)), together=True)
+            return Handing(frozenset(range(outputs)) if self._in_place else nothing, nothing)
+        saved = frozenset(range(self.spec.saved_from, outputs))
+        # the new values of mutated inputs are read at once by the one who mutates them
+        return Handing(saved | frozenset(range(self.spec.mutations)), saved)
 
     def _note(self, capture: RegionCapture, unserved: dict[int, str]) -> None:
         row = self.record
