@@ -284,9 +284,8 @@ def hook_registrations() -> int:
     return RemovableHandle.next_id
 
 
-def storage_use_count(storage: int) -> int:
-    """References to the storage whose `_cdata` is given. (2.11, 2.13)"""
-    return torch._C._storage_Use_Count(storage)
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""References to the storage whose `_cdata` is given. (2.11, 2.13)"""
 
 
 def borrow_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,7 +309,6 @@ def reinterpret_tensor(
 def backward_keeps_graph() -> bool:
     """Whether the backward that runs in this thread was called with retain_graph=True. (2.11, 2.13)"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
-
 
 
 class TracedGraph(NamedTuple):
@@ -516,9 +514,8 @@ def uncached_tensors(tensors: Sequence[torch.Tensor]) -> None:
         torch._C._remove_cached_tensor(tensor)
 
 
-def tensor_use_count(tensor: torch.Tensor) -> int:
-    """References to the tensor from C++, its Python object being one. (2.11, 2.13)"""
-    return tensor._use_count()  # type: ignore[attr-defined]
+tensor_use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+"""References to the tensor from C++, its Python object being one. (2.11, 2.13)"""
 
 
 def dynamo_region_config() -> AbstractContextManager[None]:

@@ -68,7 +68,7 @@ class Occupant:
         self.pool = pool
         self.owned = True
         self.owner: object = None  # who captured it
-        self.on_disown: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] | None = None
         self.blocks = frozenset(block_of(t) for i, t in tensors.items() if i not in buffers)
         self.buffers = buffers
         self.together = together
@@ -81,40 +81,40 @@ class Occupant:
         self.handed = {i: t if i in self.together else t.detach() for i, t in self.tensors.items()}
         watched = [t for i, t in self.tensors.items() if i not in self.together or i == self.sentinel]
         self._objects = [t for i, t in self.handed.items() if i not in self.together]
-        self._own_references = 0  # counted before the first run
+        self._own_references = 0
         # autograd must not take our own reference for a reason to copy a gradient instead of keeping it
         cached_tensors(self._objects)
         self._forget = weakref.finalize(self, uncached_tensors, self._objects)
+        if self.on_change is not None:
+            self.on_change()  # lets go of the objects of before, so that they are not counted
+            self._own_references = self._references()
+        self._storages = sorted({t.untyped_storage()._cdata for t in watched})
         # how many references are our own: more than that, and somebody holds an alias
-        self._counts = [
-            (address, storage_use_count(address)) for address in {t.untyped_storage()._cdata for t in watched}
-        ]
+        self._own_counts = list(map(storage_use_count, self._storages))
 
     def alive(self) -> bool:
         """Whether anyone but this graph still holds an output of its last replay."""
-        for address, own in self._counts:
-            if storage_use_count(address) > own:
-                return True
+        if list(map(storage_use_count, self._storages)) != self._own_counts:
+            return True
+        if not self._own_references:  # it never ran
+            return False
         # holders in C++ count apart
-        return bool(self._own_references) and (
-            self._references() > self._own_references or any(tensor_use_count(t) > 1 for t in self._objects)
-        )
+        held = sum(map(tensor_use_count, self._objects)) > len(self._objects)
+        return held or self._references() > self._own_references
 
     def _references(self) -> int:
-        return sum([getrefcount(t) for t in self._objects])
+        return sum(map(getrefcount, self._objects))
 
     def tidy(self) -> None:
         """Before a replay, when nobody holds an output: take back what users did to the objects."""
         if not self._objects:
             return
         keep_cached_tensors()
-        if not self._own_references:
+        if not self._own_references:  # counted before the first run
             self._own_references = self._references()
         for t in self._objects:
             if t.requires_grad or t._backward_hooks is not None:
                 self._hand_out()
-                if self.on_disown is not None:
-                    self.on_disown()
                 return
 
     def in_use_by(self, storages: set[int]) -> bool:
@@ -129,8 +129,6 @@ class Occupant:
                 index: t if index in self.buffers else borrow_memory(t) for index, t in self.tensors.items()
             }
             self._hand_out()
-            if self.on_disown is not None:
-                self.on_disown()
 
 
 class Arena:
@@ -188,13 +186,17 @@ class Arena:
         Returns:
             The blocks that stay allocated during the whole capture.
         """
+        if not self.engine.shares_memory:
+            return frozenset()
         for occupant in self._occupants:
             if occupant is consumed or not occupant.alive():
                 occupant.disown()
         if any(o.alive() and not o.owned and o is not consumed and o.pool == self.pool for o in self._active):
             self.engine.fresh_pool()
             self.pool += 1
-        return frozenset(b for o in self._occupants if o.owned and o.pool == self.pool for b in o.blocks)
+        # also those of closed graphs whose outputs somebody still holds
+        holders = {id(o): o for o in (*self._occupants, *self._active)}.values()
+        return frozenset(b for o in holders if o.owned and o.pool == self.pool for b in o.blocks)
 
     def add(self, occupant: Occupant) -> None:
         self._occupants.append(occupant)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from pygraph_train.graphs.memory import copy_elsewhere, span
 from pygraph_train.torch_internals import reinterpret_tensor
 
 __all__ = ["Handing", "RegionCapture"]
+
+_address = torch.Tensor.data_ptr
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ class RegionCapture:
         self.consumes = consumes
         tensors = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)]
         self.fixed = tuple(i for i in tensors if i not in buffers and i not in served)
+        # one call in C for hundreds of parameters
+        self._pick_fixed: Callable[[Sequence[Any]], Sequence[Any]] = (
+            itemgetter(*self.fixed) if len(self.fixed) > 1 else lambda given: [given[i] for i in self.fixed]
+        )
         self.addresses = [inputs[i].data_ptr() for i in self.fixed]
         self._served = tuple(served.items())
         self._spare = dict(spare)
@@ -147,7 +154,7 @@ class RegionCapture:
         self._shared = _share(self._copies)
         in_buffers = frozenset(i for i, t in tensors.items() if block_of(t) in own_buffers)
         self.occupant = Occupant(tensors, in_buffers, handing.together, keeps, pool)
-        self.occupant.on_disown = self._follow_occupant
+        self.occupant.on_change = self._follow_occupant
         self._follow_occupant()
 
     def _follow_occupant(self) -> None:
@@ -157,7 +164,7 @@ class RegionCapture:
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether every input that the graph reads in place is where it was."""
-        return [inputs[i].data_ptr() for i in self.fixed] == self.addresses
+        return list(map(_address, self._pick_fixed(inputs))) == self.addresses
 
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on `inputs` (emptied as soon as possible) and return the region's outputs."""
@@ -218,7 +225,7 @@ class RegionCapture:
 
     def close(self) -> None:
         """Release the graph. What it handed out stays guarded by the arena."""
-        self.occupant.on_disown = None
+        self.occupant.on_change = None
         self.graph.close()
 
 
