@@ -30,8 +30,20 @@ from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning_log import LogBook, Recorder
 from pygraph_train.integrations.lightning_transfer import overlapped_transfer
+from pygraph_train.selection.arms import (
+    FORWARD_BACKWARD,
+    NOTHING,
+    OPTIMIZER,
+    REGIONS,
+    SEPARATE,
+    SPLIT,
+    WHOLE,
+)
+from pygraph_train.selection.controller import Switch
 from pygraph_train.step.legality import NotLegal, Problem
 from pygraph_train.step.optimizer import OptimizerPreparation
+from pygraph_train.step.optimizer_kernels import unsupported
+from pygraph_train.step.optimizer_trial import OptimizerTrial
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import PyGraphError, Replayed, StepRunner
@@ -52,6 +64,9 @@ _INSIDE_UPDATE = (
 )
 """Hooks between backward and the optimizer: overridden, they split the step there."""
 
+_CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+"""Those of them that clip."""
+
 _KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
@@ -63,6 +78,7 @@ class PyGraphCallback(Callback):
 
     Args:
         config: options; the defaults suit most runs.
+        on_decision: called with a `Switch` (step, arm, before, why) when a plan is chosen or changed.
         **overrides: single options, as `PyGraphCallback(compile=False)`.
 
     Raises:
@@ -71,10 +87,18 @@ class PyGraphCallback(Callback):
             `engine="cuda"` without a CUDA device.
     """
 
-    def __init__(self, config: PyGraphConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self,
+        config: PyGraphConfig | None = None,
+        *,
+        on_decision: Callable[[Switch], None] = lambda switch: None,
+        **overrides: Any,
+    ) -> None:
         self.config = PyGraphConfig.of(config, overrides)
+        self._on_decision = on_decision
         self._report = StepReport()
         self._step: _AutomaticStep | None = None
+        self._logged = -1
 
     def report(self) -> StepReport:
         """What became of the training steps so far. Prints as a table."""
@@ -95,7 +119,7 @@ class PyGraphCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Optimizers exist and checkpoints are restored: take over the optimization of batches."""
-        self._report = StepReport()
+        self._report, self._logged = StepReport(), -1
         if disabled_by_environment() or self.config.engine == "off":
             self._report.note("graphs are off: training ran as it is")
             return
@@ -111,9 +135,31 @@ class PyGraphCallback(Callback):
             self._report.note("no CUDA device: training ran as it is (engine='emulated' shows the mechanism)")
             return
         program = _LightningProgram(trainer, pl_module)
-        runner = StepRunner(program, self.config, engine, self._report, lambda: _steps_left(trainer))
+        runner = StepRunner(
+            program,
+            self.config,
+            engine,
+            self._report,
+            lambda: _steps_left(trainer),
+            announce=lambda text: _announce(trainer, text),
+            on_decision=self._on_decision,
+        )
         self._step = _AutomaticStep(trainer, pl_module, program, runner)
         self._step.attach()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Tell the loggers, as often as the Trainer tells them anything."""
+        if not trainer.loggers or not self._report.measured:
+            return
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if step == self._logged or step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            return
+        self._logged = step
+        metrics = _metrics(self._report)
+        for logger in trainer.loggers if metrics else ():
+            logger.log_metrics(metrics, step=step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give everything back."""
@@ -155,6 +201,10 @@ class _AutomaticStep:
     def attach(self) -> None:
         self._loop.run = self.run  # type: ignore[method-assign]
         self._undo.append(lambda: self._loop.__dict__.pop("run", None))
+        precision = self._trainer.precision_plugin
+        self._lightning_optimizer_step = precision.optimizer_step
+        precision.optimizer_step = self._optimizer_step  # type: ignore[method-assign, assignment]
+        self._undo.append(lambda: precision.__dict__.pop("optimizer_step", None))
         self._undo.append(self._program.book.attach())
         self._undo.append(overlapped_transfer(self._trainer))
 
@@ -199,6 +249,7 @@ class _AutomaticStep:
             self._program.book.start_step()
         outcome = self._runner.step(tuple(kwargs.values()), {}, position, run)
         if not isinstance(outcome, Replayed):
+            self._runner.finish()
             self._program.book.ran()
             return outcome.result
         output, logged = outcome.outputs
@@ -211,9 +262,10 @@ class _AutomaticStep:
             progress.optimizer.step.increment_ready()
             progress.optimizer.step.increment_completed()
         elif position.update:
-            return self._update(output, optimizer, batch_idx, kwargs)
+            output = self._update(output, optimizer, batch_idx, kwargs)
         else:
             self._after_backward(output["loss"])
+        self._runner.finish()
         return output
 
     def _update(
@@ -236,6 +288,27 @@ class _AutomaticStep:
             return output
         result = again.consume_result()  # raises Lightning's error if nobody asked
         return {} if result.loss is None else result.asdict()
+
+    def _optimizer_step(
+        self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """In the place of the precision plugin's: what it does, with the end of it from a graph."""
+        if kwargs or optimizer is not self._program.optimizer or self._loop._skip_backward:
+            return self._lightning_optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if not self._runner.graphs_update:
+
+            def marked() -> Any:
+                result = closure()
+                self._runner.update_begins()
+                return result
+
+            return self._lightning_optimizer_step(optimizer, model=model, closure=marked, **kwargs)
+        result = closure()
+        if result is None:  # the batch is skipped, and plugins differ in what remains to be done
+            return self._lightning_optimizer_step(optimizer, model=model, closure=lambda: result)
+        body = self._program.before_update(optimizer)
+        self._runner.update(body, (self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm))
+        return result
 
     def _observe(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """The first step of an optimizer of another library, as it is: when does it ask for the loss?"""
@@ -384,6 +457,24 @@ class _LightningProgram:
             self._trainer.gradient_clip_algorithm or "norm",  # type: ignore[arg-type]
         )
 
+    def before_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Run what acts between backward and the optimizer. Returns what remains to be done of the phase."""
+        precision = self._precision
+        if self.scaler is not None:  # then nobody acts there, see `why_update_stays_outside`
+            return self._whole_update
+        clips = any(_overridden(self._trainer, self.model, hook) for hook in _CLIPPING)
+        if not clips:
+            precision.clip_gradients = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        try:
+            precision._after_closure(self.model, optimizer)
+        finally:
+            precision.__dict__.pop("clip_gradients", None)
+        return self.update if clips else self._whole_update
+
+    def _whole_update(self) -> None:
+        self.transform_gradients()
+        self.update()
+
     def update(self) -> None:
         assert self.optimizer is not None
         if self.scaler is None:
@@ -394,16 +485,26 @@ class _LightningProgram:
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        for hook in _INSIDE_UPDATE:
-            owner = _overridden(self._trainer, self.model, hook)
-            if owner is not None:
-                return f"{owner} runs in Python on every step"
+        # Lightning steps with a closure, which may be asked for anything
+        if isinstance(preparation, OptimizerTrial):
+            return unsupported(preparation.optimizer)
         if self.scaler is None:
             return None
+        for hook in ("on_before_optimizer_step", *_CLIPPING):
+            owner = _overridden(self._trainer, self.model, hook)
+            if owner is not None:
+                return f"{owner} runs in Python between unscaling and the optimizer's step"
         if not preparation.step_supports_scaler:
             return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
         if self._trainer.gradient_clip_val and not self._unscales_itself:
             return "Lightning does not clip gradients of an optimizer that unscales them in its kernels"
+        return None
+
+    def acts_before_update(self) -> str | None:
+        for hook in _INSIDE_UPDATE:
+            owner = _overridden(self._trainer, self.model, hook)
+            if owner is not None:
+                return f"{owner} runs in Python on every step"
         return None
 
     def abandon(self) -> None:
@@ -474,6 +575,33 @@ def _where(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
         if _overrides(owner, hook) and code is not None:
             return f"{code.co_filename}:{code.co_firstlineno}"
     return None
+
+
+_PLANS = (NOTHING, OPTIMIZER, REGIONS, SEPARATE, FORWARD_BACKWARD, SPLIT, WHOLE)
+_PLAN_NUMBERS = {str(plan): number for number, plan in enumerate(_PLANS)}
+"""Loggers take numbers, higher ones for more in fewer graphs: 0 `F B O`, 1 `F B {O}`, 2 `{F} {B} O`,
+3 `{F} {B} {O}`, 4 `{F B} O`, 5 `{F B} {O}`, 6 `{F B O}`."""
+
+
+def _metrics(report: StepReport) -> dict[str, float]:
+    """What loggers get: nothing that was not measured."""
+    metrics: dict[str, float] = {}
+    last = next((t for arm, t in report.latest.items() if str(arm.plan) == report.plan), None)
+    if last is not None:
+        metrics["pygraph/step_ms"] = last.seconds * 1e3
+        metrics["pygraph/plan"] = float(_PLAN_NUMBERS[report.plan])
+    if report.gpu_idle_fraction is not None:
+        metrics["pygraph/gpu_idle_fraction"] = report.gpu_idle_fraction
+    return metrics
+
+
+def _announce(trainer: Trainer, text: str) -> None:
+    """Say it in the progress bar, where there is one."""
+    bar = trainer.progress_bar_callback
+    if bar is not None and not getattr(bar, "is_disabled", False):
+        bar.print(f"pygraph: {text}")
+    else:
+        log.info("pygraph: %s", text)
 
 
 def _steps_left(trainer: Trainer) -> float | None:

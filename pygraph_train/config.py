@@ -30,10 +30,13 @@ class PyGraphConfig:
 
     Args:
         forward, backward, optimizer: may this phase run from a graph. "off" is obeyed exactly; "auto"
-            decides and notes it in the report; "on" also logs a warning when steps run without a graph.
-        fuse: may adjacent phases share one graph; "on" warns like the phases do.
+            measures while training runs and keeps what is fastest; "on" takes a graph wherever it is legal,
+            and logs a warning when steps run without one. Neither forward nor backward is captured
+            without the other.
+        fuse: may adjacent phases share one graph; "on" is meant like the phases'.
         compile: use Inductor's kernels inside the graphs. "auto" compiles when the training steps left
-            make up for the compile time. False captures eager kernels: no compile time.
+            make up for the compile time; where their number is unknown, it is taken to be as large as the
+            number of steps made. False captures eager kernels: no compile time.
         warmup_steps: training steps run without a graph before the first capture (>= 2; at least 11
             under DistributedDataParallel).
         max_signatures: captures kept; the least recently used one is released (>= 1).
@@ -44,7 +47,8 @@ class PyGraphConfig:
             tests and for seeing the mechanism; it is slower than plain training); "off" does nothing;
             "auto" is "cuda" where there is a CUDA device and "off" elsewhere.
         on_failure: "fallback" goes on without the graph and says why in the report; "raise" raises.
-        cache_dir: decisions kept between runs (unused so far).
+        cache_dir: a directory where decisions are kept: the next run of the same model, signature, GPU,
+            driver and versions starts with the winner and only verifies it. None keeps nothing.
 
     Raises:
         ValueError: an option has a value that is not allowed, or options contradict each other. The
@@ -85,6 +89,11 @@ class PyGraphConfig:
                 raise ValueError(
                     f"PyGraphConfig.fuse='on' contradicts {', '.join(f'{p}={chr(39)}off{chr(39)}' for p in off)}: "
                     "a fused step holds every phase"
+                )
+        for one, other in (("forward", "backward"), ("backward", "forward")):
+            if getattr(self, one) == "on" and getattr(self, other) == "off":
+                raise ValueError(
+                    f"PyGraphConfig.{one}='on' contradicts {other}='off': neither is captured without the other"
                 )
 
     @classmethod

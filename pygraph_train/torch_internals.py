@@ -303,7 +303,8 @@ def reinterpret_tensor(
 ) -> torch.Tensor:
     """A tensor over the same storage that autograd does not take for a view; `offset` counts from the
     tensor's own first element. (2.11, 2.13)"""
-    return torch._C._dynamo.guards._reinterpret_tensor(tensor, tuple(size), tuple(stride), offset)
+    reinterpret = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+    return reinterpret(tensor, tuple(size), tuple(stride), offset)
 
 
 def backward_keeps_graph() -> bool:

@@ -58,3 +58,26 @@ def test_host_cost(tmp_path):
     assert record["timing_claim"] is False
     (row,) = record["rows"]
     assert row["error"] is None and row["steady"] and row["median_us"] > 0
+
+
+def test_accelerate_step(tmp_path):
+    pytest.importorskip("accelerate")
+    options = ("--models", "mlp", "--modes", "eager,pygraph,graphed-step", "--timeout-s", "0")
+    record = run("benchmarks.accelerate_step", tmp_path / "accelerate.json", *options)
+    assert record["timing_claim"] is False
+    eager, loop, whole = record["rows"]
+    assert eager["error"] is None and loop["error"] is None and whole["error"] is None
+    assert loop["report"]["steps_replayed"] > 0
+    assert whole["report"]["whole_steps"]["step"]["steps_replayed"] > 0
+    assert loop["first_losses"] == eager["first_losses"] == whole["first_losses"]
+
+
+def test_phase_switching(tmp_path):
+    options = ("--cases", "metric,hostread", "--timed", "3", "--timeout-s", "0")
+    record = run("benchmarks.phase_switching", tmp_path / "phases.json", *options)
+    assert record["timing_claim"] is False
+    assert all(row["error"] is None for row in record["rows"]), record["rows"]
+    plans = {row["case"]: row["plan"] for row in record["rows"] if "plan" in row}
+    assert plans == {"metric": "{F} {B} {O}", "hostread": "{F} {B} {O}"}
+    correct = {c["claim"]: c["met"] for c in record["claims"]}
+    assert correct["plan"] and correct["largest loss difference"]

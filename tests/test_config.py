@@ -23,6 +23,7 @@ from pygraph_train import GraphedStep, PyGraphConfig
         ({"max_signatures": 0}, "max_signatures=0"),
         ({"on_failure": "ignore"}, "on_failure='ignore'"),
         ({"fuse": "on", "optimizer": "off"}, "fuse='on' contradicts optimizer='off'"),
+        ({"forward": "on", "backward": "off"}, "forward='on' contradicts backward='off'"),
         ({"fuse": "on", "forward": "off", "backward": "off"}, "contradicts forward='off', backward='off'"),
     ],
 )

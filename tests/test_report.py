@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from training import CONFIG, Net, adam, adamw, batches, loss_of
 
 from pygraph_train import GraphedStep, StepReport
+from pygraph_train.diagnose import report as module
 from pygraph_train.diagnose.report import Fallback
+from pygraph_train.selection.arms import NOTHING, WHOLE, Arm
+from pygraph_train.selection.controller import Controller
+from pygraph_train.selection.timing import StepTime
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +77,75 @@ def test_all_steps_are_counted():
         step(batch)
         assert step.report().steps == index + 1
     assert step.report().steps_replayed == 30 - step.report().first_replay_step + 1
+
+
+@pytest.fixture
+def measured() -> StepReport:
+    """A report as a GPU would fill it."""
+    report = StepReport(engine="cuda", plan="{F B O}", steps=400)
+    fused, off = Arm(WHOLE), Arm(NOTHING)
+    report.phase_seconds.update({"F": 0.010, "B": 0.015, "O": 0.005})
+    report.ungraphed_seconds.append(0.030)
+    report.latest.update({fused: StepTime(0.0004, 0.0057)})
+    controller = Controller([fused, off], decided=report.decided)
+    for _ in range(8):
+        turn = controller.turn()
+        turn.samples += [0.0057 if turn.arm == fused else 0.030] * turn.measured
+    report.controllers.append(controller)
+    return report
+
+
+def test_each_phase_says_what_it_took_and_why(measured):
+    (row,) = measured.phases()
+    assert (row.phases, row.kept) == ("F B O", True)
+    assert row.off_ms == pytest.approx(30.0) and row.on_ms == pytest.approx(5.7)
+    assert row.why.startswith("kept")
+    kept, lost = measured.arms()
+    assert (kept.arm, lost.arm) == ("{F B O}", "F B O")
+    assert lost.ms == pytest.approx(30.0) and "5.7 ms" in lost.verdict
+
+
+def test_launch_bound_steps_are_called_so(measured, monkeypatch):
+    monkeypatch.setattr(module, "_peak_memory_mib", lambda: {"peak_reserved_mib": 1, "peak_allocated_mib": 1})
+    assert json.loads(json.dumps(measured.to_dict()))["phases"][0]["phases"] == "F B O"
+    assert measured.gpu_idle_fraction_without_graphs == pytest.approx(0.81)
+    rows = dict(measured.rows())
+    assert "the GPU waited 81% of the step" in rows["launch-bound"]
+    assert "off 30.00 ms, on 5.70 ms, graph" in rows["phase F B O"]
+    assert rows["exploration"] == f"{measured.exploration_steps} steps"
+
+
+def test_phases_of_a_split_plan_and_of_no_graphs(report):
+    assert [(row.phases, row.kept) for row in report.phases()] == [("F B", True), ("O", False)]
+    assert "Adam" in report.phases()[1].why
+    assert all(row.off_ms is None and row.on_ms is None for row in report.phases()), "nothing was measured"
+    assert [(row.phases, row.kept) for row in StepReport().phases()] == [
+        ("F", False),
+        ("B", False),
+        ("O", False),
+    ]
+
+
+def test_phase_times_of_the_warm_up_add_up():
+    model = Net()
+    step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), config=CONFIG)
+    for batch in batches(20):
+        step(batch)
+    seconds = step.report().phase_seconds
+    assert list(seconds) == ["F", "B", "O"] and all(s > 0 for s in seconds.values())
+    assert sum(seconds.values()) <= max(step.report().ungraphed_seconds)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_plot(measured, suffix, tmp_path):
+    pytest.importorskip("matplotlib")
+    for number, each in enumerate((measured, StepReport())):
+        path = tmp_path / f"{number}{suffix}"
+        each.plot(path)
+        assert path.stat().st_size > 1000
+
+
+def test_plot_without_matplotlib_says_what_to_install(measured, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install matplotlib.*pygraph-train\[plot\]"):
+        measured.plot(tmp_path / "x.png")

@@ -1,4 +1,4 @@
-"""Step times: for the report, and for the question whether compiling pays."""
+"""Step and phase times for the report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,13 +17,14 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Step times for the report, and the compile decision. Never makes a replayed step wait."""
+    """Step and phase times for the report. Never makes a replayed step wait."""
 
     def __init__(self, engine: Engine, report: StepReport) -> None:
         self._cuda = engine.name == "cuda"
         self._report = report
         self._started = time.perf_counter()
         self._last: float | None = None
+        self._marks: dict[str, Any] | None = None
         self._intervals: deque[float] = deque(maxlen=2048)
         report.replay_intervals = self._intervals
 
@@ -49,14 +51,41 @@ class Clock:
 
     @contextmanager
     def ungraphed(self) -> Iterator[None]:
+        """A step of the warm-up: timed as a whole, and between the marks set meanwhile."""
         self._last = None
         if self._cuda:
             torch.cuda.synchronize()
         started = time.perf_counter()
-        yield
+        self._marks = {"F": self._now()}
+        try:
+            yield
+            marks, end = self._marks, self._now()
+        finally:
+            self._marks = None
         if self._cuda:
             torch.cuda.synchronize()
         self._report.ungraphed_seconds.append(time.perf_counter() - started)
+        if len(marks) == 3:  # a step with an update
+            for phase, begin, until in zip(marks, marks.values(), [*marks.values(), end][1:], strict=True):
+                seconds = self._between(begin, until)
+                known = self._report.phase_seconds.get(phase, seconds)
+                self._report.phase_seconds[phase] = min(known, seconds)
+
+    def mark(self, phase: str) -> None:
+        """Phase "B" or "O" begins, in a step of the warm-up; anywhere else this does nothing."""
+        if self._marks is not None and len(self._marks) < 3:
+            self._marks[phase] = self._now()
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks; their steps were waited for."""
+        return float(begin.elapsed_time(end)) / 1e3 if self._cuda else end - begin
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -65,14 +94,3 @@ class Clock:
         self._report.compile_seconds += time.perf_counter() - started
         if self._report.ungraphed_seconds:
             self._report.ungraphed_seconds.pop()
-
-    def compiling_pays(self, steps_left: float | None) -> bool:
-        """Inductor usually saves a third of the device time and costs about a minute."""
-        if steps_left is None or not self._intervals:
-            return False
-        step = sorted(self._intervals)[len(self._intervals) // 2]
-        return steps_left * step / 3 > _COMPILE_SECONDS
-
-
-_COMPILE_SECONDS = 120.0
-"""Above this expected saving `compile="auto"` compiles: twice what a medium model takes."""

@@ -74,6 +74,7 @@ class GraphedStep:
             self._report.note("graphs are off: steps run as they are")
         else:
             self._runner = StepRunner(self._program, self._config, engine, self._report)
+            self._program.run_update = self._runner.update
         self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
         self._pending = False
 
@@ -108,10 +109,10 @@ class GraphedStep:
             if isinstance(outcome, Replayed):
                 result = outcome.outputs
                 if update and not outcome.updated:
-                    program.transform_gradients()
-                    program.update()
+                    self._runner.update(program.update_phase)
             else:
                 result = outcome.result
+            self._runner.finish()
         self._pending = not update  # only now: a step that raised is not part of an accumulation
         return result
 
@@ -133,6 +134,7 @@ class GraphedStep:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
+            self._program.run_update = plain_update
 
     def __enter__(self) -> GraphedStep:
         return self
@@ -162,6 +164,7 @@ class _PlainProgram:
         self._scaler = scaler
         self._max_grad_norm = max_grad_norm
         self._preparation: OptimizerPreparation | None = None
+        self.run_update: Callable[[Callable[[], None]], None] = plain_update
 
     def function(self) -> Callable[..., Any]:
         return self._step_fn
@@ -208,6 +211,14 @@ class _PlainProgram:
             return "the GradScaler reads on the host whether gradients overflowed; a fused optimizer does not need that"
         return None
 
+    def acts_before_update(self) -> str | None:
+        return None
+
+    def update_phase(self) -> None:
+        """Everything between backward and the end of the step."""
+        self.transform_gradients()
+        self.update()
+
     def abandon(self) -> None:
         if self._scaler is not None and self.optimizer is not None:
             torch_internals.refresh_scaler_state(self._scaler, self.optimizer)
@@ -228,9 +239,13 @@ class _PlainProgram:
         loss, result = self.forward(call, args, kwargs)
         self.backward(loss)
         if position.update:
-            self.transform_gradients()
-            self.update()
+            self.run_update(self.update_phase)
         return _detached(result)
+
+
+def plain_update(body: Callable[[], None]) -> None:
+    """The optimizer phase as it is."""
+    body()
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:

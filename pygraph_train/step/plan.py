@@ -1,47 +1,25 @@
-"""Phases and plans: what of a step runs from a graph. Plans are data."""
+"""Which plans a step may run with, and where a micro-batch stands."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.selection.arms import (
+    FORWARD_BACKWARD,
+    NOTHING,
+    OPTIMIZER,
+    REGIONS,
+    SEPARATE,
+    SPLIT,
+    WHOLE,
+    Phase,
+    Plan,
+)
 
-__all__ = ["Phase", "Plan", "PositionInAccumulation", "plan_of"]
-
-
-class Phase(str, Enum):
-    """A part of a training step. Clipping and the scaler's update belong to the optimizer phase."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    OPTIMIZER = "O"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which phases run from a graph, and which of them share one.
-
-    Prints as `{F B O}` (one graph), `{F B} O` (the optimizer outside), `F B O` (no graph).
-    """
-
-    graphs: tuple[tuple[Phase, ...], ...] = ()
-    phases: tuple[Phase, ...] = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-
-    def graphed(self, phase: Phase) -> bool:
-        """True when `phase` runs from a graph."""
-        return any(phase in graph for graph in self.graphs)
-
-    def __str__(self) -> str:
-        parts = []
-        for phase in self.phases:
-            graph = next((g for g in self.graphs if phase in g), None)
-            if graph is None:
-                parts.append(phase.value)
-            elif graph[0] is phase:
-                parts.append("{" + " ".join(p.value for p in graph) + "}")
-        return " ".join(parts)
+__all__ = ["Phase", "Plan", "PositionInAccumulation", "legal_plans"]
 
 
 @dataclass(frozen=True)
@@ -63,20 +41,42 @@ class PositionInAccumulation:
         """`{F B O}`, `{F B}`, and with a + where gradients are added to earlier ones."""
         return ("{F B O}" if self.update else "{F B}") + ("" if self.fresh else "+")
 
+    def without_update(self) -> PositionInAccumulation:
+        """What a graph of forward and backward holds at this position."""
+        return dataclasses.replace(self, update=False) if self.update else self
 
-WHOLE = Plan(((Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),))
-FORWARD_BACKWARD = Plan(((Phase.FORWARD, Phase.BACKWARD),))
-NOTHING = Plan()
 
+def legal_plans(
+    config: PyGraphConfig, *, forward_backward: bool, optimizer: bool, between: bool, regions: bool = False
+) -> tuple[Plan, ...]:
+    """Every plan that is allowed, the one with the fewest launches first. Never empty.
 
-def plan_of(config: PyGraphConfig, *, optimizer_capturable: bool) -> Plan:
-    """The plan to aim for under these options.
-
-    Forward and backward are captured together or not at all; graphs of single phases need the compile
-    backend, which does not exist yet.
+    Args:
+        config: options; "off" is obeyed exactly, "on" leaves out the plans without that phase while there
+            are others.
+        forward_backward: may forward and backward be captured.
+        optimizer: may the optimizer phase be captured.
+        between: something in Python acts between backward and the optimizer.
+        regions: may forward and backward have graphs of their own. One of them alone cannot: what a
+            backward reads must lie where its forward's graph left it.
     """
-    if config.fuse == "off" or "off" in (config.forward, config.backward):
-        return NOTHING
-    if config.optimizer == "off" or not optimizer_capturable:
-        return FORWARD_BACKWARD
-    return WHOLE
+    regions &= "off" not in (config.forward, config.backward)
+    forward_backward &= config.fuse != "off" and "off" not in (config.forward, config.backward)
+    optimizer &= config.optimizer != "off"
+    allowed = {
+        WHOLE: forward_backward and optimizer and not between,
+        SPLIT: forward_backward and optimizer,
+        FORWARD_BACKWARD: forward_backward,
+        SEPARATE: regions and optimizer,
+        REGIONS: regions,
+        OPTIMIZER: optimizer,
+        NOTHING: True,
+    }
+    plans = [plan for plan, legal in allowed.items() if legal]
+    if config.fuse == "on":
+        plans = [p for p in plans if p.fused] or plans
+    if "on" in (config.forward, config.backward):
+        plans = [p for p in plans if p.forward_backward or p.regions] or plans
+    if config.optimizer == "on":
+        plans = [p for p in plans if p.fused or p.optimizer_alone] or plans
+    return tuple(plans)

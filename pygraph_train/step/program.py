@@ -72,6 +72,9 @@ class StepProgram(Protocol):
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why `update` cannot be captured."""
 
+    def acts_before_update(self) -> str | None:
+        """What runs in Python between backward and the optimizer on every step, None when nothing does."""
+
     def abandon(self) -> None:
         """Forget Python-side notes of a step that was started and will not be finished."""
 

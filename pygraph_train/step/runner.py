@@ -17,25 +17,30 @@ from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import CaptureRecord, Fallback, StepReport
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.selection.arms import NOTHING, WHOLE, Arm, Plan
+from pygraph_train.selection.controller import Switch
+from pygraph_train.step.capture import CaptureMaker
+from pygraph_train.step.choice import Choice
 from pygraph_train.step.clock import Clock
-from pygraph_train.step.gradients import Gradients
-from pygraph_train.step.inputs import StaticInputs
+from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.legality import NotLegal, Problem, Trace, backward_hook, hooked, readable
 from pygraph_train.step.optimizer import OptimizerPreparation
-from pygraph_train.step.outputs import Outputs
-from pygraph_train.step.plan import NOTHING, WHOLE, Plan, PositionInAccumulation, plan_of
+from pygraph_train.step.optimizer_kernels import is_unknown
+from pygraph_train.step.optimizer_phase import OptimizerPhase
+from pygraph_train.step.optimizer_trial import OptimizerTrial
+from pygraph_train.step.plan import PositionInAccumulation, legal_plans
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.refusals import (
     ANOMALY,
     GLOBAL_HOOK,
     compiler_problem,
     history,
-    problem_of,
     unsupported_leaf,
 )
+from pygraph_train.step.regions import Regions
 from pygraph_train.step.signature import Key, flatten, key_of
-from pygraph_train.step.variants import Capture, Signature, Variant, picker, same_memory
-from pygraph_train.step.verify import Fingerprint, HostCopy, ScratchState
+from pygraph_train.step.variants import Capture, Signature, Variant, same_memory
+from pygraph_train.step.verify import Fingerprint, ScratchState
 
 __all__ = ["PyGraphError", "Ran", "Replayed", "StepRunner"]
 
@@ -60,6 +65,9 @@ _REPLAYS_BEFORE_COMPILING = 100
 
 _MOST_SIGNATURES = 1024
 """Shapes remembered; the oldest are forgotten."""
+
+
+_NO_GRAPH = Arm(NOTHING)
 
 
 class PyGraphError(RuntimeError):
@@ -95,6 +103,8 @@ class StepRunner:
         engine: where graphs are made.
         report: filled while running.
         steps_left: how many steps training will still make, if known (weighs compile time).
+        announce: shows the user what a long pause is for.
+        on_decision: called when another plan is kept than before.
     """
 
     def __init__(
@@ -104,24 +114,38 @@ class StepRunner:
         engine: Engine,
         report: StepReport,
         steps_left: Callable[[], float | None] = lambda: None,
+        *,
+        announce: Callable[[str], None] = lambda text: None,
+        on_decision: Callable[[Switch], None] = lambda switch: None,
     ) -> None:
         self.program = program
         self.config = config
         self.engine = engine
         self.report = report
-        self._steps_left = steps_left
+        self._announce = announce
         self._signatures: OrderedDict[Key, Signature] = OrderedDict()
         self._first: Signature | None = None
         self._optimizer: OptimizerPreparation | None = None
-        self._plan: Plan | None = None
-        self._off: Problem | None = None
+        self._phase: OptimizerPhase | None = None
+        self._between: str | None = None  # what acts before it, and keeps it out of the graph of the backward
+        self._begun = False
+        self._off: Problem | None = None  # why no graph holds forward and backward
+        self._stopped = False
+        self._rest: Choice | None = None  # for steps whose forward and backward run without a graph
+        # of the present step
+        self._choice: Choice | None = None
+        self._arm = Arm(NOTHING)
+        self._position = PositionInAccumulation()
+        self._replayed = False
+        self._as_planned = True
         self._prepared_updates = 0
         self._hyperparameter_changes = 0
-        self._canonical_gradients: dict[Tensor, Tensor] = {}
-        self._compiles = engine.name == "cuda"
+        self._maker = CaptureMaker(program, config, engine, self._optimizer_context)
         self._steps = 0
         self._global_hooks = torch_internals.global_module_hook_tables()
         self._clock = Clock(engine, report)
+        self._regions = Regions(program, config, engine, report, announce)
+        self._decisions = Decisions(program, config, engine, report, steps_left, on_decision)
         report.engine = engine.name
         if engine.name == "emulated" and config.compile is True:
             report.note("the emulated engine runs eager kernels: compile=True has no effect")
@@ -145,15 +169,23 @@ class StepRunner:
         """
         self._steps += 1
         self.report.steps += 1
-        if self._off is not None:
+        if self._stopped:
             return Ran(self._plainly(run))
+        unit, self._choice = self._choice, None
+        self._position, self._arm, self._replayed = position, _NO_GRAPH, False
         if torch.is_anomaly_enabled() or any(self._global_hooks):
-            self._turn_off(ANOMALY if torch.is_anomaly_enabled() else GLOBAL_HOOK)
+            self._turn_off(ANOMALY if torch.is_anomaly_enabled() else GLOBAL_HOOK, everything=True)
             return Ran(self._plainly(run))
+        if self._off is not None:
+            return Ran(self._without_backward(run, unit))
         leaves: list[Any] = []
         structure = flatten((args, kwargs), leaves)
         key = key_of(structure, leaves)
         signature = self._signatures.get(key)
+        if signature is not None and (resting := signature.resting) is not None and resting.quiet:
+            resting.quiet -= position.fresh  # no graph of both is settled: nothing has to be checked
+            self._arm = resting.arm
+            return Ran(self._as_the_arm_says(run))
         if signature is not None and signature.variants:
             with self.program.context():
                 fn = self.program.function()
@@ -163,13 +195,100 @@ class StepRunner:
                 else:
                     variant = None
             if variant is not None:
-                capture = variant.captures.get(position)
+                choice = variant.choice
+                if choice is not None:
+                    if choice.quiet and position.fresh:
+                        choice.quiet -= 1
+                    else:
+                        self._take_turn(choice, unit)
+                        variant.arm = choice.arm
+                        rests = choice.controller.settled and not variant.arm.plan.forward_backward
+                        signature.resting = choice if rests else None
+                self._arm = variant.arm
+                if choice is not None and not variant.arm.plan.forward_backward:
+                    return Ran(self._as_the_arm_says(run))
+                capture = variant.captures.get(variant.place(position))
                 if capture is not None and not capture.gradients.fit():
                     return Ran(self._plainly(run))  # emptied in the middle of an accumulation
                 if capture is not None and self._still_valid(variant, capture):
+                    self._replayed = True
+                    if variant.choice is None:
+                        variant.choice = self._decisions.choice(variant, self._plans(), self._steps_made)
                     return self._replay(variant, capture, leaves, position)
                 return self._advance(signature, variant, args, kwargs, leaves, position, run)
         return self._advance(self._meet(key), None, args, kwargs, leaves, position, run)
+
+    def update(self, body: Callable[[], None], constants: Any = ()) -> None:
+        """Make the optimizer phase of the present step, from its own graph where the plan says so.
+
+        Args:
+            body: the phase in Python: everything from here to the next step that a graph may hold.
+            constants: Python values that a capture of `body` bakes in.
+        """
+        self._clock.mark("O")
+        phase = self._phase
+        if phase is None:
+            return body()
+        if not self._arm.plan.optimizer_alone:
+            # all plans use the same kernels, and keep the state where these want it
+            assert self._optimizer is not None
+            with self._optimizer.prepared():
+                return body()
+        plan = self._arm.plan
+        phase.run(body, constants, owned=plan.forward_backward, borrowed=plan.regions, step=self._steps)
+        if phase.replayed:
+            self.report.optimizer_steps_replayed += 1
+        else:
+            self._as_planned = False
+        if phase.problem is not None:
+            self._leave_optimizer_outside(phase.problem)
+
+    def update_begins(self) -> None:
+        """The optimizer phase begins, of a step whose adapter does not need `update`."""
+        self._clock.mark("O")
+
+    @property
+    def graphs_update(self) -> bool:
+        """Whether the optimizer phase of the present step has to go through `update`."""
+        return self._phase is not None
+
+    def finish(self) -> None:
+        """The present step has ended, its update included."""
+        if self._arm.plan.regions and not self._position.update:
+            self._own_gradients()
+        choice = self._choice
+        if choice is None:
+            return
+        choice.stop()
+        plan = self._arm.plan
+        if plan.regions:
+            if (problem := self._regions.problem) is not None:
+                self._choice = None
+                self._note_fallback(problem)
+                return choice.fail(str(problem))
+            self._as_planned &= self._regions.as_planned()
+        self._as_planned &= self._replayed or not plan.forward_backward
+        if self._position.update or self.program.optimizer is None:
+            self._choice = None
+            choice.end(as_planned=self._as_planned)
+
+    def _take_turn(self, choice: Choice, unit: Choice | None) -> None:
+        """Count the step that begins; only a whole step, not a micro-batch, may switch to another arm.
+
+        Args:
+            choice: of the present micro-batch.
+            unit: the choice whose step is under way, None when there is none.
+        """
+        if self._position.fresh or self.program.optimizer is None:
+            if choice.quiet:
+                choice.quiet -= 1
+                return
+            choice.begin()
+            self._as_planned = True
+        elif choice is not unit:
+            return
+        self._choice = choice
+        choice.start()
 
     def _replay(
         self, variant: Variant, capture: Capture, leaves: Sequence[Any], position: PositionInAccumulation
@@ -210,17 +329,15 @@ class StepRunner:
         return True
 
     def _consider_compiling(self, variant: Variant) -> None:
-        """A variant that is used a lot may deserve Inductor's kernels after all."""
-        if variant.compiled is not None or not self._compiles or self.config.compile is False:
-            return
-        if self.config.compile is True or self._clock.compiling_pays(self._steps_left()):
-            variant.compile_next = True
+        """A variant that is used a lot deserves the kernels that were asked for after all."""
+        if variant.compiled is None and self._decisions.compiles and self.config.compile is True:
+            variant.choice, variant.compile_next = None, True
             variant.forget_captures()
 
     # -- the way to a capture -----------------------------------------------------------------------
 
     def _meet(self, key: Key) -> Signature:
-        signature = self._signatures.setdefault(key, Signature())
+        signature = self._signatures.setdefault(key, Signature(key))
         self._signatures.move_to_end(key)
         if self._first is None:
             self._first = signature
@@ -242,13 +359,12 @@ class StepRunner:
     ) -> Replayed | Ran[R]:
         """One step on the way from an unknown signature to a replayable capture."""
         signature.seen += 1
-        if self._plan is None and (problem := self._begin()) is not None:
-            self._turn_off(problem)
-        if (
-            self._off is not None
-            or signature.off is not None
-            or (variant is not None and variant.off is not None)
-        ):
+        if not self._begun and (problem := self._begin()) is not None:
+            self._turn_off(
+                problem, asked="off" in (self.config.forward, self.config.backward, self.config.fuse)
+            )
+            return Ran(self._without_backward(run, None))
+        if signature.off is not None or (variant is not None and variant.off is not None):
             return Ran(self._plainly(run))
         if signature is not self._first and signature.seen <= self.config.warmup_steps:
             return Ran(self._plainly(run))  # it may never come back
@@ -260,38 +376,87 @@ class StepRunner:
             return Ran(self._watch(signature, variant, args, kwargs, leaves, run))
         if self._optimizer is None and self.program.optimizer is not None:
             self._prepare_optimizer()
-        if (capture := variant.captures.get(position)) is not None and hooked(capture.gradients.parameters):
+        if variant.choice is None:
+            variant.arm = self._decisions.arms(variant, self._plans())[0]
+            if not variant.arm.plan.forward_backward:  # an earlier run knew better than to capture
+                variant.choice = self._decisions.choice(variant, self._plans(), self._steps_made)
+        self._arm = variant.arm
+        if not variant.arm.plan.forward_backward:
+            return Ran(self._as_the_arm_says(run))
+        capture = variant.captures.get(variant.place(position))
+        if capture is not None and hooked(capture.gradients.parameters):
             variant.forget_captures()
         elif capture is not None:
             self._check_moves(variant, capture, args, kwargs)
         if variant.off is not None:
             return Ran(self._plainly(run))
-        if variant.compile_next:
+        place = variant.place(position)
+        if variant.arm.compiled and variant.compiled is None:
             return Ran(self._compile(variant, (args, kwargs), run, position))
-        if position not in variant.captures and not self._ready_to_capture(variant, position):
+        if place not in variant.captures and not self._ready_to_capture(variant, position):
             return Ran(self._run_prepared(variant, run, position))
         expected = None
-        if position not in variant.captures:
+        if place not in variant.captures:
             try:
                 expected = self._capture(variant, args, kwargs, leaves, position)
             except NotLegal as refused:
-                variant.forget_captures()
-                variant.off = refused.problem
-                return Ran(self._fall_back(refused.problem, run))
-        capture = variant.captures[position]
+                return Ran(self._give_up(variant, refused.problem, run))
+        capture = variant.captures[variant.place(position)]
         if capture.verified and self.config.verify != "always":
             return self._replay(variant, capture, leaves, position)
         return self._first_replay(variant, capture, args, kwargs, leaves, position, expected, run)
 
+    def _give_up(self, variant: Variant, problem: Problem, run: Callable[[Call], R]) -> R:
+        """The present arm cannot be kept. Makes the step without a graph."""
+        self._arm, self._choice = _NO_GRAPH, None
+        if variant.choice is None:
+            variant.forget_captures()
+            variant.off = problem
+        else:
+            variant.keep_captures_of(variant.choice.controller.best)
+            variant.choice.fail(str(problem))
+        return self._fall_back(problem, run)
+
+    def _without_backward(self, run: Callable[[Call], R], unit: Choice | None) -> R:
+        """A step whose forward and backward run without a graph: the optimizer may still have one."""
+        if self._optimizer is None and self.program.optimizer is not None:
+            self._prepare_optimizer()
+        if self._rest is None:
+            if self._regions.problem is None and not self._regions.found:
+                return self._in_regions(run)
+            if (problem := self._regions.problem) is not None:
+                self.report.note(f"{problem.reason}" if not problem.fix else str(problem))
+            plans = self._plans(forward_backward=False)
+            if len(plans) == 1 and not plans[0].graphs:
+                return self._plainly(run)
+            self._rest = self._decisions.choice(None, plans, self._steps_made)
+        self._take_turn(self._rest, unit)
+        self._arm = self._rest.arm
+        return self._as_the_arm_says(run)
+
+    def _steps_made(self) -> int:
+        return self._steps
+
+    def _plans(self, *, forward_backward: bool = True) -> tuple[Plan, ...]:
+        return legal_plans(
+            self.config,
+            forward_backward=forward_backward,
+            optimizer=self._phase is not None,
+            between=self._between is not None,
+            regions=self._regions.problem is None,
+        )
+
     def _begin(self) -> Problem | None:
-        """Decide the plan on the first step. Returns why nothing can be graphed at all."""
-        self._plan = plan_of(self.config, optimizer_capturable=self.program.optimizer is not None)
-        if self._plan == NOTHING:
-            off = [f"{p}='off'" for p in ("forward", "backward") if getattr(self.config, p) == "off"]
+        """On the first step: why forward and backward cannot be in a graph at all."""
+        self._begun = True
+        config = self.config
+        off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
+        if off:
             return Problem(
-                f"{', '.join(off or ['fuse=' + repr('off')])} was asked for, and forward and backward are "
-                "captured together or not at all"
+                f"{', '.join(off)} was asked for, and a backward is captured only with its forward"
             )
+        if config.fuse == "off":
+            return Problem("fuse='off' was asked for: forward and backward share no graph")
         return backward_hook(self.program.model)
 
     def _new_variant(
@@ -312,8 +477,10 @@ class StepRunner:
             else:
                 self._note_fallback(problem)
             return None
-        variant = Variant(Trace(self.program.device, recorder=self.program.recorder))
-        variant.compile_next = self.config.compile is True and self._compiles and signature is self._first
+        variant = Variant(Trace(self.program.device, recorder=self.program.recorder), key=signature.key)
+        variant.compile_next = (
+            self.config.compile is True and self._decisions.compiles and signature is self._first
+        )
         signature.variants.insert(0, variant)
         return variant
 
@@ -331,6 +498,7 @@ class StepRunner:
         versions = _versions(leaves)
         with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
             result = run(self._watched(variant))
+        variant.seen_in_warmup(self.report.ungraphed_seconds[-1])
         problem = variant.trace.problem
         if problem is None and first:
             problem = self._read_leaves(variant, args, kwargs, leaves)
@@ -384,6 +552,7 @@ class StepRunner:
             before = _versions(parameters)
             try:
                 result = variant.trace(fn, args, kwargs)
+                self._clock.mark("B")
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
                 variant.trace.problem = refused.problem
                 return fn(*args, **kwargs)
@@ -395,31 +564,56 @@ class StepRunner:
     def _prepare_optimizer(self) -> None:
         """From the first legal step on, every optimizer step uses the kernels that graphs will hold."""
         assert self.program.optimizer is not None
-        optimizer = OptimizerPreparation(self.program.optimizer, emulated=self.engine.name == "emulated")
-        reason = optimizer.reason or self.program.why_update_stays_outside(optimizer)
-        self._plan = plan_of(self.config, optimizer_capturable=reason is None)
+        emulated = self.engine.name == "emulated"
+        tried = is_unknown(self.program.optimizer)
+        kind = OptimizerTrial if tried else OptimizerPreparation
+        optimizer = kind(self.program.optimizer, emulated=emulated)
         self._optimizer = optimizer
-        if self._plan == WHOLE:
-            optimizer.settle()
-        else:
+        if self.config.optimizer == "off":
             optimizer.close()
-            if self.config.optimizer != "off":
+            return
+        reason = optimizer.reason or self.program.why_update_stays_outside(optimizer)
+        if reason is not None:
+            optimizer.close()
+            if self._off is None:  # else nothing is in a graph, and that has its own reason
                 self._note_fallback(Problem(f"the optimizer runs outside of the graph: {reason}"))
+            return
+        self._phase = OptimizerPhase(self.program, optimizer, self.engine, self.config, self.report)
+        self._between = self.program.acts_before_update()
+        if tried and self._between is None:
+            self._between = (
+                f"{type(self.program.optimizer).__qualname__} is none of torch.optim's, and is tried"
+            )
+        if self._fusable:
+            optimizer.settle()
+        elif self._off is None:
+            self._note_fallback(Problem(f"the optimizer has a graph of its own: {self._between}"))
 
     @property
-    def _updates(self) -> bool:
-        """Whether graphs hold the optimizer's step."""
-        return self._plan == WHOLE and self._optimizer is not None
+    def _fusable(self) -> bool:
+        """Whether graphs of the backward may hold the optimizer's step."""
+        return self._phase is not None and self._off is None and WHOLE in self._plans()
 
     def _run_prepared(
         self, variant: Variant, run: Callable[[Call], R], position: PositionInAccumulation
     ) -> R:
         """An ordinary run with the kernels and the stream that the capture will use."""
         with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
-            result = run(self._call_of(variant))
+            result = run(self._marked(self._call_of(variant)))
+        variant.seen_in_warmup(self.report.ungraphed_seconds[-1])
         variant.prepared_runs += 1
         self._prepared_updates += position.update
         return result
+
+    def _marked(self, call: Call) -> Call:
+        """`call`, with a mark where the backward begins."""
+
+        def marked(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            result = call(fn, args, kwargs)
+            self._clock.mark("B")
+            return result
+
+        return marked
 
     def _call_of(self, variant: Variant) -> Call:
         """How the step is run where its graph's kernels are wanted.
@@ -428,17 +622,17 @@ class StepRunner:
         take other branches then, so the function run anew in a capture need not be the one that was traced.
         The emulated engine records the function itself: its modes would make Dynamo trace again.
         """
-        if variant.compiled is not None:
+        if variant.arm.compiled and variant.compiled is not None:
             return variant.compiled
         return variant.trace if self.engine.name == "cuda" else plain_call
 
     def _ready_to_capture(self, variant: Variant, position: PositionInAccumulation) -> bool:
         if variant.prepared_runs < _RUNS_BEFORE_CAPTURE:
             return False
-        if not position.fresh and not self._canonical_gradients:
+        if not position.fresh and not self._maker.canonical_gradients:
             # the graph of the first micro-batch is to own the gradients, if there is one
             return variant.prepared_runs >= _RUNS_BEFORE_CAPTURE + _MOST_MICRO_BATCHES
-        return not self._updates or self._prepared_updates > 0  # the optimizer's state exists
+        return not variant.arm.plan.fused or self._prepared_updates > 0  # the optimizer's state exists
 
     def _compile(
         self,
@@ -448,13 +642,14 @@ class StepRunner:
         position: PositionInAccumulation,
     ) -> R:
         """The step in which Inductor works. A failure costs its time, not the step."""
+        self._announce("compiling the training step with Inductor, which may take a minute")
         variant.compile_next = False
-        variant.forget_captures()
+        variant.prepared_runs = 0
         variant.compiled = Trace(self.program.device, inductor=True, recorder=self.program.recorder)
-        gradients = self._gradients(variant, *fn_args, position)
+        gradients = self._maker.gradients(variant, *fn_args, position)
         gradients.empty()
         before = gradients.snapshot()
-        scratch = ScratchState(self.program.device, self._beside_parameters(variant, *fn_args))
+        scratch = ScratchState(self.program.device, self._maker.beside_parameters(variant, *fn_args))
         gradients.isolate()
         try:
             with self._clock.compiling():
@@ -464,9 +659,13 @@ class StepRunner:
             if problem is None:
                 raise
             variant.compiled = None
+            self._decisions.compiles = False
             scratch.restore()
             gradients.restore(before)
             self.program.abandon()
+            if variant.choice is not None:
+                return self._give_up(variant, problem, run)
+            variant.arm = self._decisions.arms(variant, self._plans())[0]
             self._note_fallback(problem)
             return self._run_prepared(variant, run, position)
 
@@ -484,118 +683,32 @@ class StepRunner:
             NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
         """
         started = time.perf_counter()
-        if self._updates:
+        if not self.report.captures:
+            self._announce(f"capturing the training step as {variant.arm.plan}")
+        if variant.arm.plan.fused:
             assert self._optimizer is not None
             if (reason := self._optimizer.reason) is not None:  # a hook was registered in mid-run
                 self._leave_optimizer_outside(Problem(f"the optimizer runs outside of the graph: {reason}"))
             self._optimizer.settle()
-        call = self._call_of(variant)
-        updates = self._updates and position.update
-        program = self.program
-        reads = variant.trace.tensors(program.function(), args, kwargs)
-        gradients = self._gradients(variant, args, kwargs, position)
-        problem = history(variant.trace, reads)
-        if problem is None and hooked(gradients.parameters):
-            problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
-        if len({p.constants for p in variant.captures}) > _MOST_RETRACES:
-            problem = Problem(
-                f"Python values of the training loop change again and again: {position.constants}"
+        if len({p.constants for p, _, _ in variant.captures}) > _MOST_RETRACES:
+            raise NotLegal(
+                Problem(f"Python values of the training loop change again and again: {position.constants}")
             )
-        if problem is not None:
-            raise NotLegal(problem)
-        gradients.begin()
-        gradients.empty()  # as the step would; the memory of old gradients is wanted now
-        before = gradients.snapshot()
-        static_leaves: list[Any] = []
-
-        def body() -> tuple[Tensor, Outputs]:
-            gradients.empty()
-            loss, tree = program.forward(call, static_args, static_kwargs)
-            program.backward(loss)
-            if updates:
-                program.transform_gradients()
-                program.update()
-            gradients.settle()
-            return loss.detach(), Outputs(tree, static_leaves, reads)
-
-        try:
-            if variant.inputs is None:
-                variant.inputs = StaticInputs(leaves, variant.used)
-            variant.inputs.load(leaves)
-            static_args, static_kwargs = variant.inputs.tree((args, kwargs))
-            flatten((static_args, static_kwargs), static_leaves)
-            if isinstance(call, Trace):
-                with program.context():
-                    if not call.holds(program.function(), static_args, static_kwargs):
-                        raise NotLegal(call.why_not(program.function(), static_args, static_kwargs))
-            expected = None
-            if self.config.verify != "off":
-                expected = self._reference(
-                    variant, gradients, call, static_args, static_kwargs, updates=updates
-                )
-            self._make_room(variant)
-            with self._optimizer_context():
-                graph, (loss, outputs) = self.engine.capture(body)
-        except BaseException as error:
-            gradients.restore(before)
-            program.abandon()
-            if not isinstance(error, Exception):
-                raise  # Ctrl-C and the like: the caller's business, with everything in order
-            raise NotLegal(problem_of(error)) from error
-        program.abandon()
-        gradients.claim()
-        optimizer = self._optimizer
-        if optimizer is not None:
-            optimizer.remember()
-        variant.captures[position] = Capture(
-            graph=graph,
-            loss=loss,
-            outputs=outputs,
-            gradients=gradients,
-            updates=updates,
-            hyperparameters=optimizer.hyperparameters() if optimizer is not None and updates else None,
-            optimizer_generation=optimizer.generation if optimizer is not None else 0,
-            leaves=[t for t in reads if t.requires_grad],
-            pick_leaves=picker([i for i, t in enumerate(reads) if t.requires_grad]),
-            addresses=list(map(Tensor.data_ptr, reads)),
-            verified=self.config.verify == "off",
-            hook_registrations=torch_internals.hook_registrations(),
+        self._make_room(variant)
+        capture, expected = self._maker.make(
+            variant, self._call_of(variant), args, kwargs, leaves, position, self._optimizer
         )
+        variant.captures[variant.place(position)] = capture
         seconds = time.perf_counter() - started
-        self.report.plan = str(self._plan)
+        what = str(position if variant.arm.plan.fused else position.without_update())
+        if variant.choice is None:
+            self.report.plan = str(variant.arm.plan)
         self.report.captured(
-            CaptureRecord(str(position), seconds, graph.nodes, variant.compiled is not None, self._steps)
+            CaptureRecord(what, seconds, capture.graph.nodes, variant.arm.compiled, self._steps)
         )
         self._clock.interrupted()
-        log.info("pygraph: captured %s in %.2f s (%d nodes)", position, seconds, graph.nodes)
+        log.info("pygraph: captured %s in %.2f s (%d nodes)", what, seconds, capture.graph.nodes)
         return expected
-
-    def _reference(
-        self,
-        variant: Variant,
-        gradients: Gradients,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        updates: bool,
-    ) -> Fingerprint:
-        """Loss and gradients of this step without a graph; everything else is put back."""
-        before = gradients.snapshot()
-        scratch = ScratchState(self.program.device, self._beside_parameters(variant, args, kwargs))
-        try:
-            with self._optimizer_context(), self.engine.warm_up():
-                gradients.empty()
-                gradients.isolate()
-                loss, _ = self.program.forward(call, args, kwargs)
-                self.program.backward(loss)
-                if updates:
-                    self.program.transform_gradients(in_kernels=False)
-                return Fingerprint.of(loss.detach(), gradients.snapshot())
-        finally:
-            scratch.restore()
-            gradients.restore(before)
-            self.program.abandon()
 
     def _first_replay(
         self,
@@ -614,16 +727,11 @@ class StepRunner:
             variant.inputs.load(leaves)
             static_args, static_kwargs = variant.inputs.tree((args, kwargs))
             call = self._call_of(variant)
-            expected = self._reference(
+            expected = self._maker.reference(
                 variant, capture.gradients, call, static_args, static_kwargs, updates=capture.updates
             )
         before = capture.gradients.snapshot()
-        written = self._beside_parameters(variant, args, kwargs)
-        if capture.updates and self._optimizer is not None:
-            written += self._optimized()
-            written += self._optimizer.state_tensors()
-        written += [p.grad for p in capture.gradients.carried if p.grad is not None]
-        backup = HostCopy(self.program.device, written)
+        backup = self._maker.backup(variant, capture, args, kwargs, self._optimizer)
         replayed = self._replay(variant, capture, leaves, position)
         difference = expected.compare(Fingerprint.of(capture.loss, capture.gradients.final))
         self.engine.trim()
@@ -638,9 +746,7 @@ class StepRunner:
             fix="Please report this; the step runs without a graph",
         )
         log.warning("pygraph: %s", problem)
-        variant.forget_captures()
-        variant.off = problem
-        return Ran(self._fall_back(problem, run))
+        return Ran(self._give_up(variant, problem, run))
 
     # -- changes that captures do not survive -------------------------------------------------------
 
@@ -682,12 +788,15 @@ class StepRunner:
                     )
 
     def _leave_optimizer_outside(self, problem: Problem) -> None:
-        self._plan = plan_of(self.config, optimizer_capturable=False)
-        self.report.plan = str(self._plan)
+        self._close_optimizer()
+        self._rest = self._choice = None
+        self._arm = _NO_GRAPH
         for signature in self._signatures.values():
             for variant in signature.variants:
                 variant.forget_captures()
-        self._close_optimizer()
+                variant.choice, variant.arm = None, self._decisions.arms(variant, self._plans())[0]
+        if self._off is None:
+            self.report.plan = str(self._plans()[0])
         self._note_fallback(problem)
 
     def _make_room(self, variant: Variant) -> None:
@@ -718,72 +827,67 @@ class StepRunner:
         with self._optimizer_context():
             return run(plain_call)
 
+    def _as_the_arm_says(self, run: Callable[[Call], R]) -> R:
+        """A step whose forward and backward share no graph."""
+        return self._in_regions(run) if self._arm.plan.regions else self._plainly(run)
+
+    def _in_regions(self, run: Callable[[Call], R]) -> R:
+        with self._optimizer_context():
+            return self._regions.run(run, watched=self._choice is not None)
+
+    def _own_gradients(self) -> None:
+        """Copy gradients that are added to later out of the memory of regions, which want it back."""
+        optimizer = self.program.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        held = [*self.program.model.parameters(), *(p for group in groups for p in group["params"])]
+        for p in {id(p): p for p in held if p.grad is not None}.values():
+            assert p.grad is not None
+            p.grad = p.grad.clone()
+
     def _fall_back(self, problem: Problem, run: Callable[[Call], R]) -> R:
         self._note_fallback(problem)
         return self._plainly(run)
 
-    def _note_fallback(self, problem: Problem) -> None:
+    def _note_fallback(self, problem: Problem, *, asked: bool = False) -> None:
+        """Note it; what was asked for is no failure."""
         if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._steps)):
-            asked = "on" in (
+            wanted = "on" in (
                 self.config.forward,
                 self.config.backward,
                 self.config.optimizer,
                 self.config.fuse,
             )
-            level = logging.WARNING if asked else logging.INFO
+            level = logging.WARNING if wanted else logging.INFO
             log.log(level, "pygraph: step %d runs without a graph: %s", self._steps, problem)
-        if self.config.on_failure == "raise":
+        if self.config.on_failure == "raise" and not asked:
             raise PyGraphError(str(problem))
 
-    def _turn_off(self, problem: Problem) -> None:
+    def _turn_off(self, problem: Problem, *, everything: bool = False, asked: bool = False) -> None:
+        """No graph of forward and backward from now on, and with `everything` none of the optimizer."""
         self._off = problem
-        self._close_optimizer()
-        self._note_fallback(problem)
+        if everything:
+            self._stopped = True
+            self._close_optimizer()
+        self._note_fallback(problem, asked=asked)
 
     def _optimizer_context(self) -> AbstractContextManager[None]:
-        return self._optimizer.prepared() if self._optimizer is not None and self._updates else nullcontext()
+        return self._optimizer.prepared() if self._optimizer is not None and self._fusable else nullcontext()
 
     def _close_optimizer(self) -> None:
+        if self._phase is not None:
+            self._phase.close()
+            self._phase = None
         if self._optimizer is not None:
             self._optimizer.close()
 
-    def _beside_parameters(
-        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
-        """Device tensors, other than parameters, that forward and backward may write in place."""
-        reads = variant.trace.tensors(self.program.function(), args, kwargs)
-        found = {id(t): t for t in self.program.model.buffers()}
-        found |= {id(t): t for t in reads if not t.requires_grad or variant.writes_parameters}
-        found |= {id(t): t for t in self.program.extra_state()}
-        return list(found.values())
-
-    def _optimized(self) -> list[Tensor]:
-        """The optimizer's parameters."""
-        optimizer = self.program.optimizer
-        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
-
-    def _gradients(
-        self,
-        variant: Variant,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        position: PositionInAccumulation,
-    ) -> Gradients:
-        """The gradients that one step can reach: of what it reads, and of what the optimizer holds."""
-        owned = self._optimized() or list(self.program.model.parameters())
-        reads = variant.trace.tensors(self.program.function(), args, kwargs)
-        reached = {id(t): t for t in (*owned, *(t for t in reads if t.requires_grad))}
-        # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
-        return Gradients(reached.values(), owned if position.fresh else (), self._canonical_gradients)
-
     @property
     def stopped(self) -> bool:
-        """Whether every further step runs without a graph."""
+        """Whether every further step runs without a graph of forward and backward."""
         return self._off is not None
 
     def stop(self, problem: Problem) -> None:
         """Run every further step without a graph, and say why."""
-        self._turn_off(problem)
+        self._turn_off(problem, everything=True)
 
     def close(self) -> None:
         """Release every graph and give the optimizer back as it was."""
@@ -791,8 +895,10 @@ class StepRunner:
             for variant in signature.variants:
                 variant.forget_captures()
         self._signatures.clear()
+        self._regions.close()
         self._close_optimizer()
         self._off = self._off or Problem("the runner was closed")
+        self._stopped = True
         self.engine.close()
 
 

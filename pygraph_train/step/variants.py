@@ -10,13 +10,20 @@ from typing import Any
 from torch import Tensor
 
 from pygraph_train.graphs.engine import Graph
+from pygraph_train.selection.arms import NOTHING, Arm
+from pygraph_train.step.choice import Choice
 from pygraph_train.step.gradients import Gradients
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.legality import Problem, Trace
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.signature import Key
 
-__all__ = ["Capture", "Signature", "Variant", "picker", "same_memory"]
+__all__ = ["Capture", "Place", "Signature", "Variant", "picker", "same_memory"]
+
+
+Place = tuple[PositionInAccumulation, bool, bool]
+"""Position in accumulation, whether the optimizer is inside, whether the kernels are Inductor's."""
 
 
 @dataclass
@@ -42,19 +49,39 @@ class Variant:
     """One signature under one set of guards."""
 
     trace: Trace
+    key: Key = ()
     used: list[bool] = field(default_factory=list)
     watched: int = 0
     looked_twice: bool = False
     prepared_runs: int = 0
     compiled: Trace | None = None
     inputs: StaticInputs | None = None
-    captures: dict[PositionInAccumulation, Capture] = field(default_factory=dict)
+    captures: dict[Place, Capture] = field(default_factory=dict)
+    arm: Arm = field(default_factory=lambda: Arm(NOTHING))
+    choice: Choice | None = None
     compile_next: bool = False
+    warmup_seconds: float | None = None
     replays: int = 0
     last_used: int = 0
     moves: int = 0
     writes_parameters: bool = False
     off: Problem | None = None
+
+    def place(self, position: PositionInAccumulation) -> Place:
+        """Where the capture is that serves this position under the present arm."""
+        return (position, self.arm.plan.fused, self.arm.compiled)
+
+    def seen_in_warmup(self, seconds: float) -> None:
+        """Note a step that ran without a graph."""
+        self.warmup_seconds = min(seconds, self.warmup_seconds or seconds)
+
+    def keep_captures_of(self, arm: Arm) -> None:
+        """Release the captures that only other arms use."""
+        plan = arm.plan
+        for place in list(self.captures):
+            _, fused, compiled = place
+            if not plan.forward_backward or fused != plan.fused or compiled != arm.compiled:
+                self.captures.pop(place).graph.close()
 
     def forget_captures(self) -> None:
         for capture in self.captures.values():
@@ -67,9 +94,11 @@ class Variant:
 class Signature:
     """One key of arguments: its variants, latest hit first."""
 
+    key: Key = ()
     seen: int = 0
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
+    resting: Choice | None = None  # settled on no graphs
     off: Problem | None = None
 
 

@@ -1,0 +1,340 @@
+"""Compares arms in alternating windows of real training steps, and keeps the fastest (SCG).
+
+Pure logic: it never looks at a clock. The caller asks for a `Turn` (run this arm for so many steps), puts the
+times of the measured steps into it, and asks for the next one. Every decision depends only on step counts and
+on numbers that went through `agree`, so that ranks which count the same steps decide the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+from pygraph_train.selection.arms import NOTHING, Arm
+from pygraph_train.selection.samples import Summary, summary, surely_faster, surely_no_faster
+
+__all__ = ["Controller", "Estimate", "Rules", "Switch", "Turn"]
+
+_MORE_STEPS = "twice as many steps"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How carefully arms are compared. Windows and limits are in steps.
+
+    Attributes:
+        window: steps of one arm in a row; the first one after a switch is not measured.
+        probe: length of an arm's first window, enough to see that it is hopeless.
+        rounds: windows that one arm gets at most before a comparison counts as a draw.
+        exploration: steps that one opening of the question may spend on arms other than the best one known.
+        confidence: one-sided, of every verdict.
+        min_gain: a change that gains a smaller share of the step time than this is not made.
+        tolerance: where a draw leaves an arm this share slower than no graphs, there are no graphs.
+        warmup_slack: times seen in warm-up are taken to be up to this factor too long.
+        drift: a lasting change of the chosen arm's time by more than this share opens the question again.
+        patience: looks in a row that must agree on a drift.
+        look_every: steps from one look at the chosen arm to the next; doubled by every opening that
+            changed nothing.
+    """
+
+    window: int = 9
+    probe: int = 5
+    rounds: int = 4
+    exploration: int = 96
+    confidence: float = 0.95
+    min_gain: float = 0.01
+    tolerance: float = 0.01
+    warmup_slack: float = 2.0
+    drift: float = 0.1
+    patience: int = 3
+    look_every: int = 64
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known of an arm before it is tried. Seconds.
+
+    Attributes:
+        least: no step of it can be shorter (the launch-bound estimate).
+        likely: what a step of it probably takes; None when there is no telling.
+        seen: the shortest such step of the warm-up, None when there was none.
+        one_time: what trying it costs once: capture, compilation.
+        why: words for the report.
+    """
+
+    least: float = 0.0
+    likely: float | None = None
+    seen: float | None = None
+    one_time: float = 0.0
+    why: str = ""
+
+
+@dataclass
+class Turn:
+    """Run `arm` for `steps` steps; skip the first `skipped`, measure the `measured` that follow.
+
+    Attributes:
+        samples: seconds of measured steps, in any order; a late one may still come while the next turn runs.
+        problem: why the arm could not be run; set by the caller, who may then ask for the next turn at once.
+    """
+
+    arm: Arm
+    steps: int
+    measured: int
+    skipped: int = 1
+    exploring: bool = False
+    samples: list[float] = field(default_factory=list)
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A decision.
+
+    Attributes:
+        step: steps made before it.
+        arm: what runs from now on.
+        before: what ran before.
+        why: one sentence.
+    """
+
+    step: int
+    arm: Arm
+    before: Arm
+    why: str
+
+
+class Controller:
+    """Chooses among arms while training runs.
+
+    Args:
+        arms: legal arms, the one to begin with first.
+        rules: see `Rules`.
+        estimate: what is known of an arm, given the best arm so far and its time in seconds.
+        steps_left: training steps still to come; None when unknown: then as many as were made so far, the
+            rule of whoever rents skis for an unknown number of days, looked at again when they have doubled.
+        agree: element-wise maximum of these numbers over all ranks; every rank calls it at the same steps.
+        known: time of the first arm in seconds from an earlier run: found true, it needs no exploration.
+        decided: called after each decision.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        rules: Rules | None = None,
+        estimate: Callable[[Arm, Arm, float], Estimate] = lambda arm, best, seconds: Estimate(),
+        steps_left: Callable[[], float | None] = lambda: None,
+        agree: Callable[[Sequence[float]], Sequence[float]] = tuple,
+        known: float | None = None,
+        decided: Callable[[Switch], None] = lambda switch: None,
+    ) -> None:
+        if not arms:
+            raise ValueError("a controller needs an arm")
+        self.rules = rules or Rules()
+        self.best = arms[0]
+        self.steps = 0
+        self.exploration_steps = 0
+        self.history: list[Switch] = []
+        self.times: dict[Arm, float] = {}
+        """Seconds a step of each arm that was measured, at the last look."""
+        self.verdicts: dict[Arm, str] = {}
+        """Per arm, why it is kept or not."""
+        self.settled = False
+        self._arms = list(arms)
+        self._estimate = estimate
+        self._steps_left = steps_left
+        self._agree = agree
+        self._known = known
+        self._decided = decided
+        self._reopen: str | None = None
+        self._why = ""
+        self._too_dear: set[Arm] = set()
+        self._turns = self._run()
+        self._turn: Turn | None = None
+
+    def turn(self) -> Turn:
+        """The next turn. Call it when the steps of the last one were made."""
+        if self._turn is not None:
+            self.steps += self._turn.steps
+            if self._turn.exploring:
+                self.exploration_steps += self._turn.steps
+        self._turn = next(self._turns)
+        return self._turn
+
+    def reopen(self, why: str) -> None:
+        """Something changed that times depend on: compare again from the next turn on."""
+        self._reopen = why
+
+    # -- the course of things -----------------------------------------------------------------------
+
+    def _run(self) -> Generator[Turn, None, None]:
+        rules = self.rules
+        why, look_every = "the first choice", rules.look_every
+        while True:
+            before = self.best
+            first, again = not self.history, self._reopen == _MORE_STEPS
+            arms = [arm for arm in self._arms if not again or arm in self._too_dear]
+            self._reopen, self._too_dear, self.settled = None, set(), False
+            yield from self._explore(arms, why, first=first)
+            if self._reopen is None:
+                self.settled = True
+                settled = first or self.best != before
+                look_every = rules.look_every if settled else min(2 * look_every, 64 * rules.look_every)
+                yield from self._watch(look_every)
+            if self._reopen is not None:
+                why = self._why = f"after {self._reopen}"
+
+    def _explore(self, arms: Sequence[Arm], why: str, *, first: bool) -> Generator[Turn, None, None]:
+        incumbent = [(yield from self._window(self.best))]
+        while not math.isfinite(now := self._agree([_of(incumbent).mean])[0]):  # read later, never waited for
+            if self._reopen is not None:
+                return
+            incumbent.append((yield from self._window(self.best)))
+        if self._reopen is not None:
+            return
+        self.times[self.best] = now
+        known, self._known = self._known, None
+        if known is not None and abs(now / known - 1) <= self.rules.drift:
+            self._choose(self.best, "the winner of an earlier run, as fast as then")
+            return
+        # no graphs first: whatever the budget leaves undecided, it is not that
+        challengers = sorted((arm for arm in arms if arm != self.best), key=lambda a: a.plan != NOTHING)
+        budget = self.rules.exploration
+        for challenger in challengers:
+            hopeless = self._hopeless(challenger, self.times[self.best], first=first)
+            if hopeless is not None:
+                self.verdicts[challenger] = hopeless
+                continue
+            budget -= yield from self._duel(challenger, budget)
+            if self._reopen is not None:
+                return
+        self._choose(self.best, why)
+
+    def _duel(self, challenger: Arm, budget: int) -> Generator[Turn, None, int]:
+        """Windows of both in turn, until one is faster with confidence. Returns steps spent on the challenger."""
+        rules, spent = self.rules, 0
+        mine: list[Turn] = []
+        theirs: list[Turn] = []
+        ours = other = summary(())
+        for number in range(rules.rounds):
+            steps = rules.probe if number == 0 else rules.window
+            if spent + steps > budget:
+                break
+            turn = Turn(challenger, steps, steps - 1, exploring=True)
+            yield turn
+            spent += steps
+            if turn.problem is not None:
+                self._drop(challenger, turn.problem)
+                return spent
+            theirs.append(turn)
+            while self._reopen is None:  # measurements arrive late: the incumbent goes on meanwhile
+                mine.append((yield from self._window(self.best, steps)))
+                ours, other = self._agreed(mine, theirs)
+                if math.isfinite(ours.mean) and math.isfinite(other.mean):
+                    break
+            if (
+                self._reopen is not None
+                or surely_no_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain)
+                or surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain)
+            ):
+                break
+        if self._reopen is not None:
+            return spent
+        if not theirs:
+            self.verdicts[challenger] = f"not tried: {rules.exploration} steps of exploration were spent"
+            return spent
+        self._judge(challenger, ours, other)
+        return spent
+
+    def _judge(self, challenger: Arm, ours: Summary, other: Summary) -> None:
+        rules, incumbent = self.rules, self.best
+        self.times[incumbent], self.times[challenger] = ours.mean, other.mean
+        here, there = f"{ours.mean * 1e3:.3g} ms", f"{other.mean * 1e3:.3g} ms"
+        if surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain):
+            self.verdicts[incumbent] = f"{here}, and {challenger} takes {there}"
+            self._choose(challenger, f"{there} against {here} of {incumbent} {self._why}".strip())
+        elif challenger.plan == NOTHING and other.mean < ours.mean * (1 - rules.tolerance):
+            self.verdicts[incumbent] = f"not proved to be faster than no graphs: {here} against {there}"
+            self._choose(
+                challenger,
+                f"no graphs are the safe choice: {there} against {here} of {incumbent} {self._why}".strip(),
+            )
+        else:
+            self.verdicts[challenger] = f"{there}, and {incumbent} takes {here}"
+
+    def _watch(self, look_every: int) -> Generator[Turn, None, None]:
+        """Short looks at the chosen arm, until something has changed for good."""
+        reference, strikes, began = self.times[self.best], 0, max(self.steps, 1)
+        while self._reopen is None:
+            turn = Turn(self.best, look_every, self.rules.window, skipped=0)
+            yield turn
+            if turn.problem is not None:
+                self._drop(self.best, turn.problem)
+                return
+            (now,) = self._agree([summary(turn.samples).mean])
+            if math.isfinite(now):
+                self.times[self.best] = now
+                change = now / reference - 1
+                beyond = 0 if abs(change) <= self.rules.drift else (1 if change > 0 else -1)
+                strikes = strikes + beyond if strikes * beyond > 0 else beyond
+                if abs(strikes) >= self.rules.patience:
+                    self._reopen = self._reopen or f"a drift of {change:+.0%} in the time of {self.best}"
+            if self._too_dear and self._steps_left() is None and self.steps >= 2 * began:
+                self._reopen = self._reopen or _MORE_STEPS
+
+    # -- pieces -------------------------------------------------------------------------------------
+
+    def _window(self, arm: Arm, steps: int | None = None) -> Generator[Turn, None, Turn]:
+        steps = steps or self.rules.window
+        turn = Turn(arm, steps, steps - 1)
+        yield turn
+        if turn.problem is not None:
+            self._drop(arm, turn.problem)
+        return turn
+
+    def _drop(self, arm: Arm, why: str) -> None:
+        """This arm cannot be run any more."""
+        self._arms = [a for a in self._arms if a != arm] or [Arm(NOTHING)]
+        self.verdicts[arm] = why
+        self.times.pop(arm, None)
+        if self.best == arm:
+            self._choose(self._arms[0], why)
+            self._reopen = why
+
+    def _agreed(self, mine: Sequence[Turn], theirs: Sequence[Turn]) -> tuple[Summary, Summary]:
+        a, b = _of(mine), _of(theirs)
+        numbers = self._agree([a.mean, a.error, -a.freedom, b.mean, b.error, -b.freedom])
+        return Summary(numbers[0], numbers[1], -numbers[2]), Summary(numbers[3], numbers[4], -numbers[5])
+
+    def _hopeless(self, arm: Arm, best: float, *, first: bool) -> str | None:
+        """Why an arm is not even tried, None when it is."""
+        known = self._estimate(arm, self.best, best)
+        left = self._steps_left()
+        steps = max(self.steps, 1) if left is None else left
+        likely = known.least if known.likely is None else known.likely
+        seen = 0.0 if known.seen is None or not first else known.seen  # what was seen long ago is stale
+        least, likely, earlier, one_time, steps = self._agree(
+            [known.least, likely, -seen, known.one_time, float(steps)]
+        )
+        because = f" ({known.why})" if known.why else ""
+        if least >= best * (1 - self.rules.min_gain):
+            return f"not tried: at least {least * 1e3:.3g} ms{because}"
+        if -earlier > best * self.rules.warmup_slack:
+            return f"not tried: {-earlier * 1e3:.3g} ms in warm-up{because}"
+        if one_time > max(0.0, best - likely) * steps:
+            self._too_dear.add(arm)
+            return f"not tried: {one_time:.3g} s would not pay in {steps:.0f} steps{because}"
+        return None
+
+    def _choose(self, arm: Arm, why: str) -> None:
+        before, self.best = self.best, arm
+        if before != arm or not self.history:
+            self.history.append(Switch(self.steps, arm, before, why))
+            self._decided(self.history[-1])
+        self.verdicts[arm] = f"kept: {why}"
+
+
+def _of(turns: Sequence[Turn]) -> Summary:
+    return summary([sample for turn in turns for sample in turn.samples])

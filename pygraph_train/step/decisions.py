@@ -1,0 +1,192 @@
+"""Which arms there are for a kind of steps, what is known of them, and what earlier runs settled on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import distributed
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.diagnose.report import StepReport
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.selection import timing
+from pygraph_train.selection.arms import NOTHING, Arm, Plan
+from pygraph_train.selection.cache import Decision, DecisionCache
+from pygraph_train.selection.controller import Controller, Estimate, Switch
+from pygraph_train.step.choice import Choice
+from pygraph_train.step.identity import identity
+from pygraph_train.step.program import StepProgram
+from pygraph_train.step.variants import Variant
+
+__all__ = ["Decisions"]
+
+log = logging.getLogger("pygraph_train")
+
+_COMPILE_SECONDS = 120.0
+"""What compiling is taken to cost before it was done once: twice what a medium model takes."""
+
+_COMPILED_SHARE = 2 / 3
+"""Inductor usually saves a third of the device time."""
+
+_REGIONS_SHARE = 1 / 2
+"""And its graphs half of a step without graphs that waits for the host all the time."""
+
+
+class Decisions:
+    """Makes the `Choice` for each kind of steps.
+
+    Args:
+        program: the step.
+        config: options.
+        engine: where graphs are made.
+        report: told of each decision.
+        steps_left: how many steps training will still make, None when unknown.
+        on_decision: called when another plan is kept than before.
+
+    Attributes:
+        compiles: whether Inductor's kernels can be had.
+        agree: see `Controller`; element-wise maximum over all ranks.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        config: PyGraphConfig,
+        engine: Engine,
+        report: StepReport,
+        steps_left: Callable[[], float | None],
+        on_decision: Callable[[Switch], None],
+    ) -> None:
+        self.compiles = engine.name == "cuda"
+        self.agree: Callable[[Sequence[float]], Sequence[float]] = tuple
+        self._program = program
+        self._config = config
+        self._engine = engine
+        self._report = report
+        self._steps_left = steps_left
+        self._on_decision = on_decision
+        self._cache = DecisionCache(config.cache_dir)
+        self._stopwatch: timing.Stopwatch = (
+            timing.CudaStopwatch(engine.device)
+            if engine.name == "cuda"
+            else timing.DeclaredStopwatch(lambda arm: timing.declared_seconds(arm))
+        )
+
+    def arms(self, variant: Variant | None, plans: Sequence[Plan]) -> list[Arm]:
+        """Every legal way to run these steps, the one to begin with first.
+
+        Args:
+            variant: None for steps whose forward and backward run without a graph.
+            plans: the legal ones.
+        """
+        compile, cuda = self._config.compile, self._engine.name == "cuda"
+        regions = [Arm(plan, compiled=cuda) for plan in plans if plan.regions]
+        plans = [plan for plan in plans if not plan.regions]
+        arms = [Arm(plan) for plan in plans]
+        if variant is not None and self.compiles and compile is not False:
+            if compile is True and (variant.compile_next or variant.compiled is not None):
+                arms = [Arm(plan, compiled=plan.forward_backward) for plan in plans]
+            elif compile == "auto" and plans and plans[0].forward_backward:
+                arms.append(Arm(plans[0], compiled=True))
+        fused = bool(plans) and plans[0].forward_backward
+        first = not fused and not (cuda and compile == "auto")  # Inductor has to pay
+        arms = [*regions, *arms] if first else [*arms, *regions]
+        if _several_ranks():
+            return arms  # caches of different machines may differ
+        known = self._known(variant)
+        if known is not None and known.arm in arms:
+            arms.sort(key=lambda arm: arm != known.arm)
+        return arms
+
+    def choice(self, variant: Variant | None, plans: Sequence[Plan], step: Callable[[], int]) -> Choice:
+        """A comparison of these arms, from the next step on.
+
+        Args:
+            variant, plans: see `arms`.
+            step: the training step that is being made.
+        """
+
+        def decided(switch: Switch) -> None:
+            switch = dataclasses.replace(switch, step=step())  # of the training, not of its controller
+            self._report.decided(switch)
+            self._on_decision(switch)
+            if switch.before != switch.arm:
+                log.info("pygraph: step %d: %s: %s", switch.step, switch.arm, switch.why)
+
+        known = self._known(variant)
+        arms = self.arms(variant, plans)
+        if _several_ranks():  # steps that get ready are not counted, and each rank gets ready in its own time
+            arms, known = arms[:1], None
+            self._report.note("several processes: the first plan is kept, without a comparison")
+        controller = Controller(
+            arms,
+            estimate=lambda arm, best, seconds: self._estimate(variant, controller, arm, seconds),
+            steps_left=self._steps_left,
+            agree=self.agree,
+            known=known.seconds if known is not None and known.arm == arms[0] else None,
+            decided=decided,
+        )
+        self._report.controllers.append(controller)
+        kept: list[Arm] = []
+
+        def settled(arm: Arm) -> None:
+            if variant is not None:
+                variant.keep_captures_of(arm)
+            if kept != [arm] and self._config.cache_dir is not None:
+                kept[:] = [arm]
+                self._cache.put(self._key(variant), Decision(arm, controller.times[arm]))
+
+        return Choice(controller, self._stopwatch, self._report.latest, settled)
+
+    def _estimate(
+        self, variant: Variant | None, controller: Controller, arm: Arm, best_seconds: float
+    ) -> Estimate:
+        """What is known of an arm before it is tried."""
+        if self._engine.name == "emulated":
+            return Estimate(least=timing.declared_seconds(arm), why="declared: the emulation shows graphs")
+        graphed = {phase for graph in arm.plan.graphs for phase in graph}
+        for known, seconds in controller.times.items():
+            inside = {phase for graph in known.plan.graphs for phase in graph}
+            if graphed and graphed <= inside and known.compiled == arm.compiled:
+                return Estimate(least=seconds, why=f"the kernels of {known}, and more launches")
+        if arm.compiled:
+            cost = self._report.compile_seconds or _COMPILE_SECONDS
+            share = _COMPILED_SHARE
+            last = self._report.latest.get(controller.best)
+            if arm.plan.regions and not controller.best.plan.forward_backward and _waits_for_host(last):
+                share = _REGIONS_SHARE
+            return Estimate(likely=best_seconds * share, one_time=cost, why="Inductor")
+        if arm.plan == NOTHING and variant is not None:
+            return Estimate(seen=variant.warmup_seconds, why="launch-bound")
+        return Estimate()
+
+    def _known(self, variant: Variant | None) -> Decision | None:
+        """What an earlier run settled on for such steps."""
+        if self._config.cache_dir is None:
+            return None
+        known = self._cache.get(self._key(variant))
+        if known is None or not known.arm.compiled:
+            return known
+        # that may have been a longer run: at best half of each step is gained
+        left = self._steps_left()
+        pays = left is None or left * known.seconds / 2 > (self._report.compile_seconds or _COMPILE_SECONDS)
+        return known if pays else None
+
+    def _key(self, variant: Variant | None) -> dict[str, Any]:
+        program = self._program
+        signature = None if variant is None else variant.key
+        return identity(
+            program.model, program.optimizer, program.device, self._engine.name, self._config, signature
+        )
+
+
+def _several_ranks() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _waits_for_host(last: timing.StepTime | None) -> bool:
+    """Whether a step takes the host as long as the device: then it is launches that take the time."""
+    return last is not None and last.host > 0.9 * last.device

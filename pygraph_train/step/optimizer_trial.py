@@ -1,0 +1,160 @@
+"""Optimizers of other libraries: tried in a graph of their own, and left out as soon as that shows.
+
+Nothing is known of their kernels, so nothing about them is changed: learning rates are baked in, and a new one
+means a new capture. A host read makes the capture fail. What Python a step changes, a replay would not: that is
+looked for while the step still runs. The first replays are compared with the step without a graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pygraph_train import torch_internals
+from pygraph_train.step.optimizer import OptimizerPreparation
+
+__all__ = ["OptimizerTrial"]
+
+
+class OptimizerTrial(OptimizerPreparation):
+    """Takes the place of `OptimizerPreparation`, and does nothing of what it does: see there for the promises.
+
+    Args:
+        optimizer: of a class that is none of torch's.
+        emulated: the graphs are CPU tapes and everything lives on the CPU.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, emulated: bool) -> None:
+        self.generation = 0
+        self.optimizer = self._optimizer = optimizer
+        self._emulated = emulated
+        self._name = type(optimizer).__qualname__
+        self._problem: str | None = None
+        self._runs = 0
+        self._depth = 0
+        self._tensors: list[Tensor] = []
+
+    @property
+    def reason(self) -> str | None:
+        """Why the step cannot be captured, None while nothing is known against it."""
+        if self._problem is not None:
+            return self._problem
+        optimizer = self._optimizer
+        if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return f"{self._name} is a wrapper, whose step a replay would not run"
+        if torch_internals.optimizer_step_override(optimizer) is not None:
+            return f"{self._name}.step was replaced, and a replay would not run what it is now"
+        if any(torch_internals.optimizer_step_hook_tables(optimizer)):
+            return f"a step hook of {self._name} would not run in a replay"
+        params = list(self._parameters())
+        if any(p.is_cpu != self._emulated for p in params):
+            return f"{self._name}'s parameters are not on the device of the graphs"
+        if any(p.grad is not None and p.grad.is_sparse for p in params):
+            return f"{self._name} gets sparse gradients, whose sizes are known only on the host"
+        return None
+
+    @property
+    def step_supports_scaler(self) -> bool:
+        """Nobody knows."""
+        return False
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Watch what the step that runs inside changes in Python."""
+        if self._depth or self._problem is not None:
+            yield
+            return
+        before = self._python_state()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        after = self._python_state()
+        changed = next((what for what, value in before.items() if after.get(what, value) != value), None)
+        if changed is not None and self._runs:  # the first step sets things up
+            self._problem = f"{self._name}.step changes {changed} in Python, which a replay would not"
+        self._runs += 1
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Nothing was changed."""
+        yield
+
+    def sync(self) -> None:
+        """Learning rates are baked in."""
+
+    def settle(self) -> None:
+        """State stays where it is."""
+
+    def hyperparameters(self) -> tuple[Any, ...]:
+        """What a capture bakes in: every value of the groups, and Python numbers on the optimizer."""
+        baked: list[Any] = [tuple(self._attributes())]
+        for group in self._optimizer.param_groups:
+            baked.append(tuple(map(id, group["params"])))
+            baked += [
+                (k, id(v) if isinstance(v, Tensor) else _comparable(v))
+                for k, v in group.items()
+                if k != "params"
+            ]
+        return tuple(baked)
+
+    def state_tensors(self) -> list[Tensor]:
+        """Every tensor that a step may write, besides parameters."""
+        places = chain(self._optimizer.state.values(), self._optimizer.param_groups, (vars(self._optimizer),))
+        return [
+            v for place in places if isinstance(place, dict) for v in place.values() if isinstance(v, Tensor)
+        ]
+
+    def remember(self) -> None:
+        """Note the state's tensors, whose addresses a capture bakes in."""
+        self._tensors = self.state_tensors()
+
+    def state_unchanged(self) -> bool:
+        """Whether they are the same objects."""
+        now = self.state_tensors()
+        return len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
+
+    def close(self) -> None:
+        """There is nothing to undo."""
+        self._problem = self._problem or "the preparation was closed"
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(self._optimizer).items():
+            if isinstance(value, (bool, int, float, str)):
+                yield name, value
+
+    def _python_state(self) -> dict[str, Any]:
+        found = {f"its attribute {name}": value for name, value in self._attributes()}
+        for index, group in enumerate(self._optimizer.param_groups):
+            found |= {
+                f"{k!r} of parameter group {index}": _comparable(v) for k, v in group.items() if k != "params"
+            }
+        for index, p in enumerate(self._parameters()):
+            state = self._optimizer.state.get(p)
+            for key, value in state.items() if isinstance(state, dict) else ():
+                found[f"the state {key!r} of parameter {index}"] = _comparable(value)
+        return found
+
+
+def _comparable(value: Any) -> Any:
+    """A value that is equal to itself later only if nothing has changed."""
+    if isinstance(value, (bool, int, float, str, bytes, complex, type(None))):
+        return value
+    if isinstance(value, Tensor):
+        return id(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_comparable, value))
+    if isinstance(value, dict):
+        return tuple((str(k), _comparable(v)) for k, v in value.items())
+    return id(value)

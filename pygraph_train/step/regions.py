@@ -1,0 +1,277 @@
+"""Forward and backward as regions of the compile backend: graphs of their own, with the user's Python around them.
+
+The step's function runs in Python on every step, and what Dynamo can trace of it runs as regions, each with a
+graph for its forward and one for its backward. Host reads break it into several; what changes on every step
+(counters, metric objects) keeps the whole function from being traced once and for all, and then only the
+modules that hold parameters are regions. Which of the two it is is found out with eager kernels, before
+anything is spent on Inductor.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pygraph_train import torch_internals
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.diagnose.report import StepReport
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.step.legality import Problem
+from pygraph_train.step.program import Call, StepProgram, plain_call
+
+if TYPE_CHECKING:
+    from pygraph_train.backend.report import RegionRecord
+
+__all__ = ["Regions", "why_no_regions"]
+
+R = TypeVar("R")
+
+_QUIET = 2
+"""Steps in a row that nothing was traced in: then what was traced serves from now on."""
+
+_MOST_PROBES = 6
+"""Steps after which something that is still traced anew is given up."""
+
+_MOST_COMPILED = 32
+"""Graphs compiled before the step counts as changing all the time."""
+
+_Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def why_no_regions(config: PyGraphConfig, engine: str) -> str | None:
+    """Why forward and backward get no graphs of their own, None when they may."""
+    off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
+    if off:
+        return f"{', '.join(off)} was asked for, and a backward is captured only with its forward"
+    if engine == "cuda" and config.compile is False:
+        return (
+            "compile=False was asked for, and forward and backward alone are captured from Inductor's kernels"
+        )
+    return None
+
+
+class Regions:
+    """Runs steps whose forward and backward have graphs of their own.
+
+    Args:
+        program: the step.
+        config: options; see `why_no_regions`.
+        engine: where graphs are made. The backend makes an engine of the same kind for itself.
+        report: filled while running.
+        announce: shows the user what a long pause is for.
+
+    Attributes:
+        problem: why there are none, None while there may be.
+        found: whether it is known what is compiled.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        config: PyGraphConfig,
+        engine: Engine,
+        report: StepReport,
+        announce: Callable[[str], None],
+    ) -> None:
+        reason = why_no_regions(config, engine.name)
+        self.problem = Problem(reason) if reason is not None else None
+        self.found = False
+        self._program = program
+        self._engine = engine.name
+        self._options = {
+            "engine": engine.name,
+            "indirection": config.indirection,
+            "max_signatures": config.max_signatures,
+        }
+        self._report = report
+        self._announce = announce
+        self._traced = self._compiled = 0
+        self._probes = self._quiet = 0
+        self._numbers: set[str] = set()
+        self._before: dict[int, tuple[int, int]] = {}
+        self._levels: Iterator[Callable[[_Backend], _Level]] = iter((_WholeFunction, self._modules))
+        self._kind = next(self._levels)
+        self._level = self._kind(self._probe)
+
+    def run(self, run: Callable[[Call], R], *, watched: bool = False) -> R:
+        """Make one step without a graph around it: `run` is called once, as in `StepRunner.step`.
+
+        Args:
+            watched: whether `as_planned` will be asked for.
+        """
+        before = self._traced
+        self._before = {id(r): _work(r) for r in self.records()} if watched else {}
+        with torch_internals.dynamo_region_config():
+            result = self._level.run(run)
+        self._quiet = 0 if self._traced > before else self._quiet + 1
+        if not self.found:
+            self._probes += 1
+            self._judge()
+        return result
+
+    def as_planned(self) -> bool:
+        """Whether the last step, a watched one, ran from graphs that were there, wherever a graph pays."""
+        if not self.found or not self._quiet:
+            return False
+        ran = [r for r in self.records() if self._before.get(id(r)) != _work(r)]
+        return bool(ran) and all(r.settled and r.captures == self._before[id(r)][0] for r in ran)
+
+    def records(self) -> list[RegionRecord]:
+        """What the backend says of these regions."""
+        from pygraph_train import backend
+
+        return [r for r in backend.report().regions if r.name.rpartition(" ")[2] in self._numbers]
+
+    def close(self) -> None:
+        """Let go of everything compiled."""
+        self.problem = self.problem or Problem("the runner was closed")
+        self._level = _Level(self._probe)
+
+    def _judge(self) -> None:
+        """After a probe: is what was traced the same on every step?"""
+        if self._quiet >= _QUIET and self._level.called:
+            self.found = True
+            self._level = self._kind(self._compile)
+            return
+        if self._probes < _MOST_PROBES and self._quiet < _QUIET:
+            return
+        kind = next(self._levels, None)
+        if kind is None:
+            self.problem = Problem(
+                "forward and backward get no graphs of their own: the modules that hold parameters are not "
+                "called, or are traced anew on every step",
+                fix="Keep Python state that changes out of the forward of modules",
+            )
+            return
+        self._kind, self._level = kind, kind(self._probe)
+        self._probes = self._quiet = 0
+
+    def _modules(self, backend: _Backend) -> _Level:
+        return _Modules(backend, self._program.model)
+
+    # -- backends of torch.compile ------------------------------------------------------------------
+
+    def _probe(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        self._traced += 1
+        self._level.called = True
+        return graph.forward
+
+    def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        from pygraph_train import backend
+
+        self._traced += 1
+        if not self._numbers and self._engine == "cuda":
+            self._announce("compiling forward and backward with Inductor, which may take a minute")
+        self._compiled += 1
+        if self._compiled > _MOST_COMPILED:
+            self.problem = Problem("forward and backward are compiled again and again")
+        odd = {type(x).__name__ for x in example_inputs if isinstance(x, torch.Tensor) and not _is_plain(x)}
+        if odd:  # its operations are its own, and kernels see only the memory
+            self.problem = Problem(
+                f"forward and backward get no graphs of their own: they take a {odd.pop()}"
+            )
+        if self.problem is not None:
+            return graph.forward
+        known = set(map(id, backend.report().regions))
+        started = time.perf_counter()
+        try:
+            compiled = backend.pygraph(graph, example_inputs, options=self._options)
+        except torch_internals.dynamo_restart():  # not a failure: Dynamo traces once more
+            raise
+        except Exception as error:  # eager kernels do as well
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.problem = Problem(f"the compile backend could not compile forward and backward: {first}")
+            return graph.forward
+        finally:
+            if self._engine == "cuda":
+                self._report.compile_seconds += time.perf_counter() - started
+        made = [r for r in backend.report().regions if id(r) not in known]
+        self._numbers |= {r.name.rpartition(" ")[2] for r in made}
+        self._report.regions = self.records
+        return compiled
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, FakeTensor)
+
+
+def _work(record: RegionRecord) -> tuple[int, int]:
+    return record.captures, record.replays + record.plain_runs
+
+
+class _Level:
+    """What of the step goes through Dynamo. This one: nothing."""
+
+    def __init__(self, backend: _Backend) -> None:
+        self.called = False
+        self._backend = backend
+
+    def run(self, run: Callable[[Call], R]) -> R:
+        return run(plain_call)
+
+
+class _WholeFunction(_Level):
+    """The step's function."""
+
+    def __init__(self, backend: _Backend) -> None:
+        super().__init__(backend)
+        self._call = _compiled(backend)
+
+    def run(self, run: Callable[[Call], R]) -> R:
+        return run(self._call)
+
+
+class _Modules(_Level):
+    """The model and its children, where they hold parameters; those that are called first.
+
+    `Module.compile()` works the same way: `_compiled_call_impl` is what a call of the module runs. Here it is
+    there only during the step.
+    """
+
+    def __init__(self, backend: _Backend, model: nn.Module) -> None:
+        super().__init__(backend)
+        found = [model, *model.children()]
+        self._modules = [m for m in found if any(True for _ in m.parameters())]
+        self._calls = [functools.partial(_call_module, _compiled(backend), m) for m in self._modules]
+
+    def run(self, run: Callable[[Call], R]) -> R:
+        with self._installed():
+            return run(plain_call)
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        mine = [
+            (m, call)
+            for m, call in zip(self._modules, self._calls, strict=True)
+            if torch_internals.compiled_call(m) is None
+        ]
+        try:
+            for module, call in mine:
+                torch_internals.set_compiled_call(module, call)
+            yield
+        finally:
+            for module, _ in mine:
+                torch_internals.set_compiled_call(module, None)
+
+
+def _call_module(call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return call(torch_internals.uncompiled_call(module), args, kwargs)
+
+
+def _compiled(backend: _Backend) -> Call:
+    """`fn(*args, **kwargs)` through Dynamo, from a code object of its own: Dynamo's caches belong to these."""
+
+    def region(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return fn(*args, **kwargs)
+
+    fresh = types.FunctionType(region.__code__.replace(co_name="region"), globals())
+    compiled: Any = torch.compile(fresh, backend=backend)
+    return compiled  # type: ignore[no-any-return]

@@ -1,0 +1,251 @@
+"""Plans with separate phases in a Lightning Trainer, and what the callback shows of its decisions."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar  # noqa: E402
+from lightning_training import MemoryLogger, Module, emulated, fit, parity, refused, replayed  # noqa: E402
+from test_phases import PLANS  # noqa: E402
+
+from pygraph_train import PyGraphCallback  # noqa: E402
+from pygraph_train.integrations.lightning import _metrics  # noqa: E402
+from pygraph_train.selection import timing  # noqa: E402
+from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, OPTIMIZER, SPLIT, Arm  # noqa: E402
+from pygraph_train.selection.controller import Estimate, Switch  # noqa: E402
+from pygraph_train.selection.timing import StepTime  # noqa: E402
+from pygraph_train.step.decisions import Decisions  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 3},
+        {"accumulate_grad_batches": 2, "precision": "bf16-mixed"},
+        {"precision": "64-true"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_optimizer_alone(optimizer, options):
+    fits = parity(
+        lambda: Module(optimizer, "step"), config={"forward": "off"}, logger=MemoryLogger(), **options
+    )
+    report = refused(fits, "forward='off'")
+    assert report.plan == "F B {O}", str(report)
+    assert report.optimizer_steps_replayed >= 36 // options.get("accumulate_grad_batches", 1) - 3, str(report)
+
+
+def test_a_step_that_reads_on_the_host_keeps_its_optimizer_graph():
+    class Reads(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            print("loss", float(loss), file=io.StringIO())
+            return loss
+
+    report = refused(parity(Reads, gradient_clip_val=0.05))
+    assert report.plan == "{F} {B} {O}" and report.optimizer_steps_replayed >= 25, str(report)
+    in_regions(report)
+
+
+class Accuracy(nn.Module):
+    """Like a torchmetrics metric: Python state beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._update_count = 0
+        self._computed: Any = None
+        self.register_buffer("right", torch.zeros(()))
+
+    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self._update_count += 1
+        self._computed = None
+        self.right += (out.argmax(1) == target).sum()
+        self._computed = self.right / (self._update_count * len(target))
+        return self._computed
+
+
+class Measures(Module):
+    """A metric object, and a read of `global_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Accuracy()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch[0])
+        loss = nn.functional.cross_entropy(out, batch[1])
+        self.log("accuracy", self.metric(out.detach(), batch[1]), on_step=True, on_epoch=True)
+        self.log("weighted", loss * self.global_step, prog_bar=True)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}],
+    ids=str,
+)
+def test_a_metric_and_the_step_number_are_python_on_every_step(options):
+    fits = parity(
+        Measures, logger=MemoryLogger(), max_epochs=6 * options.get("accumulate_grad_batches", 1), **options
+    )
+    report = fits[1].report
+    assert report is not None and report.plan == "{F} {B} {O}", str(report)
+    in_regions(report)
+
+
+def test_a_hook_before_the_optimizer_and_a_metric():
+    class Both(Measures):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+            self.log("norm", torch.stack(norms).norm())
+
+    report = parity(Both, logger=MemoryLogger(), max_epochs=6)[1].report
+    assert report is not None and report.plan == "{F} {B} {O}", str(report)
+    in_regions(report)
+
+
+def in_regions(report: Any) -> None:
+    """Assert that a test which claims parity really replayed."""
+    phases = {r.phase for r in report.regions() if r.replays >= 15}
+    assert {"forward", "backward"} <= phases, str(report)
+
+
+class Norms(Module):
+    """Logs the gradient norm between backward and the optimizer."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.log("norm", torch.stack(norms).norm(), on_step=True, on_epoch=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}], ids=str
+)
+def test_gradient_norms_are_logged_in_a_split_plan(options):
+    """Unclipped, as without graphs: clipping is part of the optimizer's graph."""
+    report = replayed(parity(Norms, logger=MemoryLogger(), **options), plan="{F B} {O}")
+    assert report.optimizer_steps_replayed >= 16, str(report)
+
+
+def test_a_batch_without_a_loss_is_skipped_as_lightning_skips_it():
+    class Skips(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 4 == 3 else self.loss(batch)
+
+    parity(Skips, config={"forward": "off"})
+
+
+def test_a_clipping_threshold_that_changes_is_obeyed():
+    class Changes(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            trainer.gradient_clip_val = 0.05 if trainer.current_epoch < 2 else 0.01
+
+    fits = parity(make_callbacks=lambda: [Changes()], config={"forward": "off"}, gradient_clip_val=0.05)
+    report = refused(fits)
+    assert [c.plan for c in report.captures] == ["{O}", "{O}"]
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
+    table: dict[Any, float] = dict.fromkeys(PLANS, 1.0)
+    monkeypatch.setattr(timing, "declared_seconds", lambda arm: table[arm.plan])
+    monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())
+    return table
+
+
+@pytest.mark.parametrize("best", [SPLIT, FORWARD_BACKWARD, OPTIMIZER, NOTHING], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_any_plan_may_win_and_nothing_that_is_computed_changes(best, accumulate, declared):
+    declared[best] = 0.5
+    fits = parity(
+        lambda: Module(scheduler="step"),
+        max_epochs=16 * accumulate,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.05,
+        logger=MemoryLogger(),
+    )
+    report = fits[1].report
+    assert report is not None and report.plan == str(best), str(report)
+    assert report.controllers[0].settled
+
+
+def test_decisions_are_told_to_programs(declared):
+    declared[SPLIT] = 0.5
+    told: list[Switch] = []
+    done = fit([emulated(on_decision=told.append)], max_epochs=16)
+    assert done.report is not None
+    assert told == done.report.switches
+    assert [str(s.arm) for s in told][-1] == "{F B} {O}"
+    assert all(0 < s.step <= done.report.steps and s.why for s in told)
+
+
+def test_long_work_is_announced_in_the_progress_bar(capsys):
+    said: list[str] = []
+
+    class Bar(TQDMProgressBar):
+        def print(self, *args: Any, **kwargs: Any) -> None:
+            said.append(" ".join(map(str, args)))
+
+    fit([emulated(), Bar()], enable_progress_bar=True)
+    assert said == ["pygraph: capturing the training step as {F B O}"]
+
+
+def test_a_progress_bar_that_cannot_be_switched_off():
+    class Bar(ProgressBar):
+        pass
+
+    replayed(fit([emulated(), Bar()], enable_progress_bar=True))
+
+
+class Measured(PyGraphCallback):
+    """Looks as if the engine had measured."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        engine, self._report.engine = self._report.engine, "cuda"
+        try:
+            super().on_train_batch_end(trainer, *args)
+        finally:
+            self._report.engine = engine
+
+
+def test_loggers_get_what_was_measured_at_the_trainers_cadence():
+    logger = MemoryLogger()
+    fit([Measured(engine="emulated", warmup_steps=2)], logger=logger, log_every_n_steps=5)
+    ours = [(step, m) for step, m in logger.received if "pygraph/step_ms" in m]
+    assert ours and all(step % 5 == 0 for step, _ in ours)
+    assert len({step for step, _ in ours}) == len(ours)
+    assert set(ours[-1][1]) == {"pygraph/step_ms", "pygraph/plan", "pygraph/gpu_idle_fraction"}
+    assert ours[-1][1]["pygraph/plan"] == 6.0
+
+
+def test_loggers_get_nothing_that_was_only_declared():
+    logger = MemoryLogger()
+    fit([emulated()], logger=logger)
+    assert not any(name.startswith("pygraph/") for _, metrics in logger.received for name in metrics)
+
+
+def test_metrics_of_a_run_without_graphs():
+    callback = emulated()
+    report = callback.report()
+    assert _metrics(report) == {}
+    report.engine, report.plan = "cuda", "F B O"
+    report.latest[Arm(NOTHING)] = StepTime(host=0.010, device=0.004)
+    found = _metrics(report)
+    assert found["pygraph/step_ms"] == pytest.approx(10.0) and found["pygraph/plan"] == 0
+    assert found["pygraph/gpu_idle_fraction"] == pytest.approx(0.6)
+
+
+def test_on_decision_is_no_option_of_the_config():
+    with pytest.raises(TypeError, match="no option 'on_decison'"):
+        PyGraphCallback(on_decison=print)

@@ -1,0 +1,465 @@
+"""Every plan over forward, backward and optimizer trains as plain PyTorch does, whatever was switched when."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import Diary, Net, adam, adamw, batches, both, loss_of, replayed, sgd
+
+from pygraph_train import GraphedStep, PyGraphConfig, StepReport
+from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
+from pygraph_train.selection import timing
+from pygraph_train.selection.arms import (
+    FORWARD_BACKWARD,
+    NOTHING,
+    OPTIMIZER,
+    REGIONS,
+    SEPARATE,
+    SPLIT,
+    WHOLE,
+    Arm,
+)
+from pygraph_train.selection.controller import Estimate
+from pygraph_train.step import decisions
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.plan import legal_plans
+
+OPTIMIZERS = pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+
+
+def training(make_optimizer: Any = adamw, *, steps: int = 60, accumulate: int = 1, **options: Any) -> Any:
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, **options)
+        for index, batch in enumerate(batches(steps)):
+            last = index % accumulate == accumulate - 1
+            diary.write("loss", (step if last else step.accumulate)(batch))
+            diary.write_state(model, optimizer)
+            if last:
+                scheduler.step()
+
+    return script
+
+
+# -- the optimizer as a graph of its own -----------------------------------------------------------------
+
+
+def test_parameters_that_move_are_not_written_at_their_old_address():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            if index == 20:
+                for p in model.parameters():
+                    p.data = p.data.clone()
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, forward="off")
+    assert report.plan == "F B {O}" and report.optimizer_steps_replayed >= 25, str(report)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("switch", ["forward", "backward"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_optimizer_alone(make_optimizer, switch, clip):
+    report = both(training(make_optimizer, max_grad_norm=clip), **{switch: "off"})
+    assert report.plan == "F B {O}", str(report)
+    assert report.optimizer_steps_replayed >= 50 and report.steps_replayed == 0
+    assert [c.plan for c in report.captures] == ["{O}"]
+    assert f"{switch}='off'" in report.fallbacks[0].reason
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_optimizer_alone_under_accumulation_and_a_read_on_the_host(make_optimizer, accumulate):
+    """The forward cannot be graphed as a whole; its regions and the optimizer can."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            loss = loss_of(model)(batch)
+            diary.write("read", loss.item())
+            return loss
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer, max_grad_norm=0.1)
+        for index, batch in enumerate(batches(60)):
+            (step if index % accumulate == accumulate - 1 else step.accumulate)(batch)
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.plan == "{F} {B} {O}" and report.steps_replayed == 0
+    assert report.optimizer_steps_replayed >= 40 // accumulate, str(report)
+
+
+@pytest.mark.parametrize(
+    "switches", [{"optimizer": "off", "forward": "off"}, {"backward": "off", "optimizer": "off"}]
+)
+def test_everything_off_is_obeyed(switches):
+    report = both(training(), **switches)
+    assert report.steps_replayed == report.optimizer_steps_replayed == 0
+    assert not report.captures and report.plan == "F B O"
+
+
+def test_the_optimizer_alone_that_cannot_be_captured_runs_as_it_is():
+    report = both(training(adam), forward="off")
+    assert report.optimizer_steps_replayed == 0 and not report.captures
+
+
+def test_several_parameter_groups_with_rates_of_their_own():
+    def groups(model: Net) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            [{"params": model.first.parameters(), "lr": 1e-3}, {"params": model.second.parameters()}],
+            lr=1e-2,
+            fused=True,
+        )
+
+    report = both(training(groups, max_grad_norm=0.05), backward="off")
+    assert report.optimizer_steps_replayed >= 50
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_scaler_skips_steps_in_the_optimizers_graph(clip):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+        def step_fn(batch: Any, factor: Tensor) -> Tensor:
+            return loss_of(model)(batch) * factor
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer, scaler=scaler, max_grad_norm=clip)
+        for index, batch in enumerate(batches(50)):
+            step(batch, torch.tensor(float("inf") if index % 7 == 5 else 1.0))
+            diary.write_state(model, optimizer)
+            diary.write("scale", scaler.get_scale())
+
+    report = both(script, forward="off")
+    assert report.optimizer_steps_replayed >= 40, str(report)
+
+
+def test_hyperparameters_loaded_state_and_new_groups_are_noticed():
+    def script(diary: Diary) -> None:
+        model, late = Net(), nn.Linear(6, 3)
+        optimizer = adamw(model)
+        step = diary.step(
+            lambda b: loss_of(model)(b) + late(b[0]).square().mean(), model=model, optimizer=optimizer
+        )
+        saved = None
+        for index, batch in enumerate(batches(120)):
+            if index == 30:
+                saved = {"state": optimizer.state_dict()}
+                optimizer.param_groups[0]["weight_decay"] = 0.5
+            if index == 60:
+                optimizer.load_state_dict(saved["state"])
+            if index == 90:
+                optimizer.add_param_group({"params": late.parameters()})
+            step(batch)
+            diary.write_state(model, optimizer)
+
+    report = both(script, forward="off")
+    assert report.optimizer_steps_replayed >= 90
+    assert len(report.captures) == 4, str(report)
+
+
+def test_a_hyperparameter_that_changes_on_every_step_ends_it():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            optimizer.param_groups[0]["weight_decay"] = 0.01 * index
+            step(batch)
+            diary.write_state(model, optimizer)
+
+    report = both(script, forward="off")
+    assert len(report.captures) <= 5
+    assert any("again and again" in f.reason for f in report.fallbacks)
+
+
+def test_a_step_hook_registered_in_mid_run_runs():
+    calls: list[list[int]] = []
+
+    def script(diary: Diary) -> None:
+        calls.append([])
+        mine = calls[-1]
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(50)):
+            if index == 25:
+                optimizer.register_step_post_hook(lambda *_: mine.append(1))
+            step(batch)
+            diary.write_state(model, optimizer)
+
+    report = both(script, forward="off")
+    assert len(calls[0]) == len(calls[1]) == 25
+    assert any("hook" in f.reason for f in report.fallbacks)
+
+
+def test_layers_without_gradients_now_and_then():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(80)):
+            if index in (30, 50):
+                model.first.requires_grad_(index == 50)
+            step(batch)
+            diary.write_state(model, optimizer)
+
+    assert both(script, backward="off").optimizer_steps_replayed >= 50
+
+
+def test_a_failed_capture_of_the_optimizer_costs_no_step(monkeypatch):
+    capture = EmulatedEngine.capture
+
+    def failing(self: EmulatedEngine, fn: Any) -> Any:
+        def raising() -> None:
+            fn()
+            raise RuntimeError("boom")
+
+        return capture(self, raising)
+
+    monkeypatch.setattr(EmulatedEngine, "capture", failing)
+    report = both(training(max_grad_norm=0.1), forward="off")
+    assert report.optimizer_steps_replayed == 0
+    assert any("boom" in f.reason for f in report.fallbacks)
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_replay_of_the_optimizer_that_differs_is_undone(verify, monkeypatch, caplog):
+    replay = EmulatedGraph.replay
+
+    def wrong(self: EmulatedGraph) -> None:
+        replay(self)
+        self._operations[-1].run()  # the fused step a second time
+
+    monkeypatch.setattr(EmulatedGraph, "replay", wrong)
+    report = both(training(), forward="off", verify=verify)
+    assert report.optimizer_steps_replayed == 0
+    assert any("first replay of {O}" in f.reason for f in report.fallbacks)
+    assert "first replay of {O}" in caplog.text
+
+
+@pytest.mark.parametrize("verify", ["off", "always"])
+def test_other_verifications_of_the_optimizer(verify):
+    report = both(training(max_grad_norm=0.1), forward="off", verify=verify)
+    assert [c.plan for c in report.captures] == ["{O}"]
+    assert (report.optimizer_steps_replayed > 0) == (verify == "off")
+
+
+def test_gradients_read_and_changed_between_steps():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index % 5 == 4:
+                step.accumulate(batch)
+                model.second.weight.grad = model.second.weight.grad * 0.5
+                model.first.weight.grad.mul_(2)
+            step(batch)
+            diary.write_state(model, optimizer)
+
+    report = both(script, forward="off")
+    assert report.optimizer_steps_replayed >= 45
+
+
+# -- switching -------------------------------------------------------------------------------------------
+
+PLANS = [WHOLE, SPLIT, FORWARD_BACKWARD, SEPARATE, REGIONS, OPTIMIZER, NOTHING]
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
+    """Seconds that the emulated engine declares per plan; all plans are tried."""
+    table: dict[Any, float] = dict.fromkeys(PLANS, 1.0)
+    monkeypatch.setattr(timing, "declared_seconds", lambda arm: table[arm.plan])
+    monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())
+    return table
+
+
+@pytest.mark.parametrize("best", PLANS, ids=str)
+@OPTIMIZERS
+def test_any_plan_may_win_and_nothing_that_is_computed_changes(best, make_optimizer, declared):
+    declared[best] = 0.5
+    report = both(training(make_optimizer, steps=260, max_grad_norm=0.05))
+    assert report.plan == str(best), str(report)
+    (controller,) = report.controllers
+    assert controller.settled and len(controller.times) == len(PLANS)
+    assert 0 < controller.exploration_steps <= controller.rules.exploration
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("best", [SPLIT, SEPARATE, OPTIMIZER, NOTHING], ids=str)
+def test_plans_are_switched_between_whole_steps_of_an_accumulation(best, accumulate, declared):
+    declared[best] = 0.5
+    report = both(training(steps=260 * accumulate, accumulate=accumulate))
+    assert report.plan == str(best), str(report)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_costs_that_change_all_the_time_change_no_parameter(seed, declared):
+    """The first loss that differs by a bit fails."""
+    rng = random.Random(seed)
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, max_grad_norm=0.1)
+        for index, batch in enumerate(batches(800)):
+            if index % 250 == 0:
+                declared.update({plan: rng.uniform(1.0, 2.0) for plan in PLANS})
+                declared[rng.choice(PLANS)] = 0.1
+            diary.write("loss", step(batch))
+            if index % 10 == 0:
+                diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert len({s.arm for s in report.switches}) >= 2, report.switches
+
+
+def test_a_drift_in_mid_run_switches_and_switches_back(declared):
+    def script(diary: Diary) -> None:
+        declared.update({plan: {WHOLE: 1.0, NOTHING: 3.0}.get(plan, 4.0) for plan in PLANS})
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(1300)):
+            if index == 300:
+                declared[WHOLE] = 5.0
+            if index == 700:
+                declared.update({WHOLE: 1.0, NOTHING: 6.0})
+            diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert [str(s.arm) for s in report.switches] == ["{F B O}", "F B O", "{F B O}"], report.switches
+    assert all("drift" in s.why for s in report.switches[1:])
+    assert report.plan == "{F B O}"
+
+
+def test_other_layers_learn_another_question(declared):
+    def script(diary: Diary) -> None:
+        declared[NOTHING] = 0.5
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(500)):
+            if index == 200:
+                model.first.requires_grad_(False)
+                declared.update({NOTHING: 2.0})
+            diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert len(report.controllers) == 2
+    assert [str(c.best) for c in report.controllers] == ["F B O", "{F B O}"]
+
+
+def test_an_arm_whose_capture_fails_is_named_and_the_best_one_goes_on(declared, monkeypatch):
+    declared[SPLIT] = 0.1
+    capture = EmulatedEngine.capture
+    count = [0]
+
+    def failing(self: EmulatedEngine, fn: Any) -> Any:
+        count[0] += 1
+        if count[0] == 2:
+            raise RuntimeError("boom")
+        return capture(self, fn)
+
+    monkeypatch.setattr(EmulatedEngine, "capture", failing)
+    report = both(training(steps=170))
+    assert any("boom" in f.reason for f in report.fallbacks)
+    (controller,) = report.controllers
+    assert "boom" in controller.verdicts[Arm(SPLIT)]
+    assert report.plan == "{F B O}" and report.steps_replayed > 50
+
+
+def test_the_emulated_engine_prefers_graphs():
+    report = replayed(both(training()), least=50)
+    assert [str(s.arm) for s in report.switches] == ["{F B O}"]
+    assert report.controllers[0].exploration_steps == 0
+
+
+# -- which plans are legal -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "facts", "plans"),
+    [
+        ({}, "fo", ["{F B O}", "{F B} {O}", "{F B} O", "F B {O}", "F B O"]),
+        ({}, "fob", ["{F B} {O}", "{F B} O", "F B {O}", "F B O"]),
+        ({}, "f", ["{F B} O", "F B O"]),
+        ({}, "o", ["F B {O}", "F B O"]),
+        ({}, "", ["F B O"]),
+        ({}, "or", ["{F} {B} {O}", "{F} {B} O", "F B {O}", "F B O"]),
+        ({}, "r", ["{F} {B} O", "F B O"]),
+        (
+            {},
+            "for",
+            ["{F B O}", "{F B} {O}", "{F B} O", "{F} {B} {O}", "{F} {B} O", "F B {O}", "F B O"],
+        ),
+        ({"optimizer": "off"}, "fo", ["{F B} O", "F B O"]),
+        ({"optimizer": "off"}, "or", ["{F} {B} O", "F B O"]),
+        ({"forward": "off"}, "for", ["F B {O}", "F B O"]),
+        ({"backward": "off"}, "for", ["F B {O}", "F B O"]),
+        ({"fuse": "off"}, "fo", ["F B {O}", "F B O"]),
+        ({"fuse": "off"}, "for", ["{F} {B} {O}", "{F} {B} O", "F B {O}", "F B O"]),
+        ({"forward": "off", "optimizer": "off"}, "fo", ["F B O"]),
+        ({"fuse": "on"}, "for", ["{F B O}"]),
+        ({"fuse": "on"}, "fob", ["{F B} {O}", "{F B} O", "F B {O}", "F B O"]),
+        ({"forward": "on"}, "fo", ["{F B O}", "{F B} {O}", "{F B} O"]),
+        ({"backward": "on"}, "or", ["{F} {B} {O}", "{F} {B} O"]),
+        ({"optimizer": "on"}, "fo", ["{F B O}", "{F B} {O}", "F B {O}"]),
+        ({"optimizer": "on"}, "f", ["{F B} O", "F B O"]),
+    ],
+)
+def test_legal_plans(config, facts, plans):
+    found = legal_plans(
+        PyGraphConfig(**config),
+        forward_backward="f" in facts,
+        optimizer="o" in facts,
+        between="b" in facts,
+        regions="r" in facts,
+    )
+    assert list(map(str, found)) == plans
+
+
+def test_what_was_asked_for_is_not_switched_off(declared):
+    declared[NOTHING] = 0.1
+    report = replayed(both(training(steps=120), fuse="on"), least=100)
+    assert [str(s.arm) for s in report.switches] == ["{F B O}"]
+
+
+def test_the_report_of_a_step_object_that_was_never_called():
+    model = Net()
+    step = GraphedStep(
+        loss_of(model), model=model, optimizer=adamw(model), config=PyGraphConfig(engine="emulated")
+    )
+    report: StepReport = step.report()
+    assert report.steps == 0 and str(report)
+
+
+@pytest.mark.parametrize("switch", ["forward", "backward", "fuse"])
+def test_what_was_asked_for_is_no_failure(switch):
+    assert both(training(), on_failure="raise", **{switch: "off"}).steps == 60
+
+
+def test_several_processes_keep_the_first_plan(declared, monkeypatch):
+    """Ranks that compared plans alone could end up with different ones."""
+    monkeypatch.setattr(decisions, "_several_ranks", lambda: True)
+    declared[NOTHING] = 0.1
+    report = replayed(both(training(steps=120)), least=100)
+    assert [str(s.arm) for s in report.switches] == ["{F B O}"]
+    assert any("several processes" in note for note in report.notes)

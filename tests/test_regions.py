@@ -1,0 +1,213 @@
+"""Forward and backward in graphs of their own: the user's Python runs on every step, and nothing changes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import Diary, Net, adamw, batches, both, loss_of, sgd
+
+from pygraph_train import PyGraphConfig, StepReport
+from pygraph_train.selection import timing
+from pygraph_train.selection.arms import NOTHING, REGIONS, SEPARATE
+from pygraph_train.selection.controller import Estimate
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.regions import why_no_regions
+
+
+def in_regions(report: StepReport, *, plan: str = "{F} {B} {O}", least: int = 20) -> StepReport:
+    """Assert that a test which claims parity really replayed."""
+    assert report.plan == plan, str(report)
+    kinds = {r.phase for r in report.regions() if r.replays >= least}
+    assert {"forward", "backward"} <= kinds, str(report)
+    return report
+
+
+def training(make_step: Any, *, steps: int = 60, accumulate: int = 1, make_optimizer: Any = adamw) -> Any:
+    """A script over `make_step(model, diary)`."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+        step = diary.step(make_step(model, diary), model=model, optimizer=optimizer, max_grad_norm=0.1)
+        for index, batch in enumerate(batches(steps)):
+            last = index % accumulate == accumulate - 1
+            diary.write("loss", (step if last else step.accumulate)(batch))
+            diary.write_state(model, optimizer)
+
+    return script
+
+
+class Accuracy(nn.Module):
+    """Like a torchmetrics metric: Python state beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = 0
+        self.seen: list[int] = []
+        self.register_buffer("right", torch.zeros(()))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        self.updates += 1
+        self.seen.append(len(target))
+        self.right += (out.argmax(1) == target).sum()
+        return self.right / sum(self.seen)
+
+
+def with_metric(model: Net, diary: Diary) -> Any:
+    metric = Accuracy()
+
+    def step_fn(batch: Any) -> Any:
+        out = model(batch[0])
+        accuracy = metric(out.detach(), batch[1])
+        diary.write("metric", (metric.updates, len(metric.seen)))
+        return {"loss": nn.functional.cross_entropy(out, batch[1]), "accuracy": accuracy}
+
+    return step_fn
+
+
+def with_host_read(model: Net, diary: Diary) -> Any:
+    def step_fn(batch: Any) -> Tensor:
+        hidden = torch.relu(model.norm(model.first(batch[0])))
+        scale = 1.0 if hidden.mean().item() > 1e9 else 2.0
+        print(scale, file=io.StringIO())
+        return nn.functional.cross_entropy(model.second(model.dropout(hidden)) * scale, batch[1])
+
+    return step_fn
+
+
+def with_print(model: Net, diary: Diary) -> Any:
+    def step_fn(batch: Any) -> Tensor:
+        loss = loss_of(model)(batch)
+        diary.write("read", float(loss))
+        return loss
+
+    return step_fn
+
+
+MAKERS = pytest.mark.parametrize("make_step", [with_metric, with_host_read, with_print])
+
+
+@MAKERS
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+def test_python_in_the_step_runs_and_the_rest_is_in_graphs(make_step, make_optimizer):
+    report = in_regions(both(training(make_step, make_optimizer=make_optimizer)))
+    assert report.optimizer_steps_replayed >= 20
+    assert report.steps_replayed == 0
+
+
+@MAKERS
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulation_in_regions(make_step, accumulate):
+    in_regions(both(training(make_step, steps=60 * accumulate, accumulate=accumulate)))
+
+
+@MAKERS
+def test_the_optimizer_outside(make_step):
+    report = in_regions(both(training(make_step), optimizer="off"), plan="{F} {B} O")
+    assert report.optimizer_steps_replayed == 0
+
+
+def test_phases_that_may_not_share_a_graph():
+    report = in_regions(both(training(lambda model, diary: loss_of(model)), fuse="off"))
+    assert report.optimizer_steps_replayed >= 20
+    assert "fuse='off'" in report.fallbacks[0].reason
+
+
+@pytest.mark.parametrize("switch", ["forward", "backward"])
+def test_a_phase_that_is_off_has_no_graph(switch):
+    report = both(training(with_metric), **{switch: "off"})
+    assert report.plan == "F B {O}" and not report.regions(), str(report)
+    assert any(f"{switch}='off'" in f.reason for f in report.fallbacks)
+
+
+def test_gradient_hooks_run_on_every_step():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        norms: list[Tensor] = []
+        model.second.weight.register_hook(lambda g: norms.append(g.norm().clone()))
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(60):
+            step(batch)
+            diary.write("norms", norms)
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script))
+
+
+def test_other_shapes_and_frozen_layers():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(with_print(model, diary), model=model, optimizer=optimizer)
+        for index, (x, y) in enumerate(batches(120)):
+            if index in (60, 80):
+                model.first.requires_grad_(index == 80)
+            size = 5 if index % 10 == 9 else 8
+            step((x[:size], y[:size]))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script))
+
+
+def test_a_model_that_changes_on_every_step_stays_as_it_is():
+    class Counting(Net):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x) * (1 + self.count / 1000)
+
+    def script(diary: Diary) -> None:
+        model = Counting()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(60):
+            step(batch)
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.steps_replayed == 0
+    assert report.plan in ("F B {O}", "{F} {B} {O}"), str(report)
+
+
+@pytest.mark.parametrize("best", [SEPARATE, REGIONS], ids=str)
+def test_a_step_that_could_be_fused_may_be_faster_in_regions(best, monkeypatch):
+    monkeypatch.setattr(timing, "declared_seconds", lambda arm: 0.5 if arm.plan == best else 1.0)
+    monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())
+    report = both(training(lambda model, diary: loss_of(model), steps=260))
+    in_regions(report, plan=str(best))
+
+
+def test_no_graphs_may_win_over_regions(monkeypatch):
+    monkeypatch.setattr(timing, "declared_seconds", lambda arm: 0.5 if arm.plan == NOTHING else 1.0)
+    monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())
+    assert both(training(with_metric, steps=160)).plan == "F B O"
+
+
+def test_a_compiler_that_fails_costs_no_step(monkeypatch):
+    from pygraph_train import backend
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(backend, "pygraph", failing)
+    report = both(training(with_metric))
+    assert report.plan == "F B {O}"
+    assert any("no compiler" in f.reason for f in report.fallbacks), str(report)
+
+
+def test_regions_on_a_device_need_inductor():
+    assert why_no_regions(PyGraphConfig(), "cuda") is None
+    assert "compile=False" in str(why_no_regions(PyGraphConfig(compile=False), "cuda"))
+    assert why_no_regions(PyGraphConfig(compile=False), "emulated") is None
+
+
+def test_the_report_lists_the_regions():
+    report = in_regions(both(training(with_metric)))
+    assert "forward" in str(report) and "replays" in str(report)
+    assert {r["phase"] for r in report.to_dict()["regions"]} >= {"forward", "backward"}
