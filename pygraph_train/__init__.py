@@ -2,6 +2,8 @@
 
 ```python
 trainer = Trainer(callbacks=[PyGraphCallback()])                # Lightning
+accelerator = Accelerator(plugins=[PyGraph()])                  # Accelerate
+trainer = transformers.Trainer(..., callbacks=[PyGraphTrainerCallback()])
 step = GraphedStep(step_fn, model=model, optimizer=optimizer)   # a plain PyTorch loop
 ```
 """
@@ -14,20 +16,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pygraph_train.config import PyGraphConfig
     from pygraph_train.diagnose.report import StepReport
+    from pygraph_train.integrations.accelerate import Accelerator, PyGraph
     from pygraph_train.integrations.lightning import PyGraphCallback
+    from pygraph_train.integrations.transformers import PyGraphTrainer, PyGraphTrainerCallback
     from pygraph_train.step.graphed import GraphedStep
     from pygraph_train.step.runner import PyGraphError
 
 __version__ = "0.1.0"
 
-__all__ = ["GraphedStep", "PyGraphCallback", "PyGraphConfig", "PyGraphError", "StepReport"]
+__all__ = [
+    "Accelerator",
+    "GraphedStep",
+    "PyGraph",
+    "PyGraphCallback",
+    "PyGraphConfig",
+    "PyGraphError",
+    "PyGraphTrainer",
+    "PyGraphTrainerCallback",
+    "StepReport",
+]
 
 # read on first use: importing pygraph_train imports no framework
 _HOMES = {
+    "Accelerator": "pygraph_train.integrations.accelerate",
     "GraphedStep": "pygraph_train.step.graphed",
+    "PyGraph": "pygraph_train.integrations.accelerate",
     "PyGraphCallback": "pygraph_train.integrations.lightning",
     "PyGraphConfig": "pygraph_train.config",
     "PyGraphError": "pygraph_train.step.runner",
+    "PyGraphTrainer": "pygraph_train.integrations.transformers",
+    "PyGraphTrainerCallback": "pygraph_train.integrations.transformers",
     "StepReport": "pygraph_train.diagnose.report",
 }
 

@@ -29,10 +29,10 @@ def run(script: str, *options: str) -> str:
     return done.stdout
 
 
-def replayed(output: str) -> int:
+def replayed(output: str, share: float = 0.8) -> int:
     """The number of replayed steps in the one report that was printed."""
     (found,) = re.findall(r"steps replayed\W+(\d+) of (\d+)", output)
-    assert int(found[0]) > 0.8 * int(found[1])
+    assert int(found[0]) > share * int(found[1])
     return int(found[0])
 
 
@@ -49,3 +49,25 @@ def test_gpt():
     assert replayed(output) >= 33
     (loss,) = re.findall(r"last loss: (\d+\.\d+)", output)
     assert float(loss) < 4.5  # log(number of characters) at the start
+
+
+def test_accelerate_gpt():
+    pytest.importorskip("accelerate")
+    output = run("accelerate_gpt.py", "--steps", "40")
+    assert replayed(output, share=0.7) >= 28
+    (loss,) = re.findall(r"last loss: (\d+\.\d+)", output)
+    assert float(loss) < 6  # log(number of tokens) = 7.6 at the start
+
+
+def test_accelerate_graphed_step():
+    pytest.importorskip("accelerate")
+    output = run("accelerate_graphed_step.py", "--steps", "60")
+    assert replayed(output, share=0.7) >= 45
+
+
+@pytest.mark.parametrize("options", [(), ("--callback",)])
+def test_hf_trainer(options):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    output = run("hf_trainer.py", "--steps", "40", *options)
+    assert replayed(output, share=0.7) >= 28

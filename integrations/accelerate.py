@@ -1,0 +1,422 @@
+"""Accelerate: `Accelerator(plugins=[PyGraph()])`.
+
+The user's loop stays as it is. Models that `prepare` returns run forward and backward as regions of the
+compile backend, optimizers step from graphs of their own, and everything between is the user's Python.
+`accelerator.graphed_step` makes one graph of it all, where that is legal.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DeepSpeedPlugin,
+        DistributedType,
+        DynamoBackend,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        KwargsHandler,
+        MegatronLMPlugin,
+        ParallelismConfig,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+        TorchTensorParallelPlugin,
+    )
+except ImportError as error:
+    raise ImportError(
+        "pygraph_train.Accelerator and PyGraph need Accelerate: pip install 'pygraph-train[accelerate]'"
+    ) from error
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.integrations.accelerate_step import GraphedStepFunction
+from pygraph_train.integrations.loop import Loop
+from pygraph_train.integrations.loop_report import LoopReport
+
+__all__ = ["Accelerator", "PyGraph"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# which argument of the stock class takes which plugin; the first match counts (several are kwargs handlers)
+_ARGUMENTS: tuple[tuple[type, str], ...] = (
+    (DeepSpeedPlugin, "deepspeed_plugin"),
+    (FullyShardedDataParallelPlugin, "fsdp_plugin"),
+    (MegatronLMPlugin, "megatron_lm_plugin"),
+    (TorchTensorParallelPlugin, "torch_tp_plugin"),
+    (TorchDynamoPlugin, "dynamo_plugin"),
+    (GradientAccumulationPlugin, "gradient_accumulation_plugin"),
+    (DataLoaderConfiguration, "dataloader_config"),
+    (ProjectConfiguration, "project_config"),
+    (ParallelismConfig, "parallelism_config"),
+    (KwargsHandler, "kwargs_handlers"),
+)
+
+_INDUCTOR_MODES = (None, "default", "reduce-overhead")
+"""Modes of a user's own Inductor that the backend stands in for; it has no autotuning modes."""
+
+
+class PyGraph:
+    """The Accelerate plugin: `Accelerator(plugins=[PyGraph()])`, or `PyGraph().attach(accelerator)`.
+
+    Args:
+        config: options; the defaults suit most runs.
+        **overrides: single options, as `PyGraph(engine="emulated")`.
+
+    Raises:
+        ValueError, TypeError: an option is unknown or has a value that is not allowed.
+    """
+
+    def __init__(self, config: PyGraphConfig | None = None, **overrides: Any) -> None:
+        self.config = PyGraphConfig.of(config, overrides)
+        self._accelerator: accelerate.Accelerator | None = None
+        self._stock_class: type | None = None
+        self._loop: Loop | None = None
+        self._report = LoopReport()
+        self._undo: list[Callable[[], None]] = []
+        self._steps: list[GraphedStepFunction] = []
+        self._logged_plan: str | None = None
+
+    def attach(self, accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
+        """Do for an Accelerator that exists what our subclass does; `detach` undoes it.
+
+        What it has prepared already is taken over as well.
+
+        Raises:
+            ValueError: it has a PyGraph already, or this one serves another Accelerator.
+        """
+        if not isinstance(accelerator, accelerate.Accelerator):
+            raise TypeError(f"attach takes an accelerate.Accelerator, got {type(accelerator).__name__}")
+        if getattr(accelerator, "pygraph", None) is not None:
+            raise ValueError("this Accelerator has a PyGraph already; keep one of them")
+        if not isinstance(accelerator, _Graphed):
+            cls = type(accelerator)
+            self._stock_class = cls
+            graphed = (
+                Accelerator if cls is accelerate.Accelerator else type(cls.__name__, (_Graphed, cls), {})
+            )
+            accelerator.__class__ = graphed  # type: ignore[assignment]
+        self._bind(accelerator)
+        for model in accelerator._models:
+            self._take_model(model)
+        for optimizer in accelerator._optimizers:
+            self._take_optimizer(optimizer)
+        return accelerator
+
+    def detach(self) -> None:
+        """Release all graphs and give accelerator, models and optimizers back as they were."""
+        self.release()
+        accelerator, self._accelerator = self._accelerator, None
+        if accelerator is not None:
+            accelerator.__dict__.pop("_pygraph", None)
+            if self._stock_class is not None:
+                accelerator.__class__ = self._stock_class
+                self._stock_class = None
+
+    def report(self) -> LoopReport:
+        """What became of the training steps so far. Prints as a table."""
+        return self._report
+
+    def release(self) -> None:
+        """Release all graphs; models and optimizers are as they were. What is prepared next is graphed anew."""
+        for step in self._steps:
+            step.close()
+        if self._loop is not None:
+            self._loop.release()
+        while self._undo:
+            self._undo.pop()()
+        self._loop, self._steps = None, []
+
+    def values(self) -> dict[str, Any]:
+        """What trackers are told: the plan when it has changed, the median step in ms, the share of replays."""
+        report = self._report
+        found: dict[str, Any] = {}
+        steps, replayed = report.steps, report.steps_replayed
+        ms, plan = report.ms_with_graph, report.present_plan()
+        for whole in report.whole_steps.values():
+            steps, replayed = steps + whole.steps, replayed + whole.steps_replayed
+            ms, plan = whole.ms_with_graph or ms, whole.plan
+        if not steps:
+            return found
+        found["pygraph/replayed"] = replayed / steps
+        if ms is not None:
+            found["pygraph/step_ms"] = ms
+        if plan != self._logged_plan:
+            found["pygraph/plan"] = self._logged_plan = plan
+        return found
+
+    def _bind(self, accelerator: accelerate.Accelerator) -> None:
+        if self._accelerator is not None and self._accelerator is not accelerator:
+            raise ValueError("this PyGraph serves another Accelerator: make one for each")
+        self._accelerator = accelerator
+        accelerator.__dict__["_pygraph"] = self
+        self._the_loop()  # an engine that cannot work is refused here, not in the first step
+
+    def _the_loop(self) -> Loop:
+        if self._loop is None:
+            assert self._accelerator is not None
+            self._loop = Loop(self.config, self._accelerator.device, _unsupported(self._accelerator))
+            self._report = self._loop.report
+        return self._loop
+
+    def _take_model(self, model: nn.Module, **compile_options: Any) -> None:
+        self._the_loop().take_module(model, **compile_options)
+
+    def _take_optimizer(self, optimizer: Any) -> None:
+        loop = self._the_loop()
+        if not isinstance(optimizer, AcceleratedOptimizer) or not loop.active:
+            return
+        graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
+        self._undo.append(route_step(optimizer, functools.partial(loop.step, graph)))
+
+    def _graphed_step(self, fn: Callable[..., Any]) -> GraphedStepFunction:
+        assert self._accelerator is not None
+        step = GraphedStepFunction(fn, self._accelerator, self._the_loop())
+        self._steps.append(step)
+        return step
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config}  # graphs live in this process only
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["config"])  # type: ignore[misc]
+
+
+class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
+    """What an Accelerator with a `PyGraph` does differently. Without one it is the stock class."""
+
+    @property
+    def pygraph(self) -> PyGraph | None:
+        """The plugin: `accelerator.pygraph.report()`. None without one."""
+        return self.__dict__.get("_pygraph")
+
+    @overload
+    def graphed_step(self, fn: None = None) -> Callable[[Callable[..., Any]], GraphedStepFunction]: ...
+
+    @overload
+    def graphed_step(self, fn: Callable[..., Any]) -> GraphedStepFunction: ...
+
+    def graphed_step(self, fn: Callable[..., Any] | None = None) -> Any:
+        """Run a whole training step as one graph, where that is legal; also as a decorator.
+
+        ```python
+        @accelerator.graphed_step
+        def step(batch):
+            with accelerator.accumulate(model):
+                loss = loss_fn(model(batch["x"]), batch["y"])
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            return loss
+        ```
+
+        Args:
+            fn: one training step (or micro-batch): forward, loss, `accelerator.backward` once, and at most
+                one `optimizer.step`. Its tensors are on the device.
+        Returns:
+            A callable that does the same and returns the same, detached.
+        Raises:
+            RuntimeError: this Accelerator has no PyGraph.
+        """
+        if fn is None:
+            return self.graphed_step
+        plugin = self.pygraph
+        if plugin is None:
+            raise RuntimeError("graphed_step needs a PyGraph: Accelerator(plugins=[PyGraph()])")
+        return plugin._graphed_step(fn)
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        plugin = self.pygraph
+        if plugin is None or evaluation_mode or not plugin._the_loop().active:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        dynamo = self.state.dynamo_plugin
+        ours = dynamo.backend == DynamoBackend.INDUCTOR and dynamo.mode in _INDUCTOR_MODES
+        if not ours or dynamo.use_regional_compilation or dynamo.disable:
+            model = super().prepare_model(model, device_placement, evaluation_mode)
+            if dynamo.backend == DynamoBackend.NO:
+                plugin._take_model(model)
+            else:
+                plugin._the_loop().refuse(
+                    f"the Accelerator compiles models with {dynamo.backend.value.lower()}: forward and backward "
+                    "are left to that",
+                    "Leave dynamo_backend out: pygraph-train uses Inductor's kernels",
+                )
+            return model
+        # the backend is Inductor and graphs: it takes the place of the Inductor that was asked for
+        dynamo.backend = DynamoBackend.NO
+        try:
+            model = super().prepare_model(model, device_placement, evaluation_mode)
+        finally:
+            dynamo.backend = DynamoBackend.INDUCTOR
+        plugin._take_model(model, fullgraph=dynamo.fullgraph, dynamic=dynamo.dynamic)
+        return model
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        known = optimizer in self._optimizers
+        optimizer = super().prepare_optimizer(optimizer, device_placement)
+        if self.pygraph is not None and not known:
+            self.pygraph._take_optimizer(optimizer)
+        return optimizer
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        if self.pygraph is not None and self.trackers:
+            values = {**values, **self.pygraph.values()}
+        super().log(values, step=step, log_kwargs=log_kwargs)
+
+    def free_memory(self, *objects: Any) -> Any:
+        if self.pygraph is not None:
+            self.pygraph.release()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        if self.pygraph is not None:
+            self.pygraph.release()  # before the process group goes
+        super().end_training()
+
+
+class Accelerator(_Graphed):
+    """`accelerate.Accelerator` with one more argument.
+
+    Args:
+        *args, **kwargs: as in `accelerate.Accelerator`.
+        plugins: a `PyGraph`, and any of Accelerate's own plugins and kwargs handlers, each of which takes
+            the place of the argument that it belongs to.
+
+    Raises:
+        TypeError: something in `plugins` is none of these.
+        ValueError: a plugin was given twice, or also as an argument of its own.
+    """
+
+    def __init__(self, *args: Any, plugins: Any = (), **kwargs: Any) -> None:
+        plugin, kwargs = _sorted(plugins, args, kwargs)
+        super().__init__(*args, **kwargs)
+        if plugin is not None:
+            plugin._bind(self)
+
+
+def route_step(
+    optimizer: AcceleratedOptimizer, run: Callable[[Callable[[], None]], None]
+) -> Callable[[], None]:
+    """Make `optimizer.step()` go through `run(body)` where gradients are synchronised. Returns the undo."""
+    if "step" in vars(optimizer):  # a scheduler counts its calls
+        inner = vars(optimizer)["step"]
+        body = tidy_step(optimizer, inner)
+
+        def step(self: AcceleratedOptimizer, closure: Any = None) -> None:
+            if closure is not None or not self.gradient_state.sync_gradients or not routed:
+                return inner(closure)
+            run(body)
+
+        routed = [True]
+        replaced = types.MethodType(step, optimizer)
+        replaced.__func__._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        vars(optimizer)["step"] = replaced
+
+        def undo() -> None:
+            routed.clear()
+            if vars(optimizer).get("step") is replaced:
+                vars(optimizer)["step"] = inner
+
+        return undo
+    if type(optimizer) is not AcceleratedOptimizer:
+        return lambda: None
+    optimizer.__class__ = _RoutedOptimizer
+    optimizer._pygraph_run = run
+
+    def undo_class() -> None:
+        vars(optimizer).pop("_pygraph_run", None)
+        optimizer.__class__ = AcceleratedOptimizer
+
+    return undo_class
+
+
+def tidy_step(optimizer: AcceleratedOptimizer, step: Callable[[], None]) -> Callable[[], None]:
+    """`step`, after which the torch optimizer is as before.
+
+    With a scaler, Accelerate leaves the optimizer's own method behind as an attribute of the object, which
+    looks as if somebody had replaced it.
+    """
+    if optimizer.scaler is None:
+        return step
+    inner = optimizer.optimizer
+
+    def body() -> None:
+        step()
+        if getattr(vars(inner).get("step"), "__func__", None) is type(inner).step:
+            del vars(inner)["step"]
+
+    return body
+
+
+class _RoutedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # it has no types
+    """An AcceleratedOptimizer whose `step` somebody else may run from a graph."""
+
+    def step(self, closure: Any = None) -> None:
+        run = self.__dict__.get("_pygraph_run")
+        if run is None or closure is not None or not self.gradient_state.sync_gradients:
+            return super().step(closure)
+        run(tidy_step(self, super().step))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_pygraph_run", None)
+        return state
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (), self.__getstate__()
+
+
+def _unpickled() -> AcceleratedOptimizer:
+    return AcceleratedOptimizer.__new__(AcceleratedOptimizer)
+
+
+def _sorted(
+    plugins: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[PyGraph | None, dict[str, Any]]:
+    """The PyGraph among the plugins, and the stock class's keyword arguments with all others in place."""
+    if not isinstance(plugins, (list, tuple)):
+        plugins = [plugins]
+    stock = inspect.signature(accelerate.Accelerator.__init__)
+    given = {k for k, v in stock.bind_partial(None, *args, **kwargs).arguments.items() if v is not None}
+    given -= {"gradient_accumulation_steps"}
+    found: PyGraph | None = None
+    sorted_kwargs = dict(kwargs)
+    for plugin in plugins:
+        if isinstance(plugin, PyGraph):
+            if found is not None:
+                raise ValueError("plugins holds two PyGraph plugins; keep one of them")
+            found = plugin
+            continue
+        argument = next((name for cls, name in _ARGUMENTS if isinstance(plugin, cls)), None)
+        if argument is None:
+            accepted = ", ".join(["PyGraph", *(cls.__name__ for cls, _ in _ARGUMENTS)])
+            raise TypeError(f"plugins takes instances of {accepted}; got {plugin!r}")
+        if argument == "kwargs_handlers":
+            if argument in given and argument not in kwargs:
+                raise ValueError("pass kwargs_handlers by name, or all of them in plugins")
+            sorted_kwargs[argument] = [*(sorted_kwargs.get(argument) or ()), plugin]
+        elif argument in given:
+            raise ValueError(f"{argument} was given twice; keep one of them")
+        else:
+            sorted_kwargs[argument] = plugin
+            given.add(argument)
+    return found, sorted_kwargs
+
+
+def _unsupported(accelerator: accelerate.Accelerator) -> str | None:
+    """Why nothing of this Accelerator's training can be graphed."""
+    if accelerator.distributed_type != DistributedType.NO:
+        return f"{accelerator.distributed_type.value} is not supported yet: its steps run as they are"
+    if accelerator.mixed_precision == "fp8":
+        return "mixed_precision='fp8' is not supported yet: its steps run as they are"
+    return None

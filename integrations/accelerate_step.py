@@ -1,0 +1,379 @@
+"""`accelerator.graphed_step(fn)`: a user's whole training step as one graph.
+
+`fn` mixes what a graph can hold (forward, loss, backward, clipping, the optimizer) with what has to run in
+Python (schedulers, the count of micro-batches). To take it apart, the calls that Accelerate knows are put
+off while `fn` is traced: each only notes that it was made. Afterwards they are made in the same order, by
+Python or by the graph. Where that would give something else than `fn` as it stands, for code between them
+that looks at gradients or parameters, `fn` is left alone. The first calls are made for real, to find out.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pygraph_train import torch_internals
+from pygraph_train.diagnose.report import Fallback, StepReport
+from pygraph_train.graphs import make_engine
+from pygraph_train.integrations.accelerate_calls import (
+    CLIPS,
+    Event,
+    Observation,
+    Script,
+    after_backward,
+    before_backward,
+    clips,
+    no_context,
+    standing_in,
+    stubs,
+    told,
+)
+from pygraph_train.integrations.loop import Loop, never_replays
+from pygraph_train.step.legality import Problem
+from pygraph_train.step.optimizer import OptimizerPreparation
+from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.runner import PyGraphError, Replayed, StepRunner
+from pygraph_train.step.signature import map_leaves
+
+__all__ = ["GraphedStepFunction"]
+
+log = logging.getLogger("pygraph_train")
+
+
+class GraphedStepFunction:
+    """A training step of an Accelerate loop that replays itself. Made by `accelerator.graphed_step`.
+
+    Args:
+        fn: the step.
+        accelerator: whose `backward`, optimizers and schedulers `fn` uses.
+        loop: what else of this training is graphed; steps that cannot be graphed as a whole run in it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], accelerator: Any, loop: Loop) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._accelerator = accelerator
+        self._loop = loop
+        self._report = StepReport()
+        self._observed: dict[bool, Script] = {}
+        self._hoists_accumulate = False
+        self._program: _StepFunctionProgram | None = None
+        self._runner: StepRunner | None = None
+        self._on = loop.active
+        if self._on:
+            name = getattr(fn, "__name__", type(fn).__name__)
+            loop.report.whole_steps[name] = self._report
+        else:
+            self._report.note("graphs are off: steps run as they are")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make one step.
+
+        Returns:
+            What the function returns, detached: tensors of their own.
+        """
+        if not self._on:
+            self._report.steps += 1
+            return _detached(self._fn(*args, **kwargs))
+        if self._hoists_accumulate:
+            self._accelerator._do_sync()
+        script = self._observed.get(self._accelerator.sync_gradients)
+        if script is None:
+            return self._observe(args, kwargs)
+        if self._runner is None:
+            self._start()
+        assert self._runner is not None and self._program is not None
+        runner, program = self._runner, self._program
+        position = program.position(script, sync=self._accelerator.sync_gradients)
+
+        def run(call: Call) -> Any:
+            return program.run(call, args, kwargs, position)
+
+        with self._loop.paused():
+            outcome = runner.step(args, kwargs, position, run)
+            if isinstance(outcome, Replayed):
+                result, number = outcome.outputs
+                result = program.finish(result, number, updated=outcome.updated)
+            else:
+                result = outcome.result
+            runner.finish()
+        if program.problem is not None:
+            self._leave(program.problem)
+        elif runner.stopped or never_replays(self._report):
+            self._leave(None)
+        return result
+
+    def report(self) -> StepReport:
+        """What became of the steps so far. Prints as a table."""
+        return self._report
+
+    def close(self) -> None:
+        """Release all graphs. Later steps run as they are."""
+        self._on = False
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _start(self) -> None:
+        accelerator = self._accelerator
+        engine = make_engine(self._loop.config.engine, accelerator.device)
+        assert engine is not None
+        used = {event.index for script in self._observed.values() for event in script if event.name == "step"}
+        optimizer = accelerator._optimizers[used.pop()] if used else None
+        if optimizer is not None:
+            self._loop.give_up_optimizer(optimizer.optimizer)
+        self._program = _StepFunctionProgram(
+            self._fn, accelerator, optimizer, accumulates_inside=self._hoists_accumulate
+        )
+        self._program.observed = self._observed
+        self._runner = StepRunner(self._program, self._loop.config, engine, self._report)
+        self._program.run_update = self._runner.update
+
+    def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function for real and see whether it can be taken apart."""
+        self._report.steps += 1
+        watch = Observation(self._accelerator, hoisted=self._hoists_accumulate)
+        with watch.observing(), self._loop.paused():
+            result = self._fn(*args, **kwargs)
+        problem = watch.problem_with(result)
+        if problem is not None:
+            self._leave(problem)
+        else:
+            self._hoists_accumulate |= watch.accumulated
+            self._observed[self._accelerator.sync_gradients] = tuple(watch.events)
+        return _detached(result)
+
+    def _leave(self, problem: Problem | None) -> None:
+        """Further steps run as they are, forward, backward and optimizer apart."""
+        if self._runner is not None and self._program is not None:
+            self._runner.close()
+            self._runner = None
+            if self._program.accelerated is not None:
+                self._loop.take_back_optimizer(self._program.accelerated.optimizer)
+        self._on = False
+        if problem is None:
+            return
+        self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))
+        log.warning("pygraph: %s is not graphed as a whole: %s", self.__name__, problem)  # type: ignore[attr-defined]
+        if self._loop.config.on_failure == "raise":
+            raise PyGraphError(str(problem))
+
+
+class _StepFunctionProgram:
+    """`StepProgram` over a function that makes a whole step of an Accelerate loop."""
+
+    recorder: str | None = ".put_off"
+
+    def __init__(
+        self, fn: Callable[..., Any], accelerator: Any, accelerated: Any, *, accumulates_inside: bool
+    ) -> None:
+        models = accelerator._models
+        self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self.accelerated = accelerated
+        self.optimizer: torch.optim.Optimizer | None = None if accelerated is None else accelerated.optimizer
+        self.device = accelerator.device
+        self.problem: Problem | None = None
+        self.observed: dict[bool, Script] = {}
+        self.run_update: Callable[..., None] = lambda body: body()
+        self._fn = fn
+        self._accelerator = accelerator
+        self._accumulates_inside = accumulates_inside
+        self._preparation: OptimizerPreparation | None = None
+        self._put_off: list[tuple[Any, ...]] = []
+        self._stubs = stubs(accelerator, self._put_off)
+        self._scripts: list[tuple[Script, tuple[int, ...]]] = []
+        self._present: Script = ()
+        self._norms: list[Tensor | None] = []
+        self._unscales_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
+    def position(self, script: Script, *, sync: bool) -> PositionInAccumulation:
+        """Where the present micro-batch stands."""
+        empties = sync and any(e.name == "zero_grad" for e in before_backward(script))
+        owner = self.model if self.optimizer is None else None
+        parameters = owner.parameters() if owner is not None else self._parameters()
+        return PositionInAccumulation(
+            fresh=empties or all(p.grad is None for p in parameters),
+            update=sync and any(e.name == "step" for e in script),
+            constants=(self._accelerator.gradient_accumulation_steps, script),
+        )
+
+    # -- StepProgram --------------------------------------------------------------------------------
+
+    def function(self) -> Callable[..., Any]:
+        return self._fn
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Calls that Accelerate knows are put off."""
+        self._put_off.clear()
+        with standing_in(self._stubs):
+            yield
+
+    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        loss, result, number = self._taken_apart(call, args, kwargs)
+        return loss, (result, number)
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+        clipped = clips(self._present)
+        for event, norm in zip(clipped, self._norms, strict=True):
+            self._clip(event, norm)
+        scaler = self._accelerator.scaler
+        if scaler is not None and not clipped and not in_kernels:  # clipping unscales, and so do the kernels
+            scaler.unscale_(self.optimizer)
+
+    def update(self) -> None:
+        self.accelerated.step()
+
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        self._preparation = preparation
+        if self._accelerator.scaler is not None and not (
+            self._unscales_itself and preparation.step_supports_scaler
+        ):
+            return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
+        return None
+
+    def acts_before_update(self) -> str | None:
+        return None
+
+    def abandon(self) -> None:
+        if self._accelerator.scaler is not None:
+            for optimizer in self._accelerator._optimizers:  # clipping unscales for all of them
+                torch_internals.refresh_scaler_state(self._accelerator.scaler, optimizer.optimizer)
+
+    def extra_state(self) -> Iterable[Tensor]:
+        scaler = self._accelerator.scaler
+        return torch_internals.scaler_tensors(scaler) if scaler is not None else ()
+
+    # -- the step without a graph, and the rest of a replayed one --------------------------------------
+
+    def run(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], position: PositionInAccumulation
+    ) -> Any:
+        """The whole step without a graph: as it is, or traced and then put together again."""
+        if call is plain_call:
+            with ExitStack() as outside, standing_in(self._live_calls(outside)):
+                outside.enter_context(self._as_outside())
+                return _detached(self._fn(*args, **kwargs))
+        for event in before_backward(position.constants[1]):
+            self._make(event)
+        loss, result, _ = self._taken_apart(call, args, kwargs)
+        self.backward(loss)
+        for event in after_backward(self._present):
+            self._make(event)
+        return _detached(result)
+
+    def finish(self, result: Any, number: int, *, updated: bool) -> Any:
+        """What remains to be done in Python after a replay."""
+        script, norm_leaves = self._scripts[number]
+        norms: list[Tensor] = []
+        self._norms = []
+        for event in after_backward(script):
+            if updated and (event.name in CLIPS or event.name == "step"):
+                continue
+            norm = self._make(event)
+            if norm is not None:
+                norms.append(norm)
+        return _with_leaves(result, dict(zip(norm_leaves, norms, strict=False))) if norms else result
+
+    def _taken_apart(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Any, int]:
+        """Run the function with its calls put off. Returns loss, result, and the number of the script."""
+        with self._as_outside(), self.context():
+            result = call(self._fn, args, kwargs)
+            put_off = list(self._put_off)
+            self._put_off.clear()
+        script = tuple(Event(name, index, arguments) for name, index, arguments, _ in put_off)
+        tensors = {name: tensor for name, _, _, tensor in put_off if name == "backward"}
+        self._present = script
+        self._norms = [tensor for name, _, _, tensor in put_off if name in CLIPS]
+        expected = self.observed.get(self._accelerator.sync_gradients)
+        if script != expected:
+            self.problem = Problem(
+                "the step makes other calls than when it was watched: "
+                f"{told(script)} instead of {told(expected or ())}",
+                fix="Let the step do the same on every call, but for accelerator.sync_gradients",
+            )
+        wanted = {id(norm) for norm in self._norms if norm is not None}
+        leaves: list[Any] = []
+        map_leaves(leaves.append, result)
+        entry = (script, tuple(k for k, leaf in enumerate(leaves) if id(leaf) in wanted))
+        if entry not in self._scripts:
+            self._scripts.append(entry)
+        return tensors["backward"], result, self._scripts.index(entry)
+
+    def _make(self, event: Event) -> Tensor | None:
+        """One of the calls, for real. Returns the norm of gradients that were clipped."""
+        if event.name in CLIPS:
+            waiting = self._norms.pop(0) if self._norms else None
+            return self._clip(event, waiting)
+        if event.name == "step":
+            if self._accelerator.sync_gradients:
+                self.run_update(self.accelerated.step)
+        elif event.name == "zero_grad":
+            self._accelerator._optimizers[event.index].zero_grad(*event.arguments)
+        elif event.name == "scheduler.step":
+            with self._as_outside():
+                self._accelerator._schedulers[event.index].step()
+        return None
+
+    def _clip(self, event: Event, norm: Tensor | None) -> Tensor | None:
+        found = getattr(self._accelerator, event.name)(self._parameters(), *event.arguments)
+        if norm is not None and found is not None:
+            norm.copy_(found)
+        return found
+
+    def _parameters(self) -> list[Tensor]:
+        assert self.optimizer is not None
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _as_outside(self) -> AbstractContextManager[None]:
+        """Learning rates that the function or a scheduler reads are the user's numbers, not tensors of ours."""
+        return nullcontext() if self._preparation is None else self._preparation.suspended()
+
+    def _live_calls(self, outside: ExitStack) -> list[tuple[Any, str, Any]]:
+        """For a plain run: the optimizer steps through the runner; micro-batches are counted already.
+
+        Args:
+            outside: holds the context of everything but the optimizer's step.
+        """
+        calls: list[tuple[Any, str, Any]] = []
+        if self._accumulates_inside:
+            calls.append((self._accelerator, "accumulate", no_context))
+        if self.accelerated is not None:
+            step = self.accelerated.step
+
+            def routed(closure: Any = None) -> None:
+                if closure is None and self._accelerator.sync_gradients:
+                    outside.close()
+                    self.run_update(step)
+                    outside.enter_context(self._as_outside())
+                else:
+                    step(closure)
+
+            calls.append((self.accelerated, "step", routed))
+        return calls
+
+
+def _with_leaves(tree: Any, replaced: dict[int, Tensor]) -> Any:
+    leaves: list[Any] = []
+    map_leaves(leaves.append, tree)
+    values = iter([replaced.get(k, leaf) for k, leaf in enumerate(leaves)])
+    return map_leaves(lambda _: next(values), tree)
+
+
+def _detached(result: Any) -> Any:
+    try:
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+    except TypeError:
+        return result  # a container that only its author can rebuild; such a step is never replayed

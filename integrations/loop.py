@@ -1,0 +1,225 @@
+"""A training loop that the user wrote: its models run as regions of the compile backend, its optimizers as graphs.
+
+What Accelerate and the transformers Trainer share. Nothing here knows either of them.
+"""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pygraph_train import backend, torch_internals
+from pygraph_train.config import PyGraphConfig, disabled_by_environment
+from pygraph_train.diagnose.report import Fallback, StepReport
+from pygraph_train.graphs import Engine, make_engine
+from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.step.optimizer_graph import OptimizerGraph
+from pygraph_train.step.runner import PyGraphError
+
+__all__ = ["Loop", "RegionedCall", "never_replays"]
+
+_PATIENCE = 40
+"""Steps without a replay, and with a reason, after which a step is not graphed as a whole any more."""
+
+
+class RegionedCall:
+    """Calls a module through the compile backend while gradients are wanted, and as it is otherwise.
+
+    The module stays the object that the user made: same type, same parameter names, same attributes.
+    Evaluation and generation run without compiled code, on whatever shapes they bring.
+
+    Args:
+        module: called like this from now on, until `remove`.
+        options: of the backend.
+        **compile_options: further arguments of `torch.compile`.
+    """
+
+    def __init__(self, module: nn.Module, options: dict[str, Any], **compile_options: Any) -> None:
+        self.module = module
+        self.paused = False
+        # a code object of its own: Dynamo counts compiled variants per code object
+        code = _call.__code__.replace(co_name="regions_of_module")
+        function = types.FunctionType(code, _call.__globals__)
+        self._compiled: Any = torch.compile(
+            function, backend=backend.pygraph, options=options, **compile_options
+        )
+        torch_internals.set_call_implementation(module, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return _call(self.module, args, kwargs)
+        return self._compiled(self.module, args, kwargs)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, calls run the module as it is."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def remove(self) -> None:
+        """Give the module back as it was."""
+        if torch_internals.call_implementation(self.module) is self:
+            torch_internals.set_call_implementation(self.module, None)
+
+
+def never_replays(whole: StepReport) -> bool:
+    """Whether steps that were to be graphed as a whole turn out not to be: regions serve them better."""
+    if whole.steps < _PATIENCE or whole.steps_replayed or whole.regions():
+        return False
+    return bool(whole.fallbacks)
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch_internals.call_module_plainly(module, args, kwargs)
+
+
+class Loop:
+    """Everything that was taken over from one loop, and given back by `release`.
+
+    Args:
+        config: options.
+        device: of the models.
+        refused: why nothing of this loop can be graphed, None when nothing speaks against it.
+
+    Raises:
+        ValueError: the engine asked for cannot work on that device.
+    """
+
+    def __init__(self, config: PyGraphConfig, device: torch.device, refused: str | None = None) -> None:
+        self.config = config
+        self.report = LoopReport()
+        self._calls: list[RegionedCall] = []
+        self._optimizers: list[OptimizerGraph] = []
+        self._device = device
+        self._engine: Engine | None = None
+        self._steps = 0
+        self._counts = (0, 0)
+        self._last: float | None = None
+        self.active = False
+        if disabled_by_environment() or config.engine == "off":
+            self.report.note("graphs are off: training runs as it is")
+            return
+        self._engine = make_engine(config.engine, device)
+        if self._engine is None:
+            self.report.note("no CUDA device: training runs as it is (engine='emulated' shows the mechanism)")
+            return
+        if refused is not None:
+            self.refuse(refused)
+            if config.on_failure == "raise":
+                raise PyGraphError(refused)
+            self._engine = None
+            return
+        self.active = True
+        self.report.engine = self._engine.name
+
+    # -- taking over --------------------------------------------------------------------------------
+
+    def take_module(self, module: nn.Module, **compile_options: Any) -> None:
+        """Run forward and backward of a module as regions, where nothing speaks against it."""
+        if not self.active or any(call.module is module for call in self._calls):
+            return
+        config = self.config
+        off = [f"{phase}='off'" for phase in ("forward", "backward") if getattr(config, phase) == "off"]
+        if off:
+            self.report.note(f"{', '.join(off)}: forward and backward are graphed together or not at all")
+        elif config.compile is False:
+            self.report.note(
+                "compile=False: forward and backward run as they are; their graphs need Inductor"
+            )
+        elif isinstance(module, torch._dynamo.OptimizedModule) or torch_internals.call_implementation(module):
+            self.refuse(
+                f"{type(module).__name__} is compiled already; its forward and backward are left to that",
+                "Do not compile it yourself: pygraph-train uses Inductor's kernels",
+            )
+        else:
+            options = {
+                "engine": config.engine,
+                "indirection": config.indirection,
+                "warmup_runs": config.warmup_steps,
+                "max_signatures": config.max_signatures,
+                "on_failure": config.on_failure,
+            }
+            self._calls.append(RegionedCall(module, options, **compile_options))
+
+    def take_optimizer(
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
+    ) -> OptimizerGraph | None:
+        """A graph for the optimizer's step; None where graphs are off."""
+        if self._engine is None:
+            return None
+        graph = OptimizerGraph(optimizer, self._engine, self.config, self.report, scaler)
+        self._optimizers.append(graph)
+        return graph
+
+    def give_up_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Something else graphs this optimizer's step from now on."""
+        for graph in self._optimizers:
+            if graph.optimizer is optimizer:
+                graph.suspend()
+
+    def take_back_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing else graphs it any more."""
+        for graph in self._optimizers:
+            if graph.optimizer is optimizer:
+                graph.resume()
+
+    def refuse(self, reason: str, fix: str = "") -> None:
+        """Note why something runs without a graph."""
+        self.report.fell_back(Fallback(reason, None, fix, self._steps))
+
+    def release(self) -> None:
+        """Give modules and optimizers back as they were, and release all graphs. The report stays."""
+        self.report.freeze()
+        for call in self._calls:
+            call.remove()
+        for graph in self._optimizers:
+            graph.close()
+        if self._engine is not None and self._optimizers:
+            self._engine.close()
+        self._calls, self._optimizers = [], []
+        self._last = None
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """Inside, modules run as they are: something else traces or captures them."""
+        stack = ExitStack()
+        for call in self._calls:
+            stack.enter_context(call.pause())
+        return stack
+
+    # -- while training -----------------------------------------------------------------------------
+
+    def step(self, graph: OptimizerGraph | None, body: Callable[[], None], constants: Any = ()) -> None:
+        """Make the step of one optimizer, and count it."""
+        if graph is None:
+            return body()
+        graph.run(body, constants)
+        counted = [g for g in self._optimizers if not g.suspended]
+        if counted and graph is counted[-1]:
+            self._count(counted)
+
+    def _count(self, optimizers: list[OptimizerGraph]) -> None:
+        """One round of all optimizers is one training step. Looks at clocks and counters only."""
+        report, now = self.report, time.perf_counter()
+        self._steps += 1
+        report.steps += 1
+        replays, plain = report.region_counts()
+        regions = (replays > self._counts[0]) and plain == self._counts[1]
+        self._counts = (replays, plain)
+        if not regions or not all(graph.replayed for graph in optimizers):
+            self._last = None
+            return
+        report.steps_replayed += 1
+        if report.first_replay_step is None:
+            report.first_replay_step, report.first_replay_seconds = self._steps, now - report.started
+        if self._last is not None:
+            report.replay_intervals.append(now - self._last)
+        self._last = now

@@ -1,0 +1,82 @@
+"""The report on a loop that the user wrote: regions, optimizer graphs, and whole steps."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from pygraph_train import backend
+from pygraph_train.backend import RegionRecord
+from pygraph_train.diagnose.report import StepReport
+
+__all__ = ["LoopReport"]
+
+
+@dataclass
+class LoopReport(StepReport):
+    """A `StepReport` whose forwards and backwards are regions of the compile backend.
+
+    A step counts as replayed when all regions that it ran, and all optimizers, came from graphs.
+
+    Attributes:
+        whole_steps: reports of the steps that were graphed as a whole, by the name of their function.
+    """
+
+    whole_steps: dict[str, StepReport] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter, repr=False)
+    _before: dict[int, int] = field(default_factory=lambda: _runs(backend.report().regions), repr=False)
+    _frozen: list[RegionRecord] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.replay_intervals = deque(maxlen=2048)
+        self.regions = self._regions_since
+
+    def _regions_since(self) -> list[RegionRecord]:
+        """The regions that ran since the loop was taken over; some may have been compiled before."""
+        if self._frozen is not None:
+            return self._frozen
+        before = self._before
+        return [r for r in backend.report().regions if r.replays + r.plain_runs > before.get(id(r), 0)]
+
+    def region_counts(self) -> tuple[int, int]:
+        """Replays, and runs without a graph, of all regions."""
+        regions = self.regions()
+        return sum(r.replays for r in regions), sum(r.plain_runs for r in regions)
+
+    def freeze(self) -> None:
+        """The loop has ended: what is compiled later is not part of it."""
+        self.plan, self._frozen = self.present_plan(), self._regions_since()
+
+    def present_plan(self) -> str:
+        """Which phases run from graphs now."""
+        if self._frozen is not None:
+            return self.plan
+        graphed = {r.phase for r in self.regions() if r.replays}
+        parts = [
+            "{F}" if "forward" in graphed else "F",
+            "{B}" if "backward" in graphed else "B",
+            "{O}" if self.optimizer_steps_replayed else "O",
+        ]
+        return " ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            **super().to_dict(),
+            "plan": self.present_plan(),
+            "whole_steps": {name: report.to_dict() for name, report in self.whole_steps.items()},
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The lines of the table."""
+        self.plan = self.present_plan()
+        rows = [] if self.whole_steps and not self.steps else super().rows()
+        for name, report in self.whole_steps.items():
+            rows += [("graphed step", name), *report.rows()]
+        return rows
+
+
+def _runs(regions: list[RegionRecord]) -> dict[int, int]:
+    return {id(r): r.replays + r.plain_runs for r in regions}

@@ -1,0 +1,373 @@
+"""transformers: `Trainer(callbacks=[PyGraphTrainerCallback()])`, or `PyGraphTrainer` in place of `Trainer`.
+
+The callback runs forward and backward as regions of the compile backend and the optimizer as a graph; the
+Trainer's own code stays between them. `PyGraphTrainer` makes one graph of the whole step where that is legal.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    import transformers
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "PyGraphTrainer and PyGraphTrainerCallback need transformers: pip install 'pygraph-train[transformers]'"
+    ) from error
+
+from pygraph_train import torch_internals
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.diagnose.report import Fallback, StepReport
+from pygraph_train.graphs import make_engine
+from pygraph_train.integrations.accelerate import route_step, tidy_step
+from pygraph_train.integrations.loop import Loop, never_replays
+from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.step.legality import Problem
+from pygraph_train.step.optimizer import OptimizerPreparation
+from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.runner import PyGraphError, Replayed, StepRunner
+
+__all__ = ["PyGraphTrainer", "PyGraphTrainerCallback", "PyGraphTrainerMixin"]
+
+log = logging.getLogger("pygraph_train")
+
+
+class PyGraphTrainerCallback(TrainerCallback):
+    """Graphs forward, backward and optimizer of a stock `transformers.Trainer`, each by itself.
+
+    Losses, logs and checkpoints are those of `Trainer(torch_compile=True)` on CUDA: graphs hold Inductor's
+    kernels. `report()` says what ran from graphs.
+
+    Args:
+        config: options; the defaults suit most runs.
+        **overrides: single options, as `PyGraphTrainerCallback(engine="emulated")`.
+
+    Raises:
+        ValueError, TypeError: an option is unknown or has a value that is not allowed.
+    """
+
+    def __init__(self, config: PyGraphConfig | None = None, **overrides: Any) -> None:
+        self.config = PyGraphConfig.of(config, overrides)
+        self._report = LoopReport()
+        self._loop: Loop | None = None
+        self._undo: Callable[[], None] = lambda: None
+
+    def report(self) -> LoopReport:
+        """What became of the training steps so far. Prints as a table."""
+        return self._report
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Model and optimizer are prepared: take them over."""
+        self._release()  # of a training that ended with an exception
+        loop = self._loop = Loop(self.config, args.device, _unsupported(args))
+        self._report = loop.report
+        if not loop.active:
+            return
+        if args.torch_compile:
+            loop.refuse(
+                "torch_compile=True: forward and backward are left to that",
+                "Leave torch_compile out: pygraph-train uses Inductor's kernels. Or use PyGraphTrainer",
+            )
+        else:
+            loop.take_module(kwargs["model"])
+        optimizer = kwargs["optimizer"]
+        graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
+        self._undo = route_step(optimizer, functools.partial(loop.step, graph))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give everything back."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._loop is not None:
+            self._undo()
+            self._loop.release()
+            self._loop = None
+
+
+class PyGraphTrainerMixin(transformers.Trainer):
+    """Replays whole training steps. Put it before a Trainer class of yours: `class T(PyGraphTrainerMixin, Mine)`.
+
+    Args:
+        *args, **kwargs: as in the Trainer.
+        pygraph: options of pygraph-train.
+    """
+
+    def __init__(self, *args: Any, pygraph: PyGraphConfig | None = None, **kwargs: Any) -> None:
+        self._pygraph_config = PyGraphConfig.of(pygraph, {})
+        self._pygraph_report = LoopReport()
+        self._pygraph_loop: Loop | None = None
+        self._whole: _WholeStep | None = None
+        super().__init__(*args, **kwargs)
+
+    def report(self) -> LoopReport:
+        """What became of the training steps so far. Prints as a table."""
+        return self._pygraph_report
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._pygraph_loop = Loop(self._pygraph_config, self.args.device, _unsupported(self.args))
+        self._pygraph_report = self._pygraph_loop.report
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            if self._whole is not None:
+                self._whole.close()
+            self._whole = None
+            self._pygraph_loop.release()
+            self._pygraph_loop = None
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loop = self._pygraph_loop
+        if loop is None or not loop.active:
+            return super().training_step(model, inputs, num_items_in_batch)
+        if self._whole is None:
+            self._whole = _WholeStep(self, loop)
+        step = functools.partial(super().training_step, num_items_in_batch=num_items_in_batch)
+        return self._whole.forward_and_backward(step, model, inputs, num_items_in_batch)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self._whole is not None and self._whole.updated:
+            return self._whole.norm  # they were clipped in the graph
+        return super()._clip_grad_norm(model)
+
+
+class PyGraphTrainer(PyGraphTrainerMixin):
+    """`transformers.Trainer` that replays its whole training step as one graph, where that is legal.
+
+    ```python
+    trainer = PyGraphTrainer(model=model, args=args, train_dataset=data, pygraph=PyGraphConfig(compile=True))
+    trainer.train()
+    print(trainer.report())
+    ```
+    """
+
+
+class _WholeStep:
+    """The training steps of one `train()`: forward and backward here, the optimizer where the Trainer calls it."""
+
+    def __init__(self, trainer: PyGraphTrainerMixin, loop: Loop) -> None:
+        self.updated = False  # the replay just made has clipped and stepped
+        self.norm: Tensor | None = None
+        self._trainer = trainer
+        self._loop = loop
+        self._report = StepReport()
+        self._runner: StepRunner | None = None
+        self._undo: Callable[[], None] = lambda: None
+        problem = _not_whole(trainer)
+        if problem is None:
+            self._start()
+        else:
+            self._fall_back(problem)
+
+    def forward_and_backward(
+        self, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
+    ) -> Tensor:
+        """The Trainer's `training_step`."""
+        runner = self._runner
+        if runner is None:
+            return step(model, inputs)
+        trainer, program = self._trainer, self._program
+        program.model.train()
+        inputs = dict(trainer._prepare_inputs(inputs))
+        program.scale = _loss_scale(trainer, num_items)
+        sync = trainer.accelerator.sync_gradients
+        position = PositionInAccumulation(
+            fresh=all(p.grad is None for p in program.parameters),
+            update=sync,
+            constants=(program.scale, trainer.args.max_grad_norm),
+        )
+
+        def run(call: Call) -> Tensor:
+            if call is plain_call:
+                return step(program.model, inputs)
+            loss, _ = program.forward(call, (inputs, num_items), {})
+            program.backward(loss)
+            return loss.detach()
+
+        outcome = runner.step((inputs, num_items), {}, position, run)
+        if isinstance(outcome, Replayed):
+            loss, self.norm = outcome.outputs
+            self.updated = outcome.updated
+        else:
+            loss = outcome.result
+        if not sync:
+            runner.finish()
+        return loss
+
+    def close(self) -> None:
+        """Release all graphs and give the optimizer back."""
+        self._undo()
+        self._undo = lambda: None
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _start(self) -> None:
+        trainer, loop = self._trainer, self._loop
+        engine = make_engine(loop.config.engine, trainer.args.device)
+        assert engine is not None
+        state = trainer.state
+        self._program = _TrainerProgram(trainer)
+        self._runner = StepRunner(
+            self._program,
+            loop.config,
+            engine,
+            self._report,
+            lambda: (state.max_steps - state.global_step) * trainer.args.gradient_accumulation_steps,
+        )
+        loop.report.whole_steps["training_step"] = self._report
+        self._undo = route_step(trainer.optimizer, self._optimizer_step)
+
+    def _optimizer_step(self, body: Callable[[], None]) -> None:
+        """In the place of the optimizer's: nothing after a replay that held it."""
+        runner = self._runner
+        assert runner is not None
+        if self.updated:
+            self.updated = False
+        else:
+            runner.update(body)
+        runner.finish()
+        if runner.stopped or never_replays(self._report):
+            self._fall_back(None)
+
+    def _fall_back(self, problem: Problem | None) -> None:
+        """Forward, backward and optimizer by themselves, as under the callback."""
+        self.close()
+        trainer, loop = self._trainer, self._loop
+        if problem is not None:
+            self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))
+            loop.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))
+            log.info("pygraph: training steps are not graphed as a whole: %s", problem)
+            if loop.config.on_failure == "raise":
+                raise PyGraphError(str(problem))
+        if not trainer.args.torch_compile:
+            loop.take_module(trainer.model)
+        optimizer: Any = trainer.optimizer
+        if hasattr(optimizer, "scaler"):
+            graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
+            self._undo = route_step(optimizer, functools.partial(loop.step, graph))
+
+
+class _TrainerProgram:
+    """`StepProgram` over a transformers Trainer."""
+
+    recorder: str | None = None
+
+    def __init__(self, trainer: PyGraphTrainerMixin) -> None:
+        accelerated: Any = trainer.optimizer
+        # what torch_compile=True would compile again
+        self.model: nn.Module = trainer.accelerator.unwrap_model(
+            trainer.model_wrapped, keep_torch_compile=False
+        )
+        self.optimizer: torch.optim.Optimizer | None = accelerated.optimizer
+        self.device = trainer.args.device
+        self.scale = 1
+        self.parameters = [p for group in accelerated.optimizer.param_groups for p in group["params"]]
+        self._step = tidy_step(accelerated, accelerated.step)  # before anything routes it
+        self._trainer = trainer
+        self._scaler = trainer.accelerator.scaler
+        self._preparation: OptimizerPreparation | None = None
+        self._norm: Tensor | None = None
+        self._unscales_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        model = self.model
+
+        def loss_of(inputs: Any, num_items_in_batch: Any) -> Any:
+            return trainer.compute_loss(model, {**inputs}, num_items_in_batch=num_items_in_batch)
+
+        self._function = loss_of
+
+    def function(self) -> Callable[..., Any]:
+        return self._function
+
+    def context(self) -> AbstractContextManager[Any]:
+        return self._trainer.compute_loss_context_manager()
+
+    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        preparation = self._preparation
+        # code of the user that looks at the learning rate sees the Python number
+        with nullcontext() if preparation is None else preparation.suspended(), self.context():
+            loss = call(self._function, args, kwargs)
+        if self.scale != 1:
+            loss = loss / self.scale
+        self._norm = torch.zeros((), device=self.device)  # filled when gradients are clipped
+        return loss, (loss.detach(), self._norm)
+
+    def backward(self, loss: Tensor) -> None:
+        self._trainer.accelerator.backward(loss)
+
+    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+        if self._trainer.args.max_grad_norm > 0:
+            norm = transformers.Trainer._clip_grad_norm(self._trainer, self.model)
+            assert self._norm is not None
+            self._norm.copy_(norm)
+        elif self._scaler is not None and not in_kernels:  # clipping unscales, and so do the kernels
+            assert self.optimizer is not None
+            self._scaler.unscale_(self.optimizer)
+
+    def update(self) -> None:
+        self._step()
+
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        self._preparation = preparation
+        if self._scaler is not None and not (self._unscales_itself and preparation.step_supports_scaler):
+            return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
+        return None
+
+    def acts_before_update(self) -> str | None:
+        for callback in self._trainer.callback_handler.callbacks:
+            method = type(callback).on_pre_optimizer_step
+            if method is not TrainerCallback.on_pre_optimizer_step:
+                return f"{type(callback).__name__}.on_pre_optimizer_step runs in Python on every step"
+        return None
+
+    def abandon(self) -> None:
+        if self._scaler is not None and self.optimizer is not None:
+            torch_internals.refresh_scaler_state(self._scaler, self.optimizer)
+
+    def extra_state(self) -> Iterable[Tensor]:
+        return torch_internals.scaler_tensors(self._scaler) if self._scaler is not None else ()
+
+
+def _unsupported(args: Any) -> str | None:
+    """Why nothing of this training can be graphed."""
+    if args.world_size > 1 or args.n_gpu > 1:
+        return "training on several devices is not supported yet: its steps run as they are"
+    if args.deepspeed or args.fsdp:
+        return "DeepSpeed and FSDP are not supported yet: their steps run as they are"
+    return None
+
+
+def _not_whole(trainer: transformers.Trainer) -> Problem | None:
+    """Why steps of this Trainer cannot be graphed as a whole, seen before the first one."""
+    if not hasattr(transformers.Trainer, "_clip_grad_norm"):
+        return Problem("this version of transformers clips gradients inside of its loop", fix="Use version 5")
+    optimizer: Any = trainer.optimizer
+    if not hasattr(optimizer, "scaler"):
+        return Problem("the Trainer's optimizer was not prepared by Accelerate")
+    if callable(getattr(optimizer.optimizer, "train", None)):
+        return Problem(f"{type(optimizer.optimizer).__name__} switches modes in Python on every step")
+    if trainer.args.torch_empty_cache_steps is not None:
+        return Problem("torch_empty_cache_steps frees memory inside of the step")
+    if trainer.args.optim in ("lomo", "adalomo"):
+        return Problem(f"{trainer.args.optim} updates parameters during backward")
+    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
+        return Problem("a parallelism_config changes what runs around the loss")
+    return None
+
+
+def _loss_scale(trainer: transformers.Trainer, num_items: Any) -> int:
+    """What the Trainer divides the loss by, besides what the model does."""
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        normalized = trainer.model_accepts_loss_kwargs and num_items is not None
+        scaled = normalized or trainer.compute_loss_func is not None
+    return 1 if scaled else trainer.current_gradient_accumulation_steps

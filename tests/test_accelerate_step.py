@@ -1,0 +1,318 @@
+"""`accelerator.graphed_step`: a whole step of an Accelerate loop as one graph, or as it is with the reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate_training import Script, both, fresh_state, run, setup  # noqa: E402
+from training import Net  # noqa: E402
+
+import pygraph_train.backend as backend  # noqa: E402
+from pygraph_train import Accelerator, PyGraph, PyGraphError  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    backend.reset()
+    with fresh_state():
+        yield
+
+
+def train(script: Script, *, clip: str | None = None, zero_first: bool = False, **options: Any) -> None:
+    """The loop of Accelerate's documentation, its body a function."""
+    accelerator = script.accelerator
+    model, optimizer, loader, schedule = setup(script, **options)
+
+    @script.graphed
+    def step(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with accelerator.accumulate(model):
+            if zero_first:
+                optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+            accelerator.backward(loss)
+            result = {"loss": loss, "double": loss.detach() * 2}
+            if accelerator.sync_gradients and clip == "norm":
+                result["norm"] = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            if accelerator.sync_gradients and clip == "value":
+                accelerator.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            schedule.step()
+            if not zero_first:
+                optimizer.zero_grad()
+        return result
+
+    for batch in loader:
+        script.write("result", step(batch))
+        script.write("rate", schedule.get_last_lr())
+    script.write_state(model, optimizer)
+
+
+def whole(report: Any, least: int = 20, plan: str = "{F B O}") -> Any:
+    """The report of the one graphed step, which has to have replayed."""
+    ((_, step),) = report.whole_steps.items()
+    assert step.steps_replayed >= least, str(report)
+    assert step.plan == plan, str(report)
+    return step
+
+
+@pytest.mark.parametrize("zero_first", [False, True])
+@pytest.mark.parametrize("clip", [None, "norm", "value"])
+def test_whole_step(clip: str | None, zero_first: bool) -> None:
+    def script(script: Script) -> None:
+        train(script, clip=clip, zero_first=zero_first)
+
+    whole(both(script))
+
+
+@pytest.mark.parametrize("clip", [None, "norm"])
+def test_accumulation_with_a_ragged_last_group(clip: str | None) -> None:
+    # 30 micro-batches in groups of 4: Accelerate steps after the last one, too
+    whole(both(lambda script: train(script, clip=clip), gradient_accumulation_steps=4), least=12)
+
+
+def test_bf16_with_outputs_converted_to_fp32() -> None:
+    whole(both(train, mixed_precision="bf16"))
+
+
+def test_accumulate_around_the_step() -> None:
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        model, optimizer, loader, _ = setup(script)
+
+        @script.graphed
+        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        for batch in loader:
+            with accelerator.accumulate(model):
+                script.write("loss", step(batch))
+        script.write_state(model, optimizer)
+
+    whole(both(script, gradient_accumulation_steps=2), least=15)
+
+
+def test_model_and_optimizer_used_outside_of_the_step_in_between() -> None:
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        model, optimizer, loader, _ = setup(script)
+
+        @script.graphed
+        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        for index, batch in enumerate(loader):
+            script.write("loss", step(batch))
+            if index % 3 == 0:
+                with torch.no_grad():
+                    script.write("guess", model(batch["x"]))
+            if index % 5 == 0:  # a step by hand
+                accelerator.backward(model(batch["x"]).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if index % 7 == 0:  # gradients left behind are added to
+                accelerator.backward(model(batch["x"]).square().mean())
+        script.write_state(model, optimizer)
+
+    whole(both(script), least=15)
+
+
+def test_two_graphed_steps_for_two_optimizers() -> None:
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        first, second = nn.Linear(6, 6), nn.Linear(6, 1)
+        one = torch.optim.AdamW(first.parameters(), lr=1e-2, fused=True)
+        two = torch.optim.AdamW(second.parameters(), lr=1e-2, fused=True)
+        first, second, one, two = accelerator.prepare(first, second, one, two)
+
+        @script.graphed
+        def judge(x: torch.Tensor) -> torch.Tensor:
+            two.zero_grad()
+            loss = nn.functional.softplus(second(first(x).detach())).mean()
+            accelerator.backward(loss)
+            two.step()
+            return loss
+
+        @script.graphed
+        def make(x: torch.Tensor) -> torch.Tensor:
+            one.zero_grad()
+            loss = nn.functional.softplus(-second(first(x))).mean()
+            accelerator.backward(loss)
+            one.step()
+            return loss
+
+        for x in torch.randn(30, 8, 6):
+            script.write("losses", [judge(x), make(x)])
+        script.write_state(first, one)
+        script.write_state(second, two)
+
+    report = both(script)
+    assert [step.steps_replayed > 15 for step in report.whole_steps.values()] == [True, True], str(report)
+
+
+def illegal(body: Callable[..., Any], **options: Any) -> str:
+    """Train with a step that cannot be graphed as a whole. Returns the reason that the report gives."""
+
+    def script(script: Script) -> None:
+        model, optimizer, loader, schedule = setup(script)
+        step = script.graphed(lambda batch: body(script.accelerator, model, optimizer, schedule, batch))
+        for batch in loader:
+            script.write("result", step(batch))
+        script.write_state(model, optimizer)
+
+    report = both(script, **options)
+    ((_, step),) = report.whole_steps.items()
+    assert step.steps_replayed == 0
+    (fallback,) = step.fallbacks
+    return fallback.reason
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def test_step_without_backward_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "pygraph_train"):
+        reason = illegal(lambda accelerator, model, optimizer, schedule, batch: loss_of(model, batch))
+    assert "never calls accelerator.backward" in reason
+    assert "never calls accelerator.backward" in caplog.text
+
+
+def test_step_with_two_optimizer_steps_says_so() -> None:
+    def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.step()
+        return loss
+
+    assert "calls optimizer.step twice" in illegal(body)
+
+
+def test_two_backwards_and_a_step_before_backward_say_so() -> None:
+    def twice(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
+        for _ in range(2):
+            accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def late(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, batch))
+
+    assert "accelerator.backward 2 times" in illegal(twice)
+    assert "step before backward" in illegal(late)
+
+
+def test_code_that_looks_at_gradients_after_backward() -> None:
+    def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, batch))
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        optimizer.step()
+        return norm
+
+    assert "uses gradients or parameters after backward" in illegal(body)
+
+
+def test_code_that_looks_at_parameters_after_the_update() -> None:
+    def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        return [p.detach().sum() for p in model.parameters()]
+
+    assert "uses gradients or parameters after backward" in illegal(body)
+
+
+def test_python_number_that_depends_on_what_is_put_off() -> None:
+    def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        schedule.step()
+        return schedule.get_last_lr()[0]
+
+    assert "returns a Python number" in illegal(body)
+
+
+def test_a_list_that_grows_is_found_by_tracing() -> None:
+    seen = []
+
+    def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        seen.append(1)
+        return loss
+
+    assert "is written by the step, and replay runs no Python" in illegal(body)
+    assert len(seen) == 60
+
+
+def test_what_cannot_be_graphed_as_a_whole_runs_in_regions() -> None:
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        model, optimizer, loader, _ = setup(script)
+        losses: list[float] = []
+
+        @script.graphed
+        def step(batch: dict[str, torch.Tensor]) -> None:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+
+        for batch in loader:
+            step(batch)
+        script.write("losses", losses)
+        script.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.present_plan() == "{F} {B} {O}", str(report)
+    assert report.steps_replayed > 10, str(report)
+
+
+def test_on_failure_raise_raises() -> None:
+    accelerator = Accelerator(cpu=True, plugins=[PyGraph(engine="emulated", on_failure="raise")])
+    model = accelerator.prepare(Net())
+    step = accelerator.graphed_step(lambda x: model(x))
+    with pytest.raises(PyGraphError, match="never calls accelerator"):
+        step(torch.randn(4, 6))
+
+
+def test_graphs_off_runs_the_step_as_it_is() -> None:
+    plugin = PyGraph(engine="off")
+    run(train, plugin)
+    assert "graphs are off" in str(plugin.report())
+
+
+def test_decorator_keeps_name_and_docstring() -> None:
+    accelerator = Accelerator(cpu=True, plugins=[PyGraph(engine="emulated")])
+
+    @accelerator.graphed_step()
+    def my_step() -> None:
+        """Mine."""
+
+    assert my_step.__name__ == "my_step" and my_step.__doc__ == "Mine."
+    assert my_step.report().steps == 0

@@ -1,0 +1,216 @@
+"""The transformers Trainer with our callback, and PyGraphTrainer: the same logs and parameters, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from accelerate_training import fresh_state  # noqa: E402
+from training import differs, frozen  # noqa: E402
+from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+import pygraph_train.backend as backend  # noqa: E402
+from pygraph_train import PyGraphConfig, PyGraphTrainer, PyGraphTrainerCallback  # noqa: E402
+from pygraph_train.integrations.transformers import PyGraphTrainerMixin  # noqa: E402
+from pygraph_train.torch_internals import call_implementation  # noqa: E402
+
+CONFIG = PyGraphConfig(engine="emulated", warmup_steps=2)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    backend.reset()
+    with fresh_state():
+        yield
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        # transformers asks whether it is traced, and then draws other dropout masks
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForMaskedLM(config)
+
+
+def tokens(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": t, "labels": t} for t in torch.randint(0, 64, (count, 8), generator=generator)]
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 1,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "optim": "adamw_torch_fused",
+    }
+    return TrainingArguments(str(folder), **{**defaults, **options})
+
+
+def train(
+    make: Callable[..., Trainer], folder: Path, count: int = 118, **options: Any
+) -> tuple[Trainer, Any]:
+    """One training, and what of it has to be equal: everything that was logged, and the parameters."""
+    with fresh_state():
+        args = arguments(folder, **options)
+        trainer = make(model=bert(), args=args, train_dataset=tokens(count), eval_dataset=tokens(10))
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        assert call_implementation(trainer.model) is None
+        assert "_pygraph_run" not in vars(trainer.optimizer)
+    timed = ("runtime", "per_second")
+    logs = [{k: v for k, v in row.items() if not k.endswith(timed)} for row in trainer.state.log_history]
+    return trainer, [logs, frozen(dict(trainer.model.named_parameters()))]
+
+
+def both(make: Callable[..., Trainer], folder: Path, **options: Any) -> Trainer:
+    """Train with the stock Trainer and with `make`; everything has to be equal."""
+    _, expected = train(Trainer, folder, **options)
+    trainer, found = train(make, folder, **options)
+    difference = differs(frozen(expected), frozen(found))
+    assert difference is None, difference
+    return trainer
+
+
+def with_callback(**kwargs: Any) -> Trainer:
+    callback = PyGraphTrainerCallback(CONFIG)
+    trainer = Trainer(callbacks=[callback], **kwargs)
+    trainer.report = callback.report
+    return trainer
+
+
+def whole(cls: type = PyGraphTrainer) -> Callable[..., Trainer]:
+    return lambda **kwargs: cls(pygraph=CONFIG, **kwargs)
+
+
+OPTIONS = {
+    "plain": {},
+    "no clipping": {"max_grad_norm": 0.0},
+    "cosine": {"lr_scheduler_type": "cosine"},
+    "bf16": {"bf16": True},
+    "evaluation": {"num_train_epochs": 2, "eval_strategy": "epoch"},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_callback_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+    report: Any = both(with_callback, tmp_path, **options).report()
+    assert report.present_plan() == "{F} {B} {O}", str(report)
+    assert report.steps_replayed > 18, str(report)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_trainer_that_fuses_the_step_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+    report: Any = both(whole(), tmp_path, **options).report()
+    step = report.whole_steps["training_step"]
+    assert step.plan == "{F B O}" and step.steps_replayed > 18, str(report)
+
+
+def test_callback_with_accumulation(tmp_path: Path) -> None:
+    report: Any = both(with_callback, tmp_path, gradient_accumulation_steps=4).report()
+    assert sum(region.replays for region in report.regions()) > 40, str(report)
+
+
+def test_accumulation_in_the_fused_step(tmp_path: Path) -> None:
+    report: Any = both(whole(), tmp_path, gradient_accumulation_steps=4).report()
+    assert report.whole_steps["training_step"].steps_replayed > 18, str(report)
+
+
+def test_a_callback_before_the_optimizer_splits_the_step(tmp_path: Path) -> None:
+    norms: list[float] = []
+
+    class Norms(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
+            norms.append(torch.stack([g.norm() for g in gradients]).norm().item())
+
+    def make(cls: Any, **kwargs: Any) -> Trainer:
+        return cls(callbacks=[Norms()], **kwargs)
+
+    _, expected = train(lambda **kw: make(Trainer, **kw), tmp_path)
+    trainer, found = train(lambda **kw: make(PyGraphTrainer, pygraph=CONFIG, **kw), tmp_path)
+    assert differs(frozen(expected), frozen(found)) is None
+    assert norms[:30] == norms[30:]
+    step: Any = trainer.report().whole_steps["training_step"]
+    assert step.plan in ("{F B} {O}", "{F B} O") and step.steps_replayed > 18, str(step)
+
+
+def test_a_trainer_of_the_users_own(tmp_path: Path) -> None:
+    class Weighted(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+            return 0.5 * super().compute_loss(model, inputs, **kwargs)
+
+    class Fused(PyGraphTrainerMixin, Weighted):
+        pass
+
+    _, expected = train(Weighted, tmp_path)
+    trainer, found = train(whole(Fused), tmp_path)
+    assert differs(frozen(expected), frozen(found)) is None
+    assert trainer.report().whole_steps["training_step"].steps_replayed > 18
+
+
+def test_a_loss_that_reads_the_host_runs_in_regions(tmp_path: Path) -> None:
+    class Nosy(Trainer):
+        seen = 0.0
+
+        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, **kwargs)
+            Nosy.seen += loss.item()
+            return loss
+
+    class Fused(PyGraphTrainerMixin, Nosy):
+        pass
+
+    _, expected = train(Nosy, tmp_path)
+    trainer, found = train(whole(Fused), tmp_path)
+    assert differs(frozen(expected), frozen(found)) is None
+    report = trainer.report()
+    assert report.present_plan() == "{F} {B} {O}", str(report)
+
+
+def test_torch_compile_of_the_trainer_and_ours_do_not_fight(tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    both(whole(), tmp_path, **options)
+    report: Any = both(with_callback, tmp_path, **options).report()
+    assert report.present_plan() == "F B {O}", str(report)
+    assert "torch_compile=True" in str(report)
+
+
+def test_checkpoints_are_those_of_a_plain_run(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 20}
+    for name, make in (("plain", Trainer), ("graphed", whole())):
+        train(make, tmp_path / name, **options)
+    files = [torch.load(tmp_path / n / "checkpoint-20" / "optimizer.pt") for n in ("plain", "graphed")]
+    assert differs(frozen(files[0]), frozen(files[1])) is None
+    # and a plain run goes on from it
+    trainer, _ = train(whole(), tmp_path / "graphed", **options)
+    with fresh_state():
+        plain = Trainer(
+            model=bert(), args=arguments(tmp_path / "graphed", **options), train_dataset=tokens(118)
+        )
+        plain.train(resume_from_checkpoint=True)
+    expected, found = (frozen(dict(t.model.named_parameters())) for t in (trainer, plain))
+    assert differs(expected, found) is None
