@@ -21,6 +21,9 @@ PIP := -m pip --disable-pip-version-check --no-input install -qq
 HAS_GPU := $(shell command -v nvidia-smi 2>/dev/null)
 BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 
+# one process for each core, and the tests of a file together, where pytest-xdist is installed
+PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
+
 .PHONY: help demo test lint gpu-test bench clean in-place
 
 help: ## this list
@@ -30,7 +33,7 @@ demo: $(READY) ## train the digits example with PyGraph in a Lightning Trainer a
 	$(PY) examples/lightning_digits.py $(ARGS)
 
 test: lint ## every check: formatting, lint, types, tests (GPU tests skip themselves without a GPU)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $$($(PY) -c '$(PARALLEL)') $(ARGS)
 
 lint: $(READY) ## formatting, lint and types only
 	$(PY) -m ruff format --check .

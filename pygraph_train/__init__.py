@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pygraph_train.backend import compile
     from pygraph_train.config import PyGraphConfig
     from pygraph_train.diagnose.report import StepReport
     from pygraph_train.integrations.accelerate import Accelerator, PyGraph
@@ -34,10 +35,12 @@ __all__ = [
     "PyGraphTrainer",
     "PyGraphTrainerCallback",
     "StepReport",
+    "compile",
 ]
 
 # read on first use: importing pygraph_train imports no framework
 _HOMES = {
+    "compile": "pygraph_train.backend",
     "Accelerator": "pygraph_train.integrations.accelerate",
     "GraphedStep": "pygraph_train.step.graphed",
     "PyGraph": "pygraph_train.integrations.accelerate",
