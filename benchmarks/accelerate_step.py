@@ -26,10 +26,18 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import TorchDynamoPlugin
 
+from benchmarks.command import (
+    NO_CLAIM,
+    measured_rows,
+    new_record,
+    settle_choices,
+    settle_defaults,
+    settle_device,
+    told_in,
+)
 from benchmarks.graph_coverage import profiled
-from benchmarks.limit import StepTimeout, time_limit
-from benchmarks.record import DASH, environment, print_table, write_json
-from benchmarks.workloads import WORKLOADS, Batch, Workload, WorkloadUnavailable, build
+from benchmarks.record import DASH, print_table, write_json
+from benchmarks.workloads import WORKLOADS, Batch, Workload, build
 from pygraph_train import Accelerator, PyGraph
 
 Row = dict[str, Any]
@@ -113,20 +121,11 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> Row:
         return {**row, "skipped": "needs CUDA: on a CPU it would be compared with an emulation"}
     torch._dynamo.reset()
     _empty(args.device)
-    started = time.perf_counter()
     trial: Trial | None = None
-    try:
-        with time_limit(args.timeout_s):
-            torch.manual_seed(0)
-            trial = Trial(build(model, args.scale), mode, args)
-            row.update(_measured(trial, args))
-    except WorkloadUnavailable as reason:
-        row["skipped"] = str(reason)
-    except StepTimeout:
-        row["error"] = f"timed out after {args.timeout_s} s"
-    except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}"[:2000]
-    row["seconds"] = round(time.perf_counter() - started, 1)
+    with told_in(row, args.timeout_s):
+        torch.manual_seed(0)
+        trial = Trial(build(model, args.scale), mode, args)
+        row.update(_measured(trial, args))
     if trial is not None:
         if trial.plugin is not None:
             row["report"] = trial.plugin.report().to_dict()
@@ -255,19 +254,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=int, default=300, help="limit of one row; 0: none")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    for name, known in (("models", list(WORKLOADS)), ("modes", list(MODES))):
-        chosen = getattr(args, name).split(",")
-        if unknown := [c for c in chosen if c not in known]:
-            parser.error(f"--{name}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
-        setattr(args, name, chosen)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cpu" and args.scale == "full":
-        parser.error("--scale full needs a CUDA GPU; --scale tiny tries the script on a CPU")
-    defaults = {"windows": (5, 2), "steps": (40, 4), "warmup": (60, 12), "max_warmup": (400, 60)}
-    for name, (on_gpu, on_cpu) in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, on_cpu if args.device == "cpu" else on_gpu)
+    settle_choices(parser, args, models=list(WORKLOADS), modes=MODES)
+    settle_device(parser, args)
+    settle_defaults(args, windows=(5, 2), steps=(40, 4), warmup=(60, 12), max_warmup=(400, 60))
     if args.scale == "full" and (args.windows < 3 or args.steps < 40):
         parser.error("--scale full: a median needs at least 3 windows of at least 40 steps")
     return args
@@ -277,39 +266,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table, write the JSON. Returns 1 if any mode crashed or timed out."""
     args = parse(argv)
     torch.set_float32_matmul_precision("high")
-    claim = args.device == "cuda" and args.scale == "full"
-    title = "Accelerate training step, ms"
-    if not claim:
-        title = "NO TIMING CLAIM (tiny models, emulated on a CPU or too small for a GPU): only that the script runs"
-        print(title)
     rows: list[Row] = []
-    record: Row = {"benchmark": "accelerate_step", "timing_claim": claim, "device": args.device}
-    record |= {"environment": environment(), "accumulate": args.accumulate, "rows": rows, "summary": []}
+    record = new_record("accelerate_step", args)
+    record |= {"accumulate": args.accumulate, "rows": rows, "summary": []}
     record["environment"]["accelerate"] = accelerate.__version__
-    lost: str | None = None
-    for model, mode in itertools.product(args.models, args.modes):
-        if lost:
-            rows.append({"model": model, "mode": mode, "error": None, "skipped": lost})
-        else:
-            rows.append(measure(model, mode, args))
-            lost = _lost_device(args.device, model, mode)
+    title = "Accelerate training step, ms" if record["timing_claim"] else NO_CLAIM
+    if not record["timing_claim"]:
+        print(title)
+    for row in measured_rows(args, measure):
+        rows.append(row)
         record["summary"] = summarize(rows, args.device)
         write_json(args.json, record)
-        row = rows[-1]
         told = row["skipped"] or (row["error"] or "").partition("\n")[0] or f"{_cell(row)} ms a step"
-        print(f"{model} {mode}: {told}", flush=True)
+        print(f"{row['model']} {row['mode']}: {told}", flush=True)
     print_table(title, *table(rows, args.device))
     return int(any(row["error"] for row in rows))
-
-
-def _lost_device(device: str, model: str, mode: str) -> str | None:
-    """After an illegal access the CUDA context is gone, and every later row would blame the wrong mode."""
-    if device == "cuda":
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return f"the CUDA context was lost in {model} {mode}: run the other rows again without it"
-    return None
 
 
 if __name__ == "__main__":

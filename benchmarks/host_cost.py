@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import DASH, environment, print_table, write_json
+from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_device
+from benchmarks.record import DASH, print_table, write_json
 from benchmarks.workloads import Batch, build
 from pygraph_train import GraphedStep, PyGraphConfig
 
@@ -101,18 +102,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cpu" and args.scale == "full":
-        parser.error("--scale full needs a CUDA GPU; --scale tiny tries the script on a CPU")
+    settle_device(parser, args)
     if args.calls < 2:
         parser.error("--calls: a median and a 90th percentile need at least 2")
     args.kernels = args.kernels or ("eager" if args.device == "cpu" else ",".join(KERNELS))
-    for name, known in (("models", MODELS), ("kernels", KERNELS)):
-        chosen = getattr(args, name).split(",")
-        if unknown := [c for c in chosen if c not in known]:
-            parser.error(f"--{name}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
-        setattr(args, name, chosen)
+    settle_choices(parser, args, models=MODELS, kernels=KERNELS)
     return args
 
 
@@ -120,13 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table, write the JSON. Returns 1 if any row crashed."""
     args = parse(argv)
     torch.set_float32_matmul_precision("high")
-    claim = args.device == "cuda" and args.scale == "full"
-    title = "Host time of one replayed step, µs"
-    if not claim:
-        title = "NO TIMING CLAIM (tiny models, emulated on a CPU or too small for a GPU): only that the script runs"
     rows: list[dict[str, Any]] = []
-    record: dict[str, Any] = {"benchmark": "host_cost", "timing_claim": claim, "device": args.device}
-    record |= {"environment": environment(), "rows": rows}
+    record = new_record("host_cost", args) | {"rows": rows}
+    title = "Host time of one replayed step, µs" if record["timing_claim"] else NO_CLAIM
     for model in args.models:
         for kernels in args.kernels:
             rows.append(measure(model, kernels, args))

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from benchmarks.record import DASH, environment, print_table, write_json
+from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_device
+from benchmarks.record import DASH, print_table, write_json
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.memory import copy_elsewhere
 
@@ -175,26 +176,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cpu" and args.scale == "full":
-        parser.error("--scale full needs a CUDA GPU; --scale tiny tries the script on a CPU")
-    args.ways = args.ways.split(",")
-    if unknown := [way for way in args.ways if way not in WAYS]:
-        parser.error(f"--ways: unknown {', '.join(unknown)}; choose from {', '.join(WAYS)}")
+    settle_device(parser, args)
+    settle_choices(parser, args, ways=WAYS)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table, write the JSON. Returns 1 if any row crashed or computed something wrong."""
     args = parse(argv)
-    claim = args.device == "cuda" and args.scale == "full"
-    title = "Moving every input of a replayed graph, µs a replay"
-    if not claim:
-        title = "NO TIMING CLAIM (tiny model, emulated on a CPU or too small for a GPU): only that the script runs"
     rows: list[dict[str, Any]] = []
-    record: dict[str, Any] = {"benchmark": "indirection", "timing_claim": claim, "device": args.device}
-    record |= {"environment": environment(), "rows": rows}
+    record = new_record("indirection", args) | {"rows": rows}
+    title = "Moving every input of a replayed graph, µs a replay" if record["timing_claim"] else NO_CLAIM
     for way in args.ways:
         rows.append(measure(way, args))
         alone = rows[0].get("device_us") if rows[0]["way"] == "none" else None

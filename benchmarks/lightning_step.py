@@ -25,9 +25,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.limit import StepTimeout, time_limit
-from benchmarks.record import DASH, environment, print_table, write_json
-from benchmarks.workloads import WORKLOADS, Batch, Workload, WorkloadUnavailable, build
+from benchmarks.command import (
+    NO_CLAIM,
+    measured_rows,
+    new_record,
+    settle_choices,
+    settle_defaults,
+    settle_device,
+    told_in,
+)
+from benchmarks.record import DASH, print_table, write_json
+from benchmarks.workloads import WORKLOADS, Batch, Workload, build
 from pygraph_train import PyGraphCallback
 
 MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph")
@@ -232,44 +240,35 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
         row["reserved_before_mib"] = round(torch.cuda.memory_reserved() / MIB)
     measurement: Measurement | None = None
     pygraph: PyGraphCallback | None = None
-    started = time.perf_counter()
-    try:
-        with time_limit(args.timeout_s):
-            pl.seed_everything(0, verbose=False)
-            workload = build(model, args.scale)
-            if mode.startswith("pygraph"):
-                engine = "cuda" if cuda else "emulated"
-                pygraph = PyGraphCallback(compile=mode == "pygraph", engine=engine)
-            measurement = Measurement(
-                warmup=args.warmup,
-                max_warmup=args.max_warmup,
-                windows=args.windows,
-                steps=args.steps,
-                pygraph=pygraph,
-                busy=cuda and mode in BUSY_MODES,
-                cuda=cuda,
-            )
-            trainer = pl.Trainer(
-                accelerator="gpu" if cuda else "cpu",
-                devices=1,
-                precision="bf16-mixed",
-                max_steps=args.max_warmup + args.windows * args.steps + BUSY_STEPS,
-                logger=False,
-                enable_checkpointing=False,
-                enable_model_summary=False,
-                enable_progress_bar=args.progress_bar,
-                callbacks=[c for c in (pygraph, measurement) if c is not None],
-            )
-            loader = DataLoader(CycledBatches(workload.batches), batch_size=None)
-            trainer.fit(TrainedModule(workload, mode), loader)
-            row.update(measurement.losses())
-    except WorkloadUnavailable as reason:
-        row["skipped"] = str(reason)
-    except StepTimeout:
-        row["error"] = f"timed out after {args.timeout_s} s"
-    except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}"[:2000]
-    row["seconds"] = round(time.perf_counter() - started, 1)
+    with told_in(row, args.timeout_s):
+        pl.seed_everything(0, verbose=False)
+        workload = build(model, args.scale)
+        if mode.startswith("pygraph"):
+            engine = "cuda" if cuda else "emulated"
+            pygraph = PyGraphCallback(compile=mode == "pygraph", engine=engine)
+        measurement = Measurement(
+            warmup=args.warmup,
+            max_warmup=args.max_warmup,
+            windows=args.windows,
+            steps=args.steps,
+            pygraph=pygraph,
+            busy=cuda and mode in BUSY_MODES,
+            cuda=cuda,
+        )
+        trainer = pl.Trainer(
+            accelerator="gpu" if cuda else "cpu",
+            devices=1,
+            precision="bf16-mixed",
+            max_steps=args.max_warmup + args.windows * args.steps + BUSY_STEPS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=args.progress_bar,
+            callbacks=[c for c in (pygraph, measurement) if c is not None],
+        )
+        loader = DataLoader(CycledBatches(workload.batches), batch_size=None)
+        trainer.fit(TrainedModule(workload, mode), loader)
+        row.update(measurement.losses())
     if measurement is not None:
         row.update(measurement.results())
     if pygraph is not None:
@@ -386,19 +385,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--progress-bar", action="store_true", help="show Lightning's (it reads the loss)")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    for name, known in (("models", list(WORKLOADS)), ("modes", list(MODES))):
-        chosen = getattr(args, name).split(",")
-        if unknown := [c for c in chosen if c not in known]:
-            parser.error(f"--{name}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
-        setattr(args, name, chosen)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cpu" and args.scale == "full":
-        parser.error("--scale full needs a CUDA GPU; --scale tiny tries the script on a CPU")
-    defaults = {"windows": (5, 2), "steps": (40, 5), "warmup": (60, 8), "max_warmup": (300, 60)}
-    for name, (on_gpu, on_cpu) in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, on_cpu if args.device == "cpu" else on_gpu)
+    settle_choices(parser, args, models=list(WORKLOADS), modes=MODES)
+    settle_device(parser, args)
+    settle_defaults(args, windows=(5, 2), steps=(40, 5), warmup=(60, 8), max_warmup=(300, 60))
     if args.scale == "full" and (args.windows < 3 or args.steps < 40):
         parser.error("--scale full: a median needs at least 3 windows of at least 40 steps")
     args.max_warmup = max(args.warmup, args.max_warmup)
@@ -411,37 +400,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
-    claim = args.device == "cuda" and args.scale == "full"
-    title = "Lightning training step, ms"
-    if not claim:
-        title = "NO TIMING CLAIM (tiny models, emulated on a CPU or too small for a GPU): only that the script runs"
-        print(title)
     rows: list[dict[str, Any]] = []
-    record: dict[str, Any] = {"benchmark": "lightning_step", "timing_claim": claim, "device": args.device}
-    record |= {"environment": environment(), "rows": rows, "summary": []}
+    record = new_record("lightning_step", args) | {"rows": rows, "summary": []}
+    title = "Lightning training step, ms" if record["timing_claim"] else NO_CLAIM
+    if not record["timing_claim"]:
+        print(title)
     write_json(args.json, record)
-    lost: str | None = None
-    for model, mode in itertools.product(args.models, args.modes):
-        if lost:
-            rows.append({"model": model, "mode": mode, "error": None, "skipped": lost})
-        else:
-            rows.append(measure(model, mode, args))
-            lost = _lost_device(args.device, model, mode)
+    for row in measured_rows(args, measure):
+        rows.append(row)
         record["summary"] = summarize(rows, args.device)
         write_json(args.json, record)
-        print(_line(rows[-1]), flush=True)
+        print(_line(row), flush=True)
     print_table(title, *table(rows, args.device))
     return int(any(row["error"] for row in rows))
-
-
-def _lost_device(device: str, model: str, mode: str) -> str | None:
-    """After an illegal access the CUDA context is gone, and every later row would blame the wrong mode."""
-    if device == "cuda":
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return f"the CUDA context was lost in {model} {mode}: run the other rows again without it"
-    return None
 
 
 def _line(row: dict[str, Any]) -> str:

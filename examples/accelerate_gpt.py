@@ -69,6 +69,16 @@ def standard_library() -> str:
     return "\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files[:60])
 
 
+def excerpts_of_text(length: int, count: int) -> tuple[TensorDataset, int]:
+    """Tokens of `count` places in the standard library, each (`length`,), and the size of the vocabulary."""
+    text = standard_library()
+    tokenizer = Tokenizer(text, size=2048)
+    tokens = tokenizer.encode(text)
+    starts = torch.randint(len(tokens) - length + 1, (count,))
+    excerpts = torch.stack([tokens[s : s + length] for s in starts.tolist()])
+    return TensorDataset(excerpts), len(tokenizer.pieces)
+
+
 def main() -> None:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="A GPT with Accelerate and PyGraph")
@@ -82,18 +92,13 @@ def main() -> None:
     context, width, layers, batch = (32, 64, 2, 16) if on_cpu else (256, 384, 6, 32)
 
     torch.manual_seed(0)
-    text = standard_library()
-    tokenizer = Tokenizer(text, size=2048)
-    tokens = tokenizer.encode(text)
-    starts = torch.randint(len(tokens) - context, (args.steps * batch,))
-    excerpts = TensorDataset(torch.stack([tokens[s : s + context + 1] for s in starts.tolist()]))
-
+    excerpts, vocabulary = excerpts_of_text(context + 1, args.steps * batch)
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision="no" if on_cpu else "bf16",
         plugins=[PyGraph(engine=engine)],
     )
-    model = GPT(len(tokenizer.pieces), context, width, layers, heads=4)
+    model = GPT(vocabulary, context, width, layers, heads=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     model, optimizer, loader, schedule = accelerator.prepare(

@@ -14,9 +14,9 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from accelerate_gpt import GPT, Tokenizer, standard_library
+from accelerate_gpt import GPT, excerpts_of_text
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from pygraph_train import Accelerator, PyGraph
 
@@ -35,19 +35,14 @@ def main() -> None:
     context, width, layers, batch = (32, 64, 2, 16) if on_cpu else (256, 384, 6, 32)
 
     torch.manual_seed(0)
-    text = standard_library()
-    tokenizer = Tokenizer(text, size=2048)
-    tokens = tokenizer.encode(text)
-    starts = torch.randint(len(tokens) - context, (args.steps * batch,))
-    excerpts = TensorDataset(torch.stack([tokens[s : s + context + 1] for s in starts.tolist()]))
-
+    excerpts, vocabulary = excerpts_of_text(context + 1, args.steps * batch)
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision="no" if on_cpu else "bf16",
         gradient_accumulation_steps=args.accumulate,
         plugins=[PyGraph(engine=engine, compile=not on_cpu)],  # Inductor's kernels, where it pays
     )
-    model = GPT(len(tokenizer.pieces), context, width, layers, heads=4)
+    model = GPT(vocabulary, context, width, layers, heads=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     model, optimizer, loader, schedule = accelerator.prepare(

@@ -49,7 +49,7 @@ class RegionedCall:
         self._compiled: Any = torch.compile(
             function, backend=backend.pygraph, options=options, **compile_options
         )
-        torch_internals.set_call_implementation(module, self)
+        torch_internals.set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -67,8 +67,8 @@ class RegionedCall:
 
     def remove(self) -> None:
         """Give the module back as it was."""
-        if torch_internals.call_implementation(self.module) is self:
-            torch_internals.set_call_implementation(self.module, None)
+        if torch_internals.compiled_call(self.module) is self:
+            torch_internals.set_compiled_call(self.module, None)
 
 
 def never_replays(whole: StepReport) -> bool:
@@ -79,7 +79,7 @@ def never_replays(whole: StepReport) -> bool:
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return torch_internals.call_module_plainly(module, args, kwargs)
+    return torch_internals.uncompiled_call(module)(*args, **kwargs)
 
 
 class Loop:
@@ -135,7 +135,7 @@ class Loop:
             self.report.note(
                 "compile=False: forward and backward run as they are; their graphs need Inductor"
             )
-        elif isinstance(module, torch._dynamo.OptimizedModule) or torch_internals.call_implementation(module):
+        elif isinstance(module, torch._dynamo.OptimizedModule) or torch_internals.compiled_call(module):
             self.refuse(
                 f"{type(module).__name__} is compiled already; its forward and backward are left to that",
                 "Do not compile it yourself: pygraph-train uses Inductor's kernels",

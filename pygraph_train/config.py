@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["PyGraphConfig", "disabled_by_environment"]
+__all__ = ["PyGraphConfig", "check_values", "disabled_by_environment"]
 
 Switch = Literal["auto", "on", "off"]
 
@@ -69,20 +70,7 @@ class PyGraphConfig:
     cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            # `in` would accept 1 for True
-            if not any(type(value) is type(a) and value == a for a in allowed):
-                raise ValueError(
-                    f"PyGraphConfig.{name}={value!r} is not allowed: use one of "
-                    + ", ".join(repr(a) for a in allowed)
-                )
-        for name, least in (("warmup_steps", 2), ("max_signatures", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(
-                    f"PyGraphConfig.{name}={value!r} is not allowed: use a whole number >= {least}"
-                )
+        check_values(self, _CHOICES, {"warmup_steps": 2, "max_signatures": 1}, "PyGraphConfig.{}={!r}")
         if self.fuse == "on":
             off = [p for p in ("forward", "backward", "optimizer") if getattr(self, p) == "off"]
             if off:
@@ -110,6 +98,25 @@ class PyGraphConfig:
             if name not in names:
                 raise TypeError(f"PyGraphConfig has no option {name!r}; the options are: {', '.join(names)}")
         return dataclasses.replace(config or cls(), **overrides)
+
+
+def check_values(
+    options: object, choices: Mapping[str, tuple[Any, ...]], least: Mapping[str, int], told: str
+) -> None:
+    """Raise ValueError for an option that is none of its `choices`, or no whole number from its `least` on.
+
+    `told` is the format of an option's name and value in the message.
+    """
+    for name, allowed in choices.items():
+        value = getattr(options, name)
+        # `in` would accept 1 for True
+        if not any(type(value) is type(a) and value == a for a in allowed):
+            one_of = ", ".join(repr(a) for a in allowed)
+            raise ValueError(f"{told.format(name, value)} is not allowed: use one of {one_of}")
+    for name, minimum in least.items():
+        value = getattr(options, name)
+        if type(value) is not int or value < minimum:
+            raise ValueError(f"{told.format(name, value)} is not allowed: use a whole number >= {minimum}")
 
 
 def disabled_by_environment() -> bool:

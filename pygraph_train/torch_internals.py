@@ -470,22 +470,22 @@ def expandable_segments() -> Iterator[None]:
 # --- modules and scalers of somebody else's loop ------------------------------------------------------
 
 
-def set_call_implementation(module: torch.nn.Module, implementation: Callable[..., Any] | None) -> None:
-    """What calling the module runs, as `Module.compile` sets it; None takes it away. (2.11, 2.13)"""
-    if implementation is None:
-        module.__dict__.pop("_compiled_call_impl", None)
-    else:
-        module.__dict__["_compiled_call_impl"] = implementation
-
-
-def call_implementation(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What `Module.compile` or `set_call_implementation` has set. (2.11, 2.13)"""
+def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it. (2.11, 2.13)"""
     return module._compiled_call_impl
 
 
-def call_module_plainly(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module with its hooks, around what `set_call_implementation` has set. (2.11, 2.13)"""
-    return module._call_impl(*args, **kwargs)
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have calls of `module` run `call`; None undoes it. (2.11, 2.13)"""
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)  # the class has None
+    else:
+        module.__dict__["_compiled_call_impl"] = call
+
+
+def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's hooks and forward, as they run without a `compiled_call`. (2.11, 2.13)"""
+    return module._call_impl
 
 
 def scaler_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
@@ -532,21 +532,3 @@ def dynamo_region_config() -> AbstractContextManager[None]:
 def dynamo_restart() -> type[BaseException]:
     """What a compile backend lets pass so that Dynamo traces again with what was learned (torch 2.11, 2.13)."""
     return torch._dynamo.exc.RestartAnalysis
-
-
-def compiled_call(module: torch.nn.Module) -> Any:
-    """What a call of `module` runs instead of its hooks and forward, None when nothing (`Module.compile`)."""
-    return module._compiled_call_impl
-
-
-def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
-    """Have calls of `module` run `call`; None undoes it (torch 2.11, 2.13)."""
-    if call is None:
-        module.__dict__.pop("_compiled_call_impl", None)  # the class has None
-    else:
-        module.__dict__["_compiled_call_impl"] = call
-
-
-def uncompiled_call(module: torch.nn.Module) -> Any:
-    """Its hooks and forward, as they run without `Module.compile`."""
-    return module._call_impl

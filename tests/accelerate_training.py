@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import accelerate
+import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from training import Net, differs, frozen
 
+import pygraph_train.backend as backend
 from pygraph_train import Accelerator, PyGraph
 from pygraph_train.integrations.loop_report import LoopReport
 
@@ -71,6 +73,15 @@ def fresh_state() -> Iterator[None]:
         GradientState._reset_state()
 
 
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Around every test of a module that imports it: nothing compiled, no state of Accelerate."""
+    torch.compiler.reset()
+    backend.reset()
+    with fresh_state():
+        yield
+
+
 def run(script: Callable[[Script], None], plugin: PyGraph | None, **options: Any) -> Script:
     """One run, on the stock class where there is no plugin."""
     with fresh_state():
@@ -114,3 +125,8 @@ def setup(script: Script, *, batch: int = 8, count: int = 240, steps: int = 30, 
     return script.accelerator.prepare(
         model, optimizer, DataLoader(Numbers(count), batch_size=batch), schedule
     )
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """For the batches of `Numbers`."""
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])

@@ -7,7 +7,6 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +29,17 @@ from accelerate_training import (  # noqa: E402
     Numbers,
     Script,
     both,
+    fresh,  # noqa: F401
     fresh_state,
+    loss_of,
     run,
     setup,
 )
 from training import Net  # noqa: E402
 
-import pygraph_train.backend as backend  # noqa: E402
 from pygraph_train import Accelerator, PyGraph, PyGraphError  # noqa: E402
 from pygraph_train.integrations.accelerate import route_step  # noqa: E402
-from pygraph_train.torch_internals import call_implementation  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    backend.reset()
-    with fresh_state():
-        yield
-
-
-def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+from pygraph_train.torch_internals import compiled_call  # noqa: E402
 
 
 def train(script: Script, *, clip: str | None = None, epochs: int = 1, **options: Any) -> None:
@@ -294,9 +282,9 @@ def test_everything_is_given_back(tmp_path: Path) -> None:
             accelerator.backward(loss_of(model, batch))
             optimizer.step()
         inner, attributes = optimizer.optimizer, set(vars(optimizer))
-        assert call_implementation(model) is not None
+        assert compiled_call(model) is not None
         end(accelerator)
-        assert call_implementation(model) is None and "_compiled_call_impl" not in vars(model)
+        assert compiled_call(model) is None and "_compiled_call_impl" not in vars(model)
         assert type(optimizer) is accelerate.optimizer.AcceleratedOptimizer
         assert set(vars(optimizer)) == attributes - {"_pygraph_run"}
         assert all(type(group["lr"]) is float for group in inner.param_groups)
@@ -329,7 +317,7 @@ def test_attach_takes_over_what_is_prepared_and_detach_gives_it_back() -> None:
             replayed(plugin.report())
             plugin.detach()
             assert type(accelerator) is cls and "_pygraph" not in vars(accelerator)
-            assert call_implementation(model) is None
+            assert compiled_call(model) is None
 
     entries = []
     for wanted in (False, True):
@@ -385,7 +373,7 @@ def test_without_a_pygraph_it_is_the_stock_class() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.pygraph is None
     model = accelerator.prepare(Net())
-    assert call_implementation(model) is None
+    assert compiled_call(model) is None
     with pytest.raises(RuntimeError, match="graphed_step needs a PyGraph"):
         accelerator.graphed_step(lambda: None)
 

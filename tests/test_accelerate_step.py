@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,10 @@ from torch import nn
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate_training import Script, both, fresh_state, run, setup  # noqa: E402
+from accelerate_training import Script, both, fresh, loss_of, run, setup  # noqa: E402, F401
 from training import Net  # noqa: E402
 
-import pygraph_train.backend as backend  # noqa: E402
 from pygraph_train import Accelerator, PyGraph, PyGraphError  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    backend.reset()
-    with fresh_state():
-        yield
 
 
 def train(script: Script, *, clip: str | None = None, zero_first: bool = False, **options: Any) -> None:
@@ -37,7 +28,7 @@ def train(script: Script, *, clip: str | None = None, zero_first: bool = False, 
         with accelerator.accumulate(model):
             if zero_first:
                 optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+            loss = loss_of(model, batch)
             accelerator.backward(loss)
             result = {"loss": loss, "double": loss.detach() * 2}
             if accelerator.sync_gradients and clip == "norm":
@@ -54,6 +45,21 @@ def train(script: Script, *, clip: str | None = None, zero_first: bool = False, 
         script.write("result", step(batch))
         script.write("rate", schedule.get_last_lr())
     script.write_state(model, optimizer)
+
+
+def plain_step(script: Script, model: nn.Module, optimizer: Any) -> Callable[..., torch.Tensor]:
+    """Forward, backward, update, and nothing else."""
+    accelerator = script.accelerator
+
+    @script.graphed
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
 
 
 def whole(report: Any, least: int = 20, plan: str = "{F B O}") -> Any:
@@ -87,15 +93,7 @@ def test_accumulate_around_the_step() -> None:
     def script(script: Script) -> None:
         accelerator = script.accelerator
         model, optimizer, loader, _ = setup(script)
-
-        @script.graphed
-        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = plain_step(script, model, optimizer)
         for batch in loader:
             with accelerator.accumulate(model):
                 script.write("loss", step(batch))
@@ -108,15 +106,7 @@ def test_model_and_optimizer_used_outside_of_the_step_in_between() -> None:
     def script(script: Script) -> None:
         accelerator = script.accelerator
         model, optimizer, loader, _ = setup(script)
-
-        @script.graphed
-        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = plain_step(script, model, optimizer)
         for index, batch in enumerate(loader):
             script.write("loss", step(batch))
             if index % 3 == 0:
@@ -181,10 +171,6 @@ def illegal(body: Callable[..., Any], **options: Any) -> str:
     assert step.steps_replayed == 0
     (fallback,) = step.fallbacks
     return fallback.reason
-
-
-def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def test_step_without_backward_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,15 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from accelerate_training import fresh_state  # noqa: E402
+from accelerate_training import fresh, fresh_state  # noqa: E402, F401
 from training import differs, frozen  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-import pygraph_train.backend as backend  # noqa: E402
 from pygraph_train import PyGraphConfig, PyGraphTrainer, PyGraphTrainerCallback  # noqa: E402
 from pygraph_train.integrations.transformers import PyGraphTrainerMixin  # noqa: E402
-from pygraph_train.torch_internals import call_implementation  # noqa: E402
+from pygraph_train.torch_internals import compiled_call  # noqa: E402
 
 CONFIG = PyGraphConfig(engine="emulated", warmup_steps=2)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    backend.reset()
-    with fresh_state():
-        yield
 
 
 def bert() -> nn.Module:
@@ -78,7 +69,7 @@ def train(
         trainer = make(model=bert(), args=args, train_dataset=tokens(count), eval_dataset=tokens(10))
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-        assert call_implementation(trainer.model) is None
+        assert compiled_call(trainer.model) is None
         assert "_pygraph_run" not in vars(trainer.optimizer)
     timed = ("runtime", "per_second")
     logs = [{k: v for k, v in row.items() if not k.endswith(timed)} for row in trainer.state.log_history]

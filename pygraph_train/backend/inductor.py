@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from pygraph_train.backend.staging import Staged
 from pygraph_train.backend.transform import Transformed, transform
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs import make_engine
-from pygraph_train.graphs.location import is_user_file
+from pygraph_train.graphs.location import user_line_in
 
 __all__ = ["compile_graph", "report", "reset"]
 
@@ -123,13 +122,7 @@ def _devices_in(gm: torch.fx.GraphModule) -> set[torch.device]:
 
 def _first_user_line(gm: torch.fx.GraphModule) -> str | None:
     """`file:line` of the first operation whose stack names user code."""
-    for node in gm.graph.nodes:
-        lines = (node.meta.get("stack_trace") or "").splitlines()
-        for line in reversed(lines):
-            found = re.match(r'\s*File "(.+)", line (\d+)', line)
-            if found and is_user_file(found[1]):
-                return f"{found[1]}:{found[2]}"
-    return None
+    return next((where for n in gm.graph.nodes if (where := user_line_in(n.meta.get("stack_trace")))), None)
 
 
 def _arena(options: BackendOptions, device: torch.device) -> Arena | None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pygraph_train.config import check_values
+
 __all__ = ["BackendOptions"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -49,19 +51,8 @@ class BackendOptions:
     on_failure: Literal["fallback", "raise"] = "fallback"
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if not any(type(value) is type(a) and value == a for a in allowed):
-                raise ValueError(
-                    f"option {name}={value!r} of backend 'pygraph' is not allowed: use one of "
-                    + ", ".join(repr(a) for a in allowed)
-                )
-        for name in ("warmup_runs", "max_signatures"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(
-                    f"option {name}={value!r} of backend 'pygraph' is not allowed: use a whole number >= 1"
-                )
+        least = {"warmup_runs": 1, "max_signatures": 1}
+        check_values(self, _CHOICES, least, "option {}={!r} of backend 'pygraph'")
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> BackendOptions:

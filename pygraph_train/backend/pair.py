@@ -26,7 +26,7 @@ class Pair:
         handed_over: names of what the transformed forward saves on the device instead of the CPU.
     """
 
-    def __init__(self, indirection: str, measure: bool) -> None:
+    def __init__(self, indirection: Literal["auto", "device", "host", "copy"], measure: bool) -> None:
         self.forward: Region | None = None
         self.backward: Region | None = None
         self.handed_over: tuple[str, ...] = ()
@@ -39,9 +39,7 @@ class Pair:
         """What should rewrite the addresses of inputs of that size; None copies them."""
         if self._indirection == "auto":
             return "device" if nbytes >= WORTH_POINTING else None
-        if self._indirection == "device":
-            return "device"
-        return "host" if self._indirection == "host" else None
+        return None if self._indirection == "copy" else self._indirection
 
     def settle(self) -> None:
         """Decide, once everything that belongs together was measured."""

@@ -11,7 +11,7 @@ import torch
 from pygraph_train.backend.arena import Occupant, block_of
 from pygraph_train.graphs import Engine, Graph
 from pygraph_train.graphs.engine import IndirectGraph, IndirectionUnavailable
-from pygraph_train.graphs.memory import copy_elsewhere, span
+from pygraph_train.graphs.memory import bits, copy_elsewhere, span
 from pygraph_train.graphs.prove import poison, prove
 from pygraph_train.torch_internals import borrow_memory
 
@@ -171,7 +171,7 @@ def _unproven(
         before = results()
         for tensor in elsewhere:
             poison(tensor)
-        if not all(_same_bits(a, b) for a, b in zip(before, results(), strict=True)):
+        if not all(torch.equal(bits(a), bits(b)) for a, b in zip(before, results(), strict=True)):
             return frozenset(graph.served)
         del before
         return prove(repeatable, list(buffers.values()), lambda: own)  # type: ignore[arg-type]
@@ -179,7 +179,3 @@ def _unproven(
         return frozenset(graph.served)
     finally:
         repeatable.put_back()
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(span(one).view(torch.uint8), span(other).view(torch.uint8))

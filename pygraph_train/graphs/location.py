@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import types
 from collections.abc import Iterable
 
-__all__ = ["NOT_USER_PACKAGES", "is_user_file", "user_location"]
+__all__ = ["NOT_USER_PACKAGES", "is_user_file", "user_line_in", "user_location"]
 
 NOT_USER_PACKAGES = (
     "torch",
@@ -23,6 +24,7 @@ NOT_USER_PACKAGES = (
 
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
 
 
 def user_location(tb: types.TracebackType | None = None) -> str | None:
@@ -60,3 +62,11 @@ def is_user_file(path: str) -> bool:
     if found:
         return tail.partition(os.sep)[0] not in NOT_USER_PACKAGES
     return not path.startswith((_STDLIB, _OWN))
+
+
+def user_line_in(stack_trace: str | None) -> str | None:
+    """`file:line` of the innermost frame of user code in a formatted stack, as FX nodes carry it."""
+    for path, line in reversed(_FRAME.findall(stack_trace or "")):
+        if is_user_file(path):
+            return f"{path}:{line}"
+    return None

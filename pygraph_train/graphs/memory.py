@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["AddressRange", "address_range", "copy_elsewhere", "span"]
+__all__ = ["AddressRange", "address_range", "bits", "copy_elsewhere", "span"]
 
 
 class AddressRange(NamedTuple):
@@ -22,6 +22,11 @@ def span(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((last + 1,), (1,), tensor.storage_offset())
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `span(tensor)`, behind autograd's back."""
+    return span(tensor.data).view(torch.uint8)
 
 
 def address_range(tensor: torch.Tensor) -> AddressRange:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from pygraph_train.graphs.engine import IndirectGraph
-from pygraph_train.graphs.memory import copy_elsewhere, span
+from pygraph_train.graphs.memory import bits, copy_elsewhere, span
 
 __all__ = ["poison", "prove"]
 
@@ -38,7 +38,7 @@ def prove(
         with torch.random.fork_rng([device.index for device in devices]):
             graph.replay()
         # what it wrote into its inputs counts as well
-        return [_bits(tensor).clone() for tensor in (*outputs(), *of)]
+        return [bits(tensor).clone() for tensor in (*outputs(), *of)]
 
     def holds(moved: Sequence[int]) -> bool:
         using = [copy_elsewhere(before[i]) if i in moved else inputs[i] for i in range(len(inputs))]
@@ -59,7 +59,7 @@ def prove(
         blind = frozenset(
             index
             for index in graph.served
-            if not _floating(inputs[index]) and not bool(_bits(inputs[index]).any())
+            if not _floating(inputs[index]) and not bool(bits(inputs[index]).any())
         )
         candidates = sorted(graph.served - blind)
         if not candidates or holds(candidates):
@@ -82,11 +82,7 @@ def _floating(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return span(tensor.data).view(torch.uint8)
-
-
 def poison(tensor: torch.Tensor) -> None:
     """Overwrite a tensor with what shows in any result that depends on it."""
     # all ones is NaN in every IEEE-like format
-    _bits(tensor).fill_(0xFF if _floating(tensor) else 0)
+    bits(tensor).fill_(0xFF if _floating(tensor) else 0)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train import torch_internals
-from pygraph_train.graphs.location import is_user_file
+from pygraph_train.graphs.location import is_user_file, user_line_in
 from pygraph_train.step.watch import ModuleWatch, is_watched
 
 __all__ = ["NotLegal", "Problem", "Trace", "backward_hook", "guard_constants", "hooked", "readable"]
@@ -389,8 +389,7 @@ def _innermost(stack: Any) -> str | None:
 
 
 def _line_of(node: torch.fx.Node) -> str | None:
-    places = _locations(node.meta.get("stack_trace") or "")
-    return next((w for w in reversed(places) if is_user_file(w.rpartition(":")[0])), None)
+    return user_line_in(node.meta.get("stack_trace"))
 
 
 def _first_use(node: torch.fx.Node) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ from torch import nn
 accelerate = pytest.importorskip("accelerate")
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from accelerate_training import fresh_state  # noqa: E402
+from accelerate_training import fresh, fresh_state  # noqa: E402, F401
 
-import pygraph_train.backend as backend  # noqa: E402
 from pygraph_train import Accelerator, PyGraph  # noqa: E402
 
 pytestmark = [
@@ -25,14 +24,6 @@ pytestmark = [
 ]
 
 STEPS = 60
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    backend.reset()
-    with fresh_state():
-        yield
 
 
 def model_of(width: int = 64) -> nn.Module:

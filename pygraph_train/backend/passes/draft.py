@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,10 +10,9 @@ import torch
 from torch import fx
 
 from pygraph_train import torch_internals
-from pygraph_train.graphs.location import is_user_file
+from pygraph_train.graphs.location import user_line_in
 
 CPU = torch.device("cpu")
-_FRAME = re.compile(r'File "(?P<path>.+?)", line (?P<line>\d+)')
 
 
 @dataclass(frozen=True)
@@ -233,12 +231,8 @@ def name_of(node: fx.Node) -> str:
 
 def user_line(node: fx.Node) -> str | None:
     """`file:line` of the user's innermost frame, for a node or the first of its users that has one."""
-    for candidate in (node, *_downstream(node, depth=4)):
-        frames = _FRAME.findall(candidate.meta.get("stack_trace") or "")
-        for path, line in reversed(frames):
-            if is_user_file(path):
-                return f"{path}:{line}"
-    return None
+    candidates = (node, *_downstream(node, depth=4))
+    return next((where for n in candidates if (where := user_line_in(n.meta.get("stack_trace")))), None)
 
 
 def _downstream(node: fx.Node, depth: int) -> Iterator[fx.Node]:
