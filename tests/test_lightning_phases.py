@@ -30,7 +30,7 @@ from pygraph_train.step.decisions import Decisions  # noqa: E402
         {},
         {"gradient_clip_val": 0.05},
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"accumulate_grad_batches": 3},
+        {"accumulate_grad_batches": 3, "max_epochs": 6},
         {"accumulate_grad_batches": 2, "precision": "bf16-mixed"},
         {"precision": "64-true"},
     ],
@@ -43,7 +43,8 @@ def test_the_optimizer_alone(optimizer, options):
     )
     report = refused(fits, "forward='off'")
     assert report.plan == "F B {O}", str(report)
-    assert report.optimizer_steps_replayed >= 36 // options.get("accumulate_grad_batches", 1) - 3, str(report)
+    # two steps without a graph, four to see whether gradients stay where they are, and a first replay
+    assert report.optimizer_steps_replayed >= 36 // options.get("accumulate_grad_batches", 1) - 7, str(report)
 
 
 def test_a_step_that_reads_on_the_host_keeps_its_optimizer_graph():

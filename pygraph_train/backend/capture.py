@@ -134,13 +134,19 @@ class RegionCapture:
         self._passed: list[tuple[int, int]] = []
         self._viewed: list[tuple[int, int, Any]] = []
         self._copies: list[tuple[int, torch.Tensor]] = []
+        self._repeated: list[tuple[int, int]] = []  # autograd asks whether a gradient is nobody else's
         tensors: dict[int, torch.Tensor] = {}
+        seen: dict[tuple[int, bool, bool], int] = {}
         for index, output in enumerate(result):
             if not isinstance(output, torch.Tensor):
                 self._template[index] = output
                 continue
             owner = same_memory.get(block_of(output))
-            if id(output) in same_object:
+            kind = (id(output), index in handing.in_place, index in handing.together)
+            first = seen.setdefault(kind, index)
+            if first != index:
+                self._repeated.append((index, first))
+            elif id(output) in same_object:
                 self._passed.append((index, same_object[id(output)]))
             elif owner is not None and owner in self.fixed:
                 self._template[index] = output  # its memory is where it was, or this graph does not run
@@ -194,6 +200,8 @@ class RegionCapture:
         else:
             for index, base in self._copies:
                 outputs[index] = base.clone()
+        for index, first in self._repeated:
+            outputs[index] = outputs[first]
         return outputs
 
     def _fill_buffers(self, inputs: list[Any]) -> None:

@@ -113,6 +113,8 @@ class StepReport:
     replay_intervals: deque[float] = field(default_factory=deque, repr=False)
     switches: list[Switch] = field(default_factory=list)
     controllers: list[Controller] = field(default_factory=list, repr=False)
+    why_nothing: str | None = None
+    """Why steps are left alone without a comparison."""
     phase_seconds: dict[str, float] = field(default_factory=dict, repr=False)
     latest: dict[Arm, StepTime] = field(default_factory=dict, repr=False)
     regions: Callable[[], Sequence[RegionRecord]] = field(default=tuple, repr=False)
@@ -228,7 +230,9 @@ class StepReport:
 
     def _why(self, phase: Phase, *, kept: bool) -> str:
         if not self.controllers:
-            return self.fallbacks[0].reason if self.fallbacks else "no plan was tried yet"
+            return self.why_nothing or (
+                self.fallbacks[0].reason if self.fallbacks else "no plan was tried yet"
+            )
         controller = self.controllers[0]
         verdict = controller.verdicts.get(controller.best, "")
         if kept:
@@ -303,6 +307,8 @@ class StepReport:
             rows.append(
                 ("optimizer replayed", f"{self.optimizer_steps_replayed} times, from a graph of its own")
             )
+        if self.why_nothing and not self.controllers:
+            rows.append(("no graphs", self.why_nothing))
         for row in self.phases() if self.controllers else []:
             off = "-" if row.off_ms is None else f"{row.off_ms:.2f} ms"
             on = "-" if row.on_ms is None else f"{row.on_ms:.2f} ms"

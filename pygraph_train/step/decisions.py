@@ -13,7 +13,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.selection import timing
-from pygraph_train.selection.arms import NOTHING, Arm, Plan
+from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm, Phase, Plan
 from pygraph_train.selection.cache import Decision, DecisionCache
 from pygraph_train.selection.controller import Controller, Estimate, Switch
 from pygraph_train.step.choice import Choice
@@ -21,11 +21,11 @@ from pygraph_train.step.identity import identity
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.variants import Variant
 
-__all__ = ["Decisions"]
+__all__ = ["COMPILE_SECONDS", "Decisions"]
 
 log = logging.getLogger("pygraph_train")
 
-_COMPILE_SECONDS = 120.0
+COMPILE_SECONDS = 120.0
 """What compiling is taken to cost before it was done once: twice what a medium model takes."""
 
 _COMPILED_SHARE = 2 / 3
@@ -45,6 +45,7 @@ class Decisions:
         report: told of each decision.
         steps_left: how many steps training will still make, None when unknown.
         on_decision: called when another plan is kept than before.
+        on_settled: told the arm with which nothing else is compared any more.
 
     Attributes:
         compiles: whether Inductor's kernels can be had.
@@ -59,6 +60,7 @@ class Decisions:
         report: StepReport,
         steps_left: Callable[[], float | None],
         on_decision: Callable[[Switch], None],
+        on_settled: Callable[[Arm], None] = lambda arm: None,
     ) -> None:
         self.compiles = engine.name == "cuda"
         self.agree: Callable[[Sequence[float]], Sequence[float]] = tuple
@@ -68,6 +70,7 @@ class Decisions:
         self._report = report
         self._steps_left = steps_left
         self._on_decision = on_decision
+        self._on_settled = on_settled
         self._cache = DecisionCache(config.cache_dir)
         self._stopwatch: timing.Stopwatch = (
             timing.CudaStopwatch(engine.device)
@@ -135,11 +138,20 @@ class Decisions:
         def settled(arm: Arm) -> None:
             if variant is not None:
                 variant.keep_captures_of(arm)
+            self._on_settled(arm)
             if kept != [arm] and self._config.cache_dir is not None:
                 kept[:] = [arm]
                 self._cache.put(self._key(variant), Decision(arm, controller.times[arm]))
 
         return Choice(controller, self._stopwatch, self._report.latest, settled)
+
+    def leave_alone(self, why: str, step: int) -> None:
+        """Note that steps run without graphs, which nothing was compared for."""
+        self._report.why_nothing = why
+        switch = Switch(step, Arm(NOTHING), Arm(NOTHING), why)
+        self._report.decided(switch)
+        self._on_decision(switch)
+        log.info("pygraph: step %d: no graphs: %s", step, why)
 
     def _estimate(
         self, variant: Variant | None, controller: Controller, arm: Arm, best_seconds: float
@@ -153,7 +165,7 @@ class Decisions:
             if graphed and graphed <= inside and known.compiled == arm.compiled:
                 return Estimate(least=seconds, why=f"the kernels of {known}, and more launches")
         if arm.compiled:
-            cost = self._report.compile_seconds or _COMPILE_SECONDS
+            cost = self._report.compile_seconds or COMPILE_SECONDS
             share = _COMPILED_SHARE
             last = self._report.latest.get(controller.best)
             if arm.plan.regions and not controller.best.plan.forward_backward and _waits_for_host(last):
@@ -161,6 +173,12 @@ class Decisions:
             return Estimate(likely=best_seconds * share, one_time=cost, why="Inductor")
         if arm.plan == NOTHING and variant is not None:
             return Estimate(seen=variant.warmup_seconds, why="launch-bound")
+        if arm.plan == OPTIMIZER and variant is not None:
+            outside = [
+                self._report.phase_seconds.get(phase.value) for phase in (Phase.FORWARD, Phase.BACKWARD)
+            ]
+            if None not in outside:
+                return Estimate(seen=sum(filter(None, outside)), why="forward and backward, launch-bound")
         return Estimate()
 
     def _known(self, variant: Variant | None) -> Decision | None:
@@ -172,7 +190,7 @@ class Decisions:
             return known
         # that may have been a longer run: at best half of each step is gained
         left = self._steps_left()
-        pays = left is None or left * known.seconds / 2 > (self._report.compile_seconds or _COMPILE_SECONDS)
+        pays = left is None or left * known.seconds / 2 > (self._report.compile_seconds or COMPILE_SECONDS)
         return known if pays else None
 
     def _key(self, variant: Variant | None) -> dict[str, Any]:

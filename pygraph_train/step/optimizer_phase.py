@@ -1,7 +1,8 @@
 """The optimizer phase as a graph of its own: unscale, clip, step, the scaler's update.
 
-It takes gradients wherever they lie. Those that other graphs leave at fixed addresses are read there; those
-that autograd allocated anew are copied to the addresses of the capture, where `.grad` finds them afterwards.
+It takes gradients wherever they lie. Where that is the same place on every step the graph works on them there,
+without keeping them alive: whoever owns that memory may reuse it as soon as nobody holds the gradients. Elsewhere
+they are copied into buffers of the graph. `.grad` stays the tensor that the backward has left.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import CaptureRecord, StepReport
 from pygraph_train.graphs.engine import Engine, Graph
+from pygraph_train.step.gradient_places import Layout, Place, Source
 from pygraph_train.step.legality import Problem
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.optimizer_trial import OptimizerTrial
@@ -44,15 +47,27 @@ _grad = operator.attrgetter("grad")
 
 @dataclass
 class _Capture:
+    """A graph of the phase and what it rests on.
+
+    Attributes:
+        addresses: of the parameters.
+        gradients: where they were; with buffers only what they look like counts.
+        buffers: copies of the gradients that the graph works on, None where it works on them as they lie.
+    """
+
     graph: Graph
-    parameters: list[Tensor]
     addresses: list[int]
-    gradients: list[Tensor | None]
+    gradients: Layout
+    buffers: list[Tensor] | None
     hyperparameters: Any
     constants: Any
     generation: int
     verified: bool
     replays: int = 0
+
+    def reaches(self, gradients: Layout) -> bool:
+        """Whether it works on gradients that lie like these."""
+        return self.buffers is not None or gradients.addresses == self.gradients.addresses
 
 
 class OptimizerPhase:
@@ -87,112 +102,129 @@ class OptimizerPhase:
         self._engine = engine
         self._config = config
         self._report = report
-        # by whether graphs own the gradients: their addresses are others then
-        self._captures: dict[bool, _Capture] = {}
+        # by the source of the gradients: their addresses are others then
+        self._captures: dict[Source, _Capture] = {}
+        self._places: dict[Source, Place] = {}
         self._runs = 0
         self._changes = 0
         self._replays = 0
 
-    def run(
-        self, body: Callable[[], None], constants: Any, *, owned: bool, step: int, borrowed: bool = False
-    ) -> None:
+    def run(self, body: Callable[[], None], constants: Any, *, source: Source, step: int) -> None:
         """Make the phase with the gradients as they are.
 
         Args:
             body: the phase in Python.
             constants: Python values that a capture of `body` bakes in.
-            owned: whether a graph has left the gradients where it always does.
-            borrowed: whether they may lie in memory of a graph that wants it back.
+            source: who has left the gradients.
             step: the training step, for the report.
         """
         self.replayed = False
+        if self.problem is not None:
+            return body()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         gradients = list(map(_grad, parameters))
-        capture = self._captures.get(owned)
-        if capture is not None and not self._valid(capture, parameters, gradients, constants):
-            self._forget(owned)
+        try:
+            layout = Layout.of(gradients)
+        except RuntimeError as error:
+            self.problem = _outside(self._preparation.reason or str(error))
+            return body()
+        place = self._places.setdefault(source, Place(source))
+        place.follow(layout)
+        capture = self._captures.get(source)
+        if capture is not None and (why := self._invalid(capture, parameters, layout, constants)) is not None:
+            self._forget(source)
             capture = None
             self._runs = (
                 _RUNS_BEFORE_CAPTURE - 1
             )  # state of what is new comes into being outside of a capture
             self._changes += 1
             if self._changes > _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE:
-                self.problem = Problem(
-                    "the optimizer runs outside of the graph: a hyperparameter other than the learning rate, "
-                    "or which parameters have gradients, changes again and again",
-                    fix="OneCycleLR(cycle_momentum=False) keeps it in the graph",
-                )
-        if capture is None:
-            if self.problem is None and (reason := self._preparation.reason) is not None:
-                self.problem = Problem(f"the optimizer runs outside of the graph: {reason}")
-            if self.problem is not None:
+                self.problem = why
                 return body()
-            if self._runs < _RUNS_BEFORE_CAPTURE or not any(g is not None for g in gradients):
+        if capture is None or not capture.reaches(layout):
+            if (reason := self._preparation.reason) is not None:
+                self.problem = _outside(reason)
+                return body()
+            if self._runs < _RUNS_BEFORE_CAPTURE or not layout.addresses:
                 self._runs += 1
                 return self._run_prepared(body)
-            if borrowed:
-                for p in parameters:
-                    p.grad = None if p.grad is None else p.grad.clone()
-                gradients = list(map(_grad, parameters))
-            capture = self._capture(body, parameters, constants, owned=owned, step=step)
+            if not place.settled(self._replays):
+                return self._run_prepared(body)
+            if capture is not None:
+                self._forget(source)
+            # a graph knows nothing of what other kinds of tensors do, and none has an address for no elements
+            present = [g for g in gradients if g is not None]
+            place.buffers |= any(type(g) is not Tensor or not g.numel() for g in present)
+            if place.buffers and any(map(_overlaps, present)):  # nothing can be copied back there
+                return self._run_prepared(body)
+            capture = self._capture(body, parameters, layout, constants, place.buffers, step)
             if capture is None:
                 return body()
+            self._captures[source] = capture
         if capture.verified and self._config.verify != "always":
             self.replayed = True
             return self._replay(capture, gradients)
-        self._verified_replay(capture, body, gradients, owned)
+        self._verified_replay(capture, body, parameters, gradients, source)
 
     def _replay(self, capture: _Capture, gradients: Sequence[Tensor | None]) -> None:
-        """The hot path: moved gradients in, learning rate in, launch."""
-        moved = [
-            (p, mine, g)
-            for p, mine, g in zip(capture.parameters, capture.gradients, gradients, strict=True)
-            if g is not mine and g is not None and mine is not None
-        ]
-        if moved:
+        """The hot path: gradients into buffers if there are any, learning rate in, launch."""
+        buffers = capture.buffers
+        present = [g for g in gradients if g is not None] if buffers is not None else []
+        if buffers is not None:
             with torch.no_grad():
-                torch._foreach_copy_([mine for _, mine, _ in moved], [g for _, _, g in moved])
+                torch._foreach_copy_(buffers, present)
         self._preparation.sync()
         capture.graph.replay()
-        for p, mine, _ in moved:
-            p.grad = mine
+        if buffers is not None:  # clipped and unscaled, and whoever holds one sees that
+            with torch.no_grad():
+                torch._foreach_copy_(present, buffers)
         capture.replays += 1
         self._replays += 1
 
-    def _valid(
-        self,
-        capture: _Capture,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        constants: Any,
-    ) -> bool:
+    def _invalid(
+        self, capture: _Capture, parameters: list[Tensor], layout: Layout, constants: Any
+    ) -> Problem | None:
+        """What to say if this goes on, None where everything but the gradients' addresses is as captured."""
+        if list(map(Tensor.data_ptr, parameters)) != capture.addresses:
+            return Problem("parameters live at new addresses again and again")
         preparation = self._preparation
-        if not (
+        if (
             capture.constants == constants
             and capture.generation == preparation.generation
             and preparation.state_unchanged()
             and preparation.hyperparameters() == capture.hyperparameters
-            and [p.data_ptr() for p in parameters] == capture.addresses
+            and capture.gradients.looks == layout.looks
         ):
-            return False
-        for mine, g in zip(capture.gradients, gradients, strict=True):
-            if g is not mine and not _fits(mine, g):
-                return False
-        return True
+            return None
+        return Problem(
+            "the optimizer runs outside of the graph: a hyperparameter other than the learning rate, "
+            "or which parameters have gradients, changes again and again",
+            fix="OneCycleLR(cycle_momentum=False) keeps it in the graph",
+        )
 
     def _run_prepared(self, body: Callable[[], None]) -> None:
         with self._preparation.prepared(), self._engine.warm_up():
             body()
 
     def _capture(
-        self, body: Callable[[], None], parameters: list[Tensor], constants: Any, *, owned: bool, step: int
+        self,
+        body: Callable[[], None],
+        parameters: list[Tensor],
+        layout: Layout,
+        constants: Any,
+        buffers: bool,
+        step: int,
     ) -> _Capture | None:
         """Record the phase without executing it; None (and a `problem`) where that cannot be done."""
         started = time.perf_counter()
         preparation = self._preparation
         preparation.settle()
         gradients = list(map(_grad, parameters))
+        stand_in = _copy if buffers else torch_internals.borrow_memory
+        stand_ins = [None if g is None else stand_in(g) for g in gradients]
         try:
+            for p, s in zip(parameters, stand_ins, strict=True):
+                p.grad = s
             with preparation.prepared():
                 graph, _ = self._engine.capture(body)
         except Exception as error:
@@ -205,39 +237,42 @@ class OptimizerPhase:
         preparation.remember()
         made = _Capture(
             graph=graph,
-            parameters=parameters,
-            addresses=[p.data_ptr() for p in parameters],
-            gradients=gradients,
+            addresses=list(map(Tensor.data_ptr, parameters)),
+            gradients=layout,
+            buffers=[s for s in stand_ins if s is not None] if buffers else None,
             hyperparameters=preparation.hyperparameters(),
             constants=constants,
             generation=preparation.generation,
             verified=self._config.verify == "off",
         )
-        self._captures[owned] = made
         seconds = time.perf_counter() - started
         self._report.captured(CaptureRecord("{O}", seconds, graph.nodes, False, step))
         log.info("pygraph: captured {O} in %.2f s (%d nodes)", seconds, graph.nodes)
         return made
 
     def _verified_replay(
-        self, capture: _Capture, body: Callable[[], None], gradients: Sequence[Tensor | None], owned: bool
+        self,
+        capture: _Capture,
+        body: Callable[[], None],
+        parameters: list[Tensor],
+        gradients: list[Tensor | None],
+        source: Source,
     ) -> None:
         """A replay that must leave what the phase leaves without a graph; else it is undone."""
         device = self._program.device
         before = [g for g in gradients if g is not None]
-        kept = [g for g in capture.gradients if g is not None]
-        state = [*capture.parameters, *self._preparation.state_tensors(), *self._program.extra_state()]
-        backup = HostCopy(device, list({id(t): t for t in (*state, *before, *kept)}.values()))
+        state = [*parameters, *self._preparation.state_tensors(), *self._program.extra_state()]
+        backup = HostCopy(device, list({id(t): t for t in (*state, *before)}.values()))
 
         def fingerprint() -> Fingerprint:
-            found = [*state, *[p.grad for p in capture.parameters]]
+            found = [*state, *map(_grad, parameters)]
             return Fingerprint.of(torch.zeros((), device=device), found)
 
         self._run_prepared(body)
         self._program.abandon()
         expected = fingerprint()
         backup.restore()
-        for p, g in zip(capture.parameters, gradients, strict=True):
+        for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
         self._replay(capture, gradients)
         if expected.compare(fingerprint()) is None:
@@ -245,7 +280,7 @@ class OptimizerPhase:
             capture.verified = not isinstance(self._preparation, OptimizerTrial) or capture.replays > 1
             return
         backup.restore()
-        for p, g in zip(capture.parameters, gradients, strict=True):
+        for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
         self.problem = Problem(
             "the first replay of {O} leaves other parameters, gradients or optimizer state than the step without "
@@ -255,25 +290,26 @@ class OptimizerPhase:
             else "Please report this; the optimizer runs without a graph",
         )
         log.warning("pygraph: %s", self.problem)
-        self._forget(owned)
+        self._forget(source)
         self._run_prepared(body)
 
-    def _forget(self, owned: bool) -> None:
-        self._captures.pop(owned).graph.close()
+    def _forget(self, source: Source) -> None:
+        self._captures.pop(source).graph.close()
 
     def close(self) -> None:
         """Release the graphs."""
-        for owned in list(self._captures):
-            self._forget(owned)
+        for source in list(self._captures):
+            self._forget(source)
 
 
-def _fits(mine: Tensor | None, other: Tensor | None) -> bool:
-    """Whether a gradient can be copied to where the capture reads it."""
-    if mine is None or other is None:
-        return mine is other
-    return (mine.shape, mine.dtype, mine.device, other.layout) == (
-        other.shape,
-        other.dtype,
-        other.device,
-        torch.strided,
-    )
+def _overlaps(gradient: Tensor) -> bool:
+    """Whether elements share memory, as in an expanded tensor."""
+    return any(n > 1 and s == 0 for n, s in zip(gradient.size(), gradient.stride(), strict=True))
+
+
+def _copy(gradient: Tensor) -> Tensor:
+    return gradient.detach().clone()
+
+
+def _outside(reason: str) -> Problem:
+    return Problem(f"the optimizer runs outside of the graph: {reason}")

@@ -22,7 +22,9 @@ from pygraph_train.selection.controller import Switch
 from pygraph_train.step.capture import CaptureMaker
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.clock import Clock
-from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.decisions import COMPILE_SECONDS, Decisions
+from pygraph_train.step.gradient_places import Source
+from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.legality import NotLegal, Problem, Trace, backward_hook, hooked, readable
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.optimizer_kernels import is_unknown
@@ -145,7 +147,17 @@ class StepRunner:
         self._global_hooks = torch_internals.global_module_hook_tables()
         self._clock = Clock(engine, report)
         self._regions = Regions(program, config, engine, report, announce)
-        self._decisions = Decisions(program, config, engine, report, steps_left, on_decision)
+        self._decisions = Decisions(
+            program, config, engine, report, steps_left, on_decision, self._release_optimizer_graph
+        )
+        self._launch_bound: LaunchBoundCheck | None = None
+        if LaunchBoundCheck.wanted(config, engine.name):
+            self._launch_bound = LaunchBoundCheck(
+                engine.synchronize,
+                None if config.compile is False else COMPILE_SECONDS,
+                steps_left,
+                lambda why: self._decisions.leave_alone(why, self._steps),
+            )
         report.engine = engine.name
         if engine.name == "emulated" and config.compile is True:
             report.note("the emulated engine runs eager kernels: compile=True has no effect")
@@ -176,6 +188,10 @@ class StepRunner:
         if torch.is_anomaly_enabled() or any(self._global_hooks):
             self._turn_off(ANOMALY if torch.is_anomaly_enabled() else GLOBAL_HOOK, everything=True)
             return Ran(self._plainly(run))
+        if self._launch_bound is not None:
+            if not self._launch_bound.open:
+                return Ran(self._launch_bound.run(lambda: self._plainly(run)))
+            self._launch_bound = None
         if self._off is not None:
             return Ran(self._without_backward(run, unit))
         leaves: list[Any] = []
@@ -235,7 +251,8 @@ class StepRunner:
             with self._optimizer.prepared():
                 return body()
         plan = self._arm.plan
-        phase.run(body, constants, owned=plan.forward_backward, borrowed=plan.regions, step=self._steps)
+        source: Source = "graph" if plan.forward_backward else "regions" if plan.regions else "autograd"
+        phase.run(body, constants, source=source, step=self._steps)
         if phase.replayed:
             self.report.optimizer_steps_replayed += 1
         else:
@@ -254,8 +271,6 @@ class StepRunner:
 
     def finish(self) -> None:
         """The present step has ended, its update included."""
-        if self._arm.plan.regions and not self._position.update:
-            self._own_gradients()
         choice = self._choice
         if choice is None:
             return
@@ -433,6 +448,10 @@ class StepRunner:
         self._take_turn(self._rest, unit)
         self._arm = self._rest.arm
         return self._as_the_arm_says(run)
+
+    def _release_optimizer_graph(self, arm: Arm) -> None:
+        if self._phase is not None and not arm.plan.optimizer_alone:
+            self._phase.close()
 
     def _steps_made(self) -> int:
         return self._steps
@@ -834,15 +853,6 @@ class StepRunner:
     def _in_regions(self, run: Callable[[Call], R]) -> R:
         with self._optimizer_context():
             return self._regions.run(run, watched=self._choice is not None)
-
-    def _own_gradients(self) -> None:
-        """Copy gradients that are added to later out of the memory of regions, which want it back."""
-        optimizer = self.program.optimizer
-        groups = [] if optimizer is None else optimizer.param_groups
-        held = [*self.program.model.parameters(), *(p for group in groups for p in group["params"])]
-        for p in {id(p): p for p in held if p.grad is not None}.values():
-            assert p.grad is not None
-            p.grad = p.grad.clone()
 
     def _fall_back(self, problem: Problem, run: Callable[[Call], R]) -> R:
         self._note_fallback(problem)

@@ -1,0 +1,80 @@
+"""Where the gradients of a step lie: at the same addresses on each step, or wherever there is room."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Layout", "Place", "Source"]
+
+Source = Literal["graph", "regions", "autograd"]
+"""Who leaves the gradients: a graph of the step, regions of the compile backend, or autograd in Python."""
+
+_SAME_PLACE = 3
+"""So many steps in a row must find the gradients at the same addresses before a graph reads them there."""
+
+_PATIENCE: dict[Source, int] = {"graph": 16, "regions": 16, "autograd": 4}
+"""Steps without a graph to wait for that; later the graph gets buffers, into which gradients are copied."""
+
+_REPLAYS_PER_STEP = 50
+"""Replays that pay for one more step without a graph."""
+
+_dtype = operator.attrgetter("dtype")
+
+
+class Layout(NamedTuple):
+    """Where gradients are, and what they look like. Made on every step."""
+
+    addresses: list[int]
+    looks: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, gradients: Sequence[Tensor | None]) -> Layout:
+        """Of those that are there.
+
+        Raises:
+            RuntimeError: one of them has no memory of its own (sparse gradients).
+        """
+        present = [g for g in gradients if g is not None]
+        missing = () if len(present) == len(gradients) else [g is None for g in gradients]
+        strides = () if all(map(Tensor.is_contiguous, present)) else list(map(Tensor.stride, present))
+        looks = (missing, list(map(_dtype, present)), list(map(Tensor.numel, present)), strides)
+        return cls(list(map(Tensor.data_ptr, present)), looks)
+
+
+class Place:
+    """Finds out whether the gradients of one source come to rest at the same addresses.
+
+    Args:
+        source: of the gradients.
+
+    Attributes:
+        buffers: they do not, and a graph works on copies.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.buffers = False
+        self._latest: Layout | None = None
+        self._same = 0
+        self._waited = 0
+        self._patience = _PATIENCE[source]
+
+    def follow(self, layout: Layout) -> None:
+        """Note where they are in this step."""
+        self._same = self._same + 1 if layout == self._latest else 1
+        self._latest = layout
+
+    def settled(self, replays: int) -> bool:
+        """Whether a graph can be made now; False counts as a step that it was waited for.
+
+        Args:
+            replays: so far.
+        """
+        if self.buffers or self._same >= _SAME_PLACE:
+            return True
+        self._waited += 1
+        self.buffers = self._waited > self._patience + replays // _REPLAYS_PER_STEP
+        return self.buffers

@@ -1,0 +1,100 @@
+"""Does the GPU wait for the host at all? Asked before anything is traced or captured.
+
+Where the host needs a small part of the time that the device needs for a step, the device is never idle without
+graphs, and a graph of the same kernels has nothing to gain: the step is left as it is, at no cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from pygraph_train.config import PyGraphConfig
+
+__all__ = ["LaunchBoundCheck"]
+
+R = TypeVar("R")
+
+_SHARE = 0.25
+"""A host that is done after this share of the step stays ahead of the device whatever disturbs it."""
+
+_AGREEING = 2
+"""Measured steps that must say so; the very first one, which sets things up, is not measured."""
+
+_LOOK_EVERY = 256
+"""Steps from one look to the next: sequences may get shorter, or the GPU may change."""
+
+_COMPILED_SAVES = 1 / 3
+"""The share of the device time that Inductor usually saves."""
+
+
+class LaunchBoundCheck:
+    """Runs plain steps until one of them shows that the device waits for the host.
+
+    Args:
+        synchronize: waits for the device.
+        compile_seconds: what Inductor is taken to cost; None where it is not to be used.
+        steps_left: how many steps training will still make, None when unknown: then as many as were made.
+        settled: told once, in words, that steps are left as they are.
+        clock: seconds; for tests.
+
+    Attributes:
+        open: whether graphs may be of use, so that this class is not asked any more.
+    """
+
+    def __init__(
+        self,
+        synchronize: Callable[[], None],
+        compile_seconds: float | None,
+        steps_left: Callable[[], float | None],
+        settled: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.open = False
+        self._synchronize = synchronize
+        self._compile_seconds = compile_seconds
+        self._steps_left = steps_left
+        self._settled = settled
+        self._clock = clock
+        self._steps = self._agreeing = 0
+        self._next = 2
+
+    @staticmethod
+    def wanted(config: PyGraphConfig, engine: str) -> bool:
+        """Whether the question is open: not where graphs, or Inductor's kernels, were asked for."""
+        insists = "on" in (config.forward, config.backward, config.optimizer, config.fuse)
+        return engine == "cuda" and not insists and config.compile is not True and config.verify != "always"
+
+    def run(self, step: Callable[[], R]) -> R:
+        """Make one step."""
+        self._steps += 1
+        if self._steps < self._next:
+            return step()
+        self._synchronize()
+        started = self._clock()
+        result = step()
+        host = self._clock() - started
+        self._synchronize()
+        whole = self._clock() - started
+        self._judge(host, whole)
+        return result
+
+    def _judge(self, host: float, whole: float) -> None:
+        if host > _SHARE * whole or self._compiling_pays(whole):
+            self.open = True
+            return
+        self._agreeing += 1
+        if self._agreeing == _AGREEING:
+            self._settled(
+                f"the GPU does not wait for the host: launching a step takes {host * 1e3:.3g} ms of the "
+                f"{whole * 1e3:.3g} ms that it runs"
+            )
+        if self._agreeing >= _AGREEING:
+            self._next = self._steps + _LOOK_EVERY
+
+    def _compiling_pays(self, seconds: float) -> bool:
+        if self._compile_seconds is None:
+            return False
+        left = self._steps_left()
+        return seconds * _COMPILED_SAVES * (self._steps if left is None else left) > self._compile_seconds

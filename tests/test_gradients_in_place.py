@@ -1,0 +1,274 @@
+"""The optimizer's graph works on the gradients of regions where they lie, and copies those that move.
+
+Regions run on the engine that overwrites whatever a replay may overwrite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_backend import hostile  # noqa: F401  (a fixture)
+from test_other_optimizers import Lion
+from test_regions import in_regions, with_print
+from torch import Tensor, nn
+from training import Diary, Net, adamw, batches, both, loss_of, sgd
+
+from pygraph_train.step import gradient_places
+from pygraph_train.step.optimizer_phase import OptimizerPhase, _Capture
+
+
+class Seen:
+    """What replays of the optimizer's graph did with gradients."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self.copies: list[int] = []  # replays that copied
+        self.captures: list[_Capture] = []
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Watches copies of lists of tensors during replays; what is read in place has to lie there."""
+    notes = Seen()
+    replay, copy, capture = OptimizerPhase._replay, torch._foreach_copy_, OptimizerPhase._capture
+    replaying = False
+
+    def watched_copy(*args: Any, **kwargs: Any) -> Any:
+        if replaying:
+            notes.copies.append(notes.replays)
+        return copy(*args, **kwargs)
+
+    def watched(self: OptimizerPhase, captured: _Capture, gradients: list[Tensor | None]) -> None:
+        nonlocal replaying
+        if captured.buffers is None:
+            present = [g.data_ptr() for g in gradients if g is not None]
+            assert present == captured.gradients.addresses
+        notes.replays += 1
+        replaying = True
+        replay(self, captured, gradients)
+        replaying = False
+
+    def noted(*args: Any) -> Any:
+        made = capture(*args)
+        notes.captures += [] if made is None else [made]
+        return made
+
+    monkeypatch.setattr(torch, "_foreach_copy_", watched_copy)
+    monkeypatch.setattr(OptimizerPhase, "_replay", watched)
+    monkeypatch.setattr(OptimizerPhase, "_capture", noted)
+    return notes
+
+
+def training(steps: int = 45, accumulate: int = 1, make_optimizer: Any = adamw, **options: Any) -> Any:
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+        step = diary.step(with_print(model, diary), model=model, optimizer=optimizer, **options)
+        for index, batch in enumerate(batches(steps)):
+            last = index % accumulate == accumulate - 1
+            diary.write("loss", (step if last else step.accumulate)(batch))
+            diary.write_state(model, optimizer)
+
+    return script
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_gradients_of_regions_are_not_copied(make_optimizer, clip, seen):
+    report = in_regions(both(training(make_optimizer=make_optimizer, max_grad_norm=clip)))
+    assert report.optimizer_steps_replayed >= 25, str(report)
+    assert [c.buffers for c in seen.captures] == [None]
+    assert seen.copies == []
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_sums_of_micro_batches_are_not_copied(accumulate, seen):
+    report = in_regions(both(training(45 * accumulate, accumulate, max_grad_norm=0.05)))
+    assert report.optimizer_steps_replayed >= 20, str(report)
+    assert seen.captures[-1].buffers is None
+    assert seen.copies == []
+
+
+def test_gradients_that_are_zeroed_stay_where_they_are(seen):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        empty = optimizer.zero_grad
+        optimizer.zero_grad = lambda set_to_none=True: empty(set_to_none=False)  # type: ignore[method-assign]
+        step = diary.step(with_print(model, diary), model=model, optimizer=optimizer)
+        for batch in batches(60):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.optimizer_steps_replayed >= 25, str(report)
+    assert seen.captures[-1].buffers is None
+
+
+def moving(diary: Diary, model: Net) -> Any:
+    """A step function after which gradients lie elsewhere on each step."""
+    kept: dict[Tensor, list[Any]] = {p: [] for p in model.parameters()}
+
+    def move(p: Tensor) -> None:
+        kept[p].append(p.grad)  # its address is in use
+        p.grad = p.grad.clone()  # type: ignore[union-attr]
+        kept[p].append(p.grad)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(move)
+    return with_print(model, diary), kept.values()
+
+
+@pytest.mark.parametrize("config", [{}, {"forward": "off"}], ids=["regions", "autograd"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_gradients_that_move_are_copied(clip, config, seen):
+    """Also back, where clipping changes them: whoever holds one sees what it sees without graphs."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step_fn, kept = moving(diary, model)
+        step = diary.step(step_fn, model=model, optimizer=optimizer, max_grad_norm=clip)
+        for batch in batches(60):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+        diary.write("kept", list(kept))
+
+    report = both(script, **config)
+    assert report.optimizer_steps_replayed >= 20, str(report)
+    (capture,) = seen.captures
+    assert capture.buffers is not None
+
+
+def test_gradients_that_settle_elsewhere_are_found_again(seen):
+    """Those of one step are kept, so that from then on regions leave theirs elsewhere."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(with_print(model, diary), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(80)):
+            diary.write("loss", step(batch))
+            if index == 40:
+                kept = [p.grad for p in model.parameters()]
+            diary.write_state(model, optimizer)
+        diary.write("kept", kept)
+
+    report = in_regions(both(script))
+    assert report.optimizer_steps_replayed >= 40, str(report)
+    assert [c.buffers for c in seen.captures] == [None, None]
+    assert seen.copies == []
+
+
+@pytest.mark.parametrize("config", [{}, {"forward": "off"}, {"optimizer": "off"}], ids=str)
+@pytest.mark.parametrize("every", [1, 7])
+def test_gradients_that_the_user_keeps_keep_their_values(every, config):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(with_print(model, diary), model=model, optimizer=optimizer, max_grad_norm=0.05)
+        kept = []
+        for index, batch in enumerate(batches(60)):
+            diary.write("loss", step(batch))
+            if index % every == 0:
+                kept += [p.grad for p in model.parameters()]
+            diary.write_state(model, optimizer)
+        diary.write("kept", kept)
+
+    both(script, **config)
+
+
+def test_gradients_after_a_step_are_the_ones_of_the_backward():
+    held: list[list[int]] = []
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        left: dict[int, int] = {}
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: left.update({id(p): p.grad.data_ptr()}))
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, max_grad_norm=0.05)
+        for batch in batches(40):
+            step(batch)
+            held.append([p.grad.data_ptr() - left[id(p)] for p in model.parameters()])
+            diary.write_state(model, optimizer)
+
+    report = both(script, fuse="off")
+    assert report.optimizer_steps_replayed >= 20, str(report)
+    assert not any(map(any, held))
+
+
+def test_gradients_whose_elements_share_memory():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = Lion(model.parameters())
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.mean().expand_as(p)))
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    both(script, forward="off")
+
+
+def test_parameters_that_move_all_the_time_end_it():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(40):
+            for p in model.parameters():
+                p.data = p.data.clone()
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, forward="off")
+    assert 0 < len(report.captures) <= 5
+    assert any("parameters live at new addresses" in f.reason for f in report.fallbacks), str(report)
+
+
+@pytest.mark.parametrize("optimizer", ["auto", "off"])
+def test_parameters_with_the_same_gradient_get_one_each(optimizer):
+    """The backward returns one tensor for two parameters; clipping must not scale it twice."""
+
+    class Sums(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + (x @ (self.one.weight + self.other.weight).t()).mean())
+
+    def script(diary: Diary) -> None:
+        model = Sums()
+        step = diary.step(
+            with_print(model, diary), model=model, optimizer=(opt := adamw(model)), max_grad_norm=0.05
+        )
+        for batch in batches(45):
+            diary.write("loss", step(batch))
+            diary.write_state(model, opt)
+            assert len({p.grad.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+
+    in_regions(both(script, optimizer=optimizer), plan="{F} {B} O" if optimizer == "off" else "{F} {B} {O}")
+
+
+def test_a_place_is_waited_for_only_so_long():
+    place = gradient_places.Place("regions")
+    layouts = [gradient_places.Layout([address], ()) for address in range(40)]
+    found = []
+    for layout in layouts:
+        place.follow(layout)
+        found.append(place.settled(replays=0))
+    assert found.index(True) == gradient_places._PATIENCE["regions"] and all(found[16:]) and place.buffers
+
+
+def test_a_place_is_where_gradients_were_three_times():
+    place = gradient_places.Place("autograd")
+    found = []
+    for address in (1, 1, 2, 2, 2, 2):
+        place.follow(gradient_places.Layout([address], ()))
+        found.append(place.settled(replays=0))
+    assert found == [False, False, False, False, True, True] and not place.buffers
