@@ -15,12 +15,14 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,6 @@ MODES: dict[str, dict[str, Any] | None] = {
 }
 MAIN_MODES = {"cuda": ("default", "reduce-overhead", "pygraph"), "cpu": ("default", "eager", "pygraph")}
 KINDS = ("fb", "step")
-LOST = 3  # exit status of a child whose CUDA context is gone
 ROOT = Path(__file__).parents[1]
 
 
@@ -190,53 +191,73 @@ def measure_here(model: str, modes: Sequence[str], args: argparse.Namespace) -> 
     """All `modes` in this process. Ends early when the CUDA context is lost."""
     if args.compile_warmup and any(MODES[mode] is not None for mode in modes):
         warm_compiler(model, args.device)
-    with cold_caches(args.device if args.caches == "shared" else "cpu"):
-        for mode in modes:
-            rows = measure(model, mode, args)
-            for row in rows:
-                print(_line(row), flush=True)
-            yield rows
-            if _lost_device(args.device):
-                return
+    for mode in modes:
+        rows = measure(model, mode, args)
+        for row in rows:
+            print(_line(row), flush=True)
+        yield rows
+        if _lost_device(args.device):
+            return
 
 
 def measure_apart(model: str, modes: Sequence[str], args: argparse.Namespace) -> Iterator[list[Row]]:
-    """All `modes` in a process of their own, and after a mode that ends it the rest in another one."""
-    todo = list(modes)
-    while todo:
-        rows, status = _child(model, todo, args)
-        measured = {row["mode"] for row in rows}
-        todo = [mode for mode in todo if mode not in measured]
-        if todo and (status != LOST or not rows):
-            ended = {
-                "model": model,
-                "mode": todo.pop(0),
-                "skipped": None,
-                "error": f"process ended: {status}",
-            }
-            rows += [{**ended, "kind": kind} for kind in args.kinds]
+    """Each mode in a process of its own: what one leaves behind (a profiler slows launches) meets no other."""
+    for mode in modes:
+        rows, status = _child(model, mode, args)
+        if not rows:
+            ended = {"model": model, "mode": mode, "skipped": None, "error": f"process ended: {status}"}
+            rows = [{**ended, "kind": kind} for kind in args.kinds]
             print(_line(rows[-1]), flush=True)
         yield rows
 
 
-def _child(model: str, modes: Sequence[str], args: argparse.Namespace) -> tuple[list[Row], int | str]:
-    """Rows and exit status (or why it was ended) of a process that measures `modes`."""
-    limit = (
-        args.timeout_s * (len(modes) + 1) if args.timeout_s else None
-    )  # the process's own limit comes first
+def compile_ahead(args: argparse.Namespace) -> None:
+    """Compile every workload in every mode, several at a time, for the processes that measure them."""
+    jobs = [(model, mode) for model in args.models for mode in args.modes if MODES[mode] is not None]
+    with ThreadPoolExecutor(args.compile_jobs) as pool:
+        for _ in pool.map(lambda job: _child(*job, args, compile_only=True), jobs):
+            pass  # whatever is wrong, the rows will say it
+
+
+def _child(
+    model: str, mode: str, args: argparse.Namespace, *, compile_only: bool = False
+) -> tuple[list[Row], int | str]:
+    """Rows and exit status (or why it was ended) of a process that measures `mode`."""
+    limit = args.timeout_s * 2 if args.timeout_s else None  # the process's own limit comes first
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        own = {"models": model, "modes": ",".join(modes), "kinds": ",".join(args.kinds), "child": path}
+        own = {"models": model, "modes": mode, "kinds": ",".join(args.kinds), "child": path}
         same = ("scale", "device", "windows", "window_s", "timeout_s", "compile_warmup", "caches")
         own |= {name: getattr(args, name) for name in same}
         options = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
         command = [sys.executable, "-m", "benchmarks.backend_step", *options]
+        output = subprocess.DEVNULL if compile_only else None
+        if compile_only:
+            command.append("--compile-only")
         try:
-            status: int | str = subprocess.run(command, cwd=ROOT, timeout=limit).returncode
+            status: int | str = subprocess.run(
+                command, cwd=ROOT, timeout=limit, stdout=output, stderr=output
+            ).returncode
         except subprocess.TimeoutExpired:
             status = f"did not end after {limit} s"
         rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return rows, status
+
+
+@contextlib.contextmanager
+def shared_caches() -> Iterator[None]:
+    """The processes started meanwhile find what others of them compiled, and nothing older."""
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    before = {name: os.environ.get(name) for name in names}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ |= {name: str(Path(folder) / name.lower()) for name in names}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def _lost_device(device: str) -> bool:
@@ -275,11 +296,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--caches",
         choices=("cold", "shared"),
         default="cold",
-        help="shared: the modes of a workload share compiled kernels; saves time, no compile times compared",
+        help="shared: processes share compiled kernels; saves time, no compile times compared",
     )
-    parser.add_argument("--in-process", action="store_true", help="no process for each workload")
+    parser.add_argument(
+        "--compile-jobs",
+        type=int,
+        default=0,
+        help="with --caches shared: compile so many at a time beforehand",
+    )
+    parser.add_argument("--in-process", action="store_true", help="no process for each mode")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each mode")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -293,12 +321,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         setattr(args, name, chosen)
     args.kinds.sort()  # fb first: it leaves the weights as they are
     on_cpu = args.device == "cpu"
-    defaults = {"windows": (5, 2), "window_s": (0.3, 0.0), "compile_warmup": (int(args.scale == "full"), 0)}
+    warmup = int(args.scale == "full" and args.caches == "cold")
+    defaults = {"windows": (5, 2), "window_s": (0.3, 0.0), "compile_warmup": (warmup, 0)}
     for name, values in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, values[on_cpu])
     if args.scale == "full" and args.windows < 3:
         parser.error("--scale full: a median needs at least 3 windows")
+    if args.compile_jobs and (args.caches != "shared" or args.in_process):
+        parser.error("--compile-jobs needs --caches shared, and processes")
     return args
 
 
@@ -317,25 +348,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     record: dict[str, Any] = {"benchmark": "backend_step", "timing_claim": claim, "device": args.device}
     record |= {"environment": environment(), "rows": rows, "summary": {}, "loss_tolerance": LOSS_TOLERANCE}
     measure_model = measure_here if args.in_process else measure_apart
-    for model in args.models:
-        for new in measure_model(model, args.modes, args):
-            rows += new
-            record["summary"] = summarize(rows, args.device)
-            write_json(args.json, record)
-        if args.in_process and _lost_device(args.device):
-            print("the CUDA context is lost: run the other workloads again, without --in-process")
-            break
+    with shared_caches() if args.caches == "shared" else contextlib.nullcontext():
+        if args.compile_jobs:
+            compile_ahead(args)
+        for model in args.models:
+            for new in measure_model(model, args.modes, args):
+                rows += new
+                record["summary"] = summarize(rows, args.device)
+                write_json(args.json, record)
+            if args.in_process and _lost_device(args.device):
+                print("the CUDA context is lost: run the other workloads again, without --in-process")
+                break
     _print_results(title, rows, record["summary"], args.device)
     return int(any(row["error"] for row in rows))
 
 
 def _be_child(args: argparse.Namespace) -> int:
+    if args.compile_only:
+        device = torch.device(args.device)
+        Trial(build(args.models[0], args.scale), _compile_options(args.modes[0], device), device).iterate()
+        return 0
     rows: list[Row] = []
     for new in measure_here(args.models[0], args.modes, args):
         rows += new
         write_json(args.child, {"rows": rows})
-    if _lost_device(args.device):
-        return LOST
     return int(any(row["error"] for row in rows))
 
 

@@ -148,15 +148,37 @@ def same_as_plain(
         assert torch.equal(want, got), f"value {number}"
 
 
+def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Backward and a step of the optimizer. Returns the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def train(call: Callable[..., Any], optimizer: torch.optim.Optimizer, steps: int = 8) -> list[torch.Tensor]:
     losses = []
     for x, y in batches(steps):
-        loss = F.cross_entropy(call(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        loss = F.cross_entropy(call(x), y)  # alive during the next forward, as in the usual loop
+        losses.append(update(loss, optimizer))
     return losses
+
+
+def accumulating(steps: int, set_to_none: bool = True) -> Body:
+    """Groups of four micro-batches."""
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        losses = []
+        for step, (x, y) in enumerate(batches(steps)):
+            loss = F.cross_entropy(call(x), y) / 4
+            loss.backward()
+            losses.append(loss.detach())
+            if step % 4 == 3:
+                opt.step()
+                opt.zero_grad(set_to_none=set_to_none)
+        return losses
+
+    return body
 
 
 @pytest.mark.parametrize("indirection", ["copy", "device"])
@@ -189,18 +211,8 @@ def test_gradients_of_autograd_grad_kept_for_many_steps_keep_their_values() -> N
 
 
 def test_inputs_served_by_indirection_are_not_copied() -> None:
-    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
-        keep = batches(8)  # all alive: no two batches share an address
-        values = []
-        for x, y in keep:
-            loss = F.cross_entropy(call(x), y)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            values.append(loss.detach())
-        return values
-
-    same_as_plain(body, indirection="device")
+    # all batches are alive at once: no two share an address
+    same_as_plain(lambda model, call, opt: train(call, opt), indirection="device")
     (forward,), (backward,) = regions("forward"), regions("backward")
     assert forward.decision == "graph, indirect" and forward.copied_bytes == 0, forward
     assert forward.patched_pointers == 1, forward
@@ -211,19 +223,7 @@ def test_inputs_served_by_indirection_are_not_copied() -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradient_accumulation_pytorch_169545(set_to_none: bool) -> None:
     """reduce-overhead: "accessing tensor output of CUDAGraphs that has been overwritten"."""
-
-    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
-        losses = []
-        for step, (x, y) in enumerate(batches(16)):
-            loss = F.cross_entropy(call(x), y) / 4
-            loss.backward()
-            losses.append(loss.detach())
-            if step % 4 == 3:
-                opt.step()
-                opt.zero_grad(set_to_none=set_to_none)
-        return losses
-
-    same_as_plain(body)
+    same_as_plain(accumulating(16, set_to_none))
     assert replays("forward") >= 10 and replays("backward") >= 10
 
 
@@ -231,19 +231,7 @@ def test_accumulation_on_an_engine_that_frees_the_memory_of_closed_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(inductor._arenas, ("emulated", torch.device("cpu")), Arena(EmulatedEngine()))
-
-    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
-        losses = []
-        for step, (x, y) in enumerate(batches(48)):
-            loss = F.cross_entropy(call(x), y) / 4
-            loss.backward()
-            losses.append(loss.detach())
-            if step % 4 == 3:
-                opt.step()
-                opt.zero_grad()
-        return losses
-
-    same_as_plain(body)
+    same_as_plain(accumulating(48))
 
 
 def test_outputs_converted_to_float32_accelerate_2645() -> None:
@@ -256,15 +244,22 @@ def test_outputs_converted_to_float32_accelerate_2645() -> None:
                 out = call(x)
             out = out.float()
             kept.append(out)  # evaluation loops gather outputs over many steps
-            loss = F.cross_entropy(out, y)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.detach())
+            losses.append(update(F.cross_entropy(out, y), opt))
         return losses + kept
 
     same_as_plain(body, without_graphs=True)
     assert replays("forward") >= 5
+
+
+def test_a_compiled_function_reads_what_another_returned_pytorch_122192() -> None:
+    """reduce-overhead: "accessing tensor output of CUDAGraphs that has been overwritten", after two runs of one."""
+    first = torch.compile(torch.cos, backend="pygraph", options=OPTIONS)
+    second = torch.compile(torch.sin, backend="pygraph", options=OPTIONS)
+    for number in range(8):
+        for repeat in range(2):
+            x = first(torch.full((5,), float(number + repeat)))
+        assert torch.equal(second(x), torch.full((5,), float(number + 1)).cos().sin())
+    assert replays("inference") >= 10
 
 
 def test_validation_after_training_and_training_again_pytorch_128218() -> None:
@@ -345,11 +340,7 @@ def test_a_backward_that_never_comes() -> None:
         values = []
         for step, (x, y) in enumerate(batches(12)):
             loss = F.cross_entropy(call(x), y)
-            if step % 3:
-                loss.backward()
-                opt.step()
-                opt.zero_grad()
-            values.append(loss.detach())
+            values.append(update(loss, opt) if step % 3 else loss.detach())
         return values
 
     same_as_plain(body)
@@ -363,10 +354,7 @@ def test_a_retained_graph_runs_backward_twice() -> None:
             loss = F.cross_entropy(call(x), y)
             if step % 2:
                 loss.backward(retain_graph=True)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            values.append(loss.detach())
+            values.append(update(loss, opt))
         return values
 
     # torch refuses retain_graph with donated buffers, and names this setting
@@ -429,10 +417,7 @@ def test_parameters_that_move_are_not_read_at_their_old_address() -> None:
                 for p in model.parameters():
                     p.data = p.data.clone() * 1.5
             loss = F.cross_entropy(call(x), y)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            values.append(loss.detach())
+            values.append(update(loss, opt))
         return values
 
     same_as_plain(body)

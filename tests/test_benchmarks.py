@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("lightning.pytorch")
 
+from benchmarks import known_issues
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -81,3 +83,10 @@ def test_phase_switching(tmp_path):
     assert plans == {"metric": "{F} {B} {O}", "hostread": "{F} {B} {O}"}
     correct = {c["claim"]: c["met"] for c in record["claims"]}
     assert correct["plan"] and correct["largest loss difference"]
+
+
+def test_known_issues(tmp_path):
+    path = tmp_path / "issues.json"
+    assert known_issues.main(["--device", "cpu", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 5 and {row["mode"] for row in rows} == {"pygraph"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar, cast
@@ -191,7 +192,9 @@ class CudaEngine:
                 finally:
                     failed = sys.exc_info()[1]
                     try:
-                        graph.capture_end()
+                        with warnings.catch_warnings():  # that nothing was launched is no news to the user
+                            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                            graph.capture_end()
                         ended = True
                     except RuntimeError:
                         if failed is None:

@@ -1,4 +1,4 @@
-"""How long steps take, on the device and on the host, measured without making training wait.
+"""How long steps take, on the device and on the host, measured without making steady training wait.
 
 A step's time runs from its beginning to its end: loading the next batch is in no step, so no plan is credited
 with it. On CUDA two events enclose the device work; they are read when the device has passed them, which may be
@@ -50,6 +50,13 @@ class Stopwatch(Protocol):
     def collect(self) -> None:
         """Deliver what is known by now. Never waits."""
 
+    def drain(self) -> None:
+        """Wait for the device, once before another arm is measured.
+
+        Behind a queue of earlier work the device would not see how long the host takes, and the host would
+        wait for room in the queue.
+        """
+
 
 class CudaStopwatch:
     """Two events a step.
@@ -93,6 +100,10 @@ class CudaStopwatch:
             deliver(StepTime(host, begin.elapsed_time(end) / 1e3))
             self._free += (begin, end)
 
+    def drain(self) -> None:
+        """See `Stopwatch.drain`."""
+        torch.cuda.current_stream(self._device).synchronize()
+
     def _event(self) -> torch.cuda.Event:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
@@ -126,3 +137,6 @@ class DeclaredStopwatch:
 
     def collect(self) -> None:
         """Nothing is late."""
+
+    def drain(self) -> None:
+        """Nothing is under way."""

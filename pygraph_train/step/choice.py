@@ -38,7 +38,7 @@ class _Unit:
         device = sum(t.device for t in self._times) / self._count
         time = StepTime(host, device)
         self._choice.latest[self._turn.arm] = time
-        self._turn.samples.append(time.seconds)
+        self._turn.samples.append(device)  # nothing there ends before the host has launched it
 
 
 class Choice:
@@ -120,7 +120,9 @@ class Choice:
         self._next()
 
     def _next(self) -> None:
-        self._turn = self.controller.turn()
+        before, self._turn = self._turn.arm, self.controller.turn()
+        if self._turn.arm != before:  # a few times in a training: the first step of the turn is not measured
+            self._stopwatch.drain()
         self._made = self._unready = self.quiet = 0
         self._unit = None
         if self.controller.settled:

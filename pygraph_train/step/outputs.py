@@ -36,7 +36,6 @@ class Outputs:
     """
 
     def __init__(self, tree: Any, static_leaves: Sequence[Any], state: Sequence[Tensor] = ()) -> None:
-        self._tree = tree
         leaves: list[Any] = []
         map_leaves(leaves.append, tree)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -73,7 +72,9 @@ class Outputs:
                 self._groups.append((tensor_of[positions[0]], positions, False))
             else:
                 self._groups.append((torch.stack([tensor_of[p] for p in positions]), positions, True))
-        self._leaves = leaves
+        # without the tensors: their history would keep the nodes that accumulate gradients, on this stream
+        self._tree = map_leaves(_without_tensor, tree)
+        self._leaves = list(map(_without_tensor, leaves))
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The results of the last replay, as tensors of their own.
@@ -95,3 +96,7 @@ class Outputs:
             values[position] = leaves[source]
         iterator = iter(values)
         return map_leaves(lambda _: next(iterator), self._tree)
+
+
+def _without_tensor(leaf: Any) -> Any:
+    return None if isinstance(leaf, Tensor) else leaf
