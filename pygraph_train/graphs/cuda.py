@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -81,7 +82,22 @@ class CudaGraph:
         if self._graph is not None:
             graph, self._graph = self._graph, None
             self._launch = _replay_after_close
+            _finish_replays()
             graph.reset()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
+
+
+def _finish_replays() -> None:
+    """Wait for replays under way, in whatever stream, before their memory is given back.
+
+    The allocator may unmap it at once: it knows nothing of replays, and waits for the stream of the capture only.
+    """
+    with contextlib.suppress(RuntimeError):  # a broken device is reported by whatever uses it next
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
 
 
 def _replay_after_close() -> NoReturn:
@@ -97,6 +113,7 @@ class CudaEngine:
 
     name = "cuda"
     shares_memory = True
+    _pool: torch.cuda.MemPool | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device(
@@ -104,7 +121,7 @@ class CudaEngine:
         )
         self._stream = torch.cuda.Stream(self.device)
         # the object keeps the pool alive while no graph uses it, with the gradients that live there
-        self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+        self._pool = torch.cuda.MemPool()
         self._old_pools: list[torch.cuda.MemPool] = []
         # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
         # one small graph stays in each
@@ -261,11 +278,18 @@ class CudaEngine:
 
     def close(self) -> None:
         """Release the pools."""
+        if self._pool is None:
+            return
+        _finish_replays()
         for graph in self._anchors.values():
             graph.reset()
         self._anchors.clear()
         self._pool = None
         self._old_pools.clear()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
 
 
 def _is_cuda_error(error: BaseException) -> bool:

@@ -27,7 +27,7 @@ __all__ = ["CaptureMaker"]
 
 
 class CaptureMaker:
-    """Captures steps, all of them into the same gradient addresses.
+    """Captures steps, all of those with the same kernels into the same gradient addresses.
 
     Args:
         program: the step.
@@ -36,7 +36,8 @@ class CaptureMaker:
         context: entered around every run that uses the kernels that graphs hold.
 
     Attributes:
-        canonical_gradients: where graphs leave gradients, by parameter.
+        canonical_gradients: where graphs leave gradients, by parameter; those of Inductor's kernels apart
+            (True), lest they copy to where the eager kernels' graph happened to leave its own.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class CaptureMaker:
         engine: Engine,
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.canonical_gradients: dict[Tensor, Tensor] = {}
+        self.canonical_gradients: dict[bool, dict[Tensor, Tensor]] = {False: {}, True: {}}
         self._program = program
         self._config = config
         self._engine = engine
@@ -208,4 +209,5 @@ class CaptureMaker:
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
         reached = {id(t): t for t in (*owned, *(t for t in reads if t.requires_grad))}
         # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
-        return Gradients(reached.values(), owned if position.fresh else (), self.canonical_gradients)
+        canonical = self.canonical_gradients[variant.arm.compiled]
+        return Gradients(reached.values(), owned if position.fresh else (), canonical)

@@ -147,9 +147,7 @@ class StepRunner:
         self._global_hooks = torch_internals.global_module_hook_tables()
         self._clock = Clock(engine, report)
         self._regions = Regions(program, config, engine, report, announce)
-        self._decisions = Decisions(
-            program, config, engine, report, steps_left, on_decision, self._release_optimizer_graph
-        )
+        self._decisions = Decisions(program, config, engine, report, steps_left, on_decision, self._release)
         self._launch_bound: LaunchBoundCheck | None = None
         if LaunchBoundCheck.wanted(config, engine.name):
             self._launch_bound = LaunchBoundCheck(
@@ -449,9 +447,14 @@ class StepRunner:
         self._arm = self._rest.arm
         return self._as_the_arm_says(run)
 
-    def _release_optimizer_graph(self, arm: Arm) -> None:
+    def _release(self, arm: Arm) -> None:
+        """Let go of what only other arms than this one, which is settled, have used."""
         if self._phase is not None and not arm.plan.optimizer_alone:
             self._phase.close()
+        captures = [place for s in self._signatures.values() for v in s.variants for place in v.captures]
+        for compiled, gradients in self._maker.canonical_gradients.items():
+            if not any(place[2] == compiled for place in captures):
+                gradients.clear()
 
     def _steps_made(self) -> int:
         return self._steps
@@ -648,7 +651,7 @@ class StepRunner:
     def _ready_to_capture(self, variant: Variant, position: PositionInAccumulation) -> bool:
         if variant.prepared_runs < _RUNS_BEFORE_CAPTURE:
             return False
-        if not position.fresh and not self._maker.canonical_gradients:
+        if not position.fresh and not self._maker.canonical_gradients[variant.arm.compiled]:
             # the graph of the first micro-batch is to own the gradients, if there is one
             return variant.prepared_runs >= _RUNS_BEFORE_CAPTURE + _MOST_MICRO_BATCHES
         return not variant.arm.plan.fused or self._prepared_updates > 0  # the optimizer's state exists

@@ -142,3 +142,26 @@ def test_graphs_share_one_pool(engine: CudaEngine) -> None:
     for graph, out in engine_graphs:
         graph.replay()
         assert float(out) == 2 << 26
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_memory_is_given_back_after_replays_under_way(closed: bool) -> None:
+    """The allocator would unmap it below them: an illegal memory access."""
+    for _ in range(3):
+        engine = CudaEngine(torch.device("cuda", torch.cuda.current_device()))
+        x = torch.randn(2048, 2048, device="cuda")
+
+        def work(x: torch.Tensor = x) -> torch.Tensor:
+            for _ in range(20):
+                x = (x @ x).tanh()
+            return x.sum()
+
+        graph, result = engine.capture(work)
+        for _ in range(50):
+            graph.replay()
+        if closed:
+            graph.close()
+            engine.close()
+        del graph, engine, result
+        torch.cuda.empty_cache()
+    torch.cuda.synchronize()
