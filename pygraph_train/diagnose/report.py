@@ -106,6 +106,7 @@ class StepReport:
     first_replay_seconds: float | None = None
     optimizer_steps_replayed: int = 0
     compile_seconds: float = 0.0
+    verify_seconds: float = 0.0
     captures: list[CaptureRecord] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -268,6 +269,7 @@ class StepReport:
             "ms_with_graph": self.ms_with_graph,
             "speedup": self.speedup,
             "compile_seconds": self.compile_seconds,
+            "verify_seconds": self.verify_seconds,
             "captures": [dataclasses.asdict(c) for c in self.captures],
             "capture_seconds": sum(c.seconds for c in self.captures),
             "optimizer_steps_replayed": self.optimizer_steps_replayed,
@@ -333,6 +335,10 @@ class StepReport:
             rows.append((r.name, f"{told}{': ' if r.reason else ''}{r.reason}{where}"))
         if self.compile_seconds:
             rows.append(("compiled", f"{self.compile_seconds:.1f} s"))
+        if self.verify_seconds and self.measured:
+            rows.append(
+                ("verified", f"first replays were compared with plain steps: {self.verify_seconds:.2f} s")
+            )
         if self.engine == "cuda":
             memory = _peak_memory_mib()
             rows.append(

@@ -745,6 +745,7 @@ class StepRunner:
     ) -> Replayed | Ran[R]:
         """A replay that must give what the step gives without a graph; else it is undone."""
         assert variant.inputs is not None
+        started = time.perf_counter()
         if expected is None:
             variant.inputs.load(leaves)
             static_args, static_kwargs = variant.inputs.tree((args, kwargs))
@@ -757,6 +758,7 @@ class StepRunner:
         replayed = self._replay(variant, capture, leaves, position)
         difference = expected.compare(Fingerprint.of(capture.loss, capture.gradients.final))
         self.engine.trim()
+        self.report.verify_seconds += time.perf_counter() - started
         if difference is None:
             capture.verified = True
             return replayed

@@ -80,8 +80,8 @@ def test_the_optimizer_alone_equals_plain_training_bit_for_bit(off: str, options
 def test_every_plan_is_tried_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())
     model = make()
-    expected = train(copy.deepcopy(model), 300, None)
-    found = train(model, 300, PyGraphConfig(compile=False))
+    expected = train(copy.deepcopy(model), 600, None)
+    found = train(model, 600, PyGraphConfig(compile=False))
     equal(expected, found)
     report = found[2]
     assert report.controllers[0].settled, str(report)
