@@ -90,3 +90,16 @@ def test_known_issues(tmp_path):
     assert known_issues.main(["--device", "cpu", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 5 and {row["mode"] for row in rows} == {"pygraph"}
+
+
+def test_transformers_trainer(tmp_path):
+    pytest.importorskip("transformers")
+    record = run("benchmarks.transformers_trainer", tmp_path / "rows.json")
+    assert [row["mode"] for row in record["rows"] if row["error"] is None] == [
+        "eager",
+        "torch-compile",
+        "callback",
+        "trainer-eager",
+        "trainer",
+    ]
+    assert record["summary"]["trainer"]["largest_loss_difference_from_eager"] == 0.0
