@@ -243,6 +243,9 @@ class _StepFunctionProgram:
             return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
         return None
 
+    def acts_before_backward(self) -> Problem | None:
+        return None
+
     def acts_before_update(self) -> str | None:
         return None
 

@@ -31,6 +31,10 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning_log import LogBook, Recorder
 from pygraph_train.integrations.lightning_transfer import overlapped_transfer
 from pygraph_train.selection.arms import (
+    BACKWARD,
+    BACKWARD_AND_OPTIMIZER,
+    FORWARD,
+    FORWARD_AND_OPTIMIZER,
     FORWARD_BACKWARD,
     NOTHING,
     OPTIMIZER,
@@ -53,7 +57,7 @@ __all__ = ["PyGraphCallback"]
 log = logging.getLogger("pygraph_train")
 
 _INSIDE_FORWARD_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
-"""Hooks between forward and backward: overridden, they must run in Python on every step."""
+"""Hooks between forward and backward: overridden, they split the step there."""
 
 _INSIDE_UPDATE = (
     "on_after_backward",
@@ -501,6 +505,17 @@ class _LightningProgram:
             return "Lightning does not clip gradients of an optimizer that unscales them in its kernels"
         return None
 
+    def acts_before_backward(self) -> Problem | None:
+        for hook in _INSIDE_FORWARD_BACKWARD:
+            owner = _overridden(self._trainer, self.model, hook)
+            if owner is not None:
+                return Problem(
+                    f"{owner} runs in Python between forward and backward",
+                    _where(self._trainer, self.model, hook),
+                    "on_train_batch_start and on_train_batch_end are outside of the graph",
+                )
+        return None
+
     def acts_before_update(self) -> str | None:
         for hook in _INSIDE_UPDATE:
             owner = _overridden(self._trainer, self.model, hook)
@@ -541,14 +556,6 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return Problem("training_step(dataloader_iter) fetches its batches in Python")
-    for hook in _INSIDE_FORWARD_BACKWARD:
-        owner = _overridden(trainer, module, hook)
-        if owner is not None:
-            return Problem(
-                f"{owner} runs in Python between forward and backward",
-                _where(trainer, module, hook),
-                "on_train_batch_start and on_train_batch_end are outside of the graph",
-            )
     if torch.is_anomaly_enabled() or trainer._detect_anomaly:
         return Problem("detect_anomaly reads every gradient on the host", fix="Trainer(detect_anomaly=False)")
     return None
@@ -578,10 +585,14 @@ def _where(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
     return None
 
 
-_PLANS = (NOTHING, OPTIMIZER, REGIONS, SEPARATE, FORWARD_BACKWARD, SPLIT, WHOLE)
+_PLANS = (
+    *(NOTHING, OPTIMIZER, REGIONS, SEPARATE, FORWARD_BACKWARD, SPLIT, WHOLE),
+    *(FORWARD, BACKWARD, FORWARD_AND_OPTIMIZER, BACKWARD_AND_OPTIMIZER),
+)
 _PLAN_NUMBERS = {str(plan): number for number, plan in enumerate(_PLANS)}
 """Loggers take numbers, higher ones for more in fewer graphs: 0 `F B O`, 1 `F B {O}`, 2 `{F} {B} O`,
-3 `{F} {B} {O}`, 4 `{F B} O`, 5 `{F B} {O}`, 6 `{F B O}`."""
+3 `{F} {B} {O}`, 4 `{F B} O`, 5 `{F B} {O}`, 6 `{F B O}`. With "off" for the forward or the backward alone:
+7 `{F} B O`, 8 `F {B} O`, 9 `{F} B {O}`, 10 `F {B} {O}`."""
 
 
 def _metrics(report: StepReport) -> dict[str, float]:

@@ -128,9 +128,8 @@ class Loop:
         if not self.active or any(call.module is module for call in self._calls):
             return
         config = self.config
-        off = [f"{phase}='off'" for phase in ("forward", "backward") if getattr(config, phase) == "off"]
-        if off:
-            self.report.note(f"{', '.join(off)}: forward and backward are graphed together or not at all")
+        if config.region_phases == "none":
+            self.report.note("forward='off', backward='off': forward and backward run as they are")
         elif config.compile is False:
             self.report.note(
                 "compile=False: forward and backward run as they are; their graphs need Inductor"
@@ -143,6 +142,7 @@ class Loop:
         else:
             options = {
                 "engine": config.engine,
+                "phases": config.region_phases,
                 "indirection": config.indirection,
                 "warmup_runs": config.warmup_steps,
                 "max_signatures": config.max_signatures,

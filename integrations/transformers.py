@@ -323,6 +323,9 @@ class _TrainerProgram:
             return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
         return None
 
+    def acts_before_backward(self) -> Problem | None:
+        return None
+
     def acts_before_update(self) -> str | None:
         for callback in self._trainer.callback_handler.callbacks:
             method = type(callback).on_pre_optimizer_step

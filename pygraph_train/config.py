@@ -32,8 +32,8 @@ class PyGraphConfig:
     Args:
         forward, backward, optimizer: may this phase run from a graph. "off" is obeyed exactly; "auto"
             measures while training runs and keeps what is fastest; "on" takes a graph wherever it is legal,
-            and logs a warning when steps run without one. Neither forward nor backward is captured
-            without the other.
+            and logs a warning when steps run without one. A forward or a backward whose other half is off
+            comes from a region of the compile backend, on CUDA with Inductor's kernels.
         fuse: may adjacent phases share one graph; "on" is meant like the phases'.
         compile: use Inductor's kernels inside the graphs. "auto" compiles when the training steps left
             make up for the compile time; where their number is unknown, it is taken to be as large as the
@@ -78,11 +78,13 @@ class PyGraphConfig:
                     f"PyGraphConfig.fuse='on' contradicts {', '.join(f'{p}={chr(39)}off{chr(39)}' for p in off)}: "
                     "a fused step holds every phase"
                 )
-        for one, other in (("forward", "backward"), ("backward", "forward")):
-            if getattr(self, one) == "on" and getattr(self, other) == "off":
-                raise ValueError(
-                    f"PyGraphConfig.{one}='on' contradicts {other}='off': neither is captured without the other"
-                )
+
+    @property
+    def region_phases(self) -> Literal["both", "forward", "backward", "none"]:
+        """What regions of the compile backend may graph."""
+        if self.forward == "off":
+            return "none" if self.backward == "off" else "backward"
+        return "forward" if self.backward == "off" else "both"
 
     @classmethod
     def of(cls, config: PyGraphConfig | None, overrides: dict[str, Any]) -> PyGraphConfig:

@@ -6,7 +6,7 @@ import functools
 import logging
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -298,6 +298,14 @@ def borrow_memory(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def storages(values: Sequence[Any]) -> list[Hashable]:
+    """What tells whether tensors share memory. It keeps none alive, but its place is not taken. (2.11, 2.13)"""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    strided = [x for x in values if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+    return [StorageWeakRef(x.untyped_storage()) for x in strided]
+
+
 def reinterpret_tensor(
     tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
@@ -310,6 +318,14 @@ def reinterpret_tensor(
 def backward_keeps_graph() -> bool:
     """Whether the backward that runs in this thread was called with retain_graph=True. (2.11, 2.13)"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def backwards_called_again() -> AbstractContextManager[None]:
+    """Context: the backward of what is compiled leaves alone what was saved for it. (2.11, 2.13)
+
+    By default it may write there, and `retain_graph=True` is refused.
+    """
+    return torch._functorch.config.patch(donated_buffer=False)  # type: ignore[no-any-return]
 
 
 class TracedGraph(NamedTuple):
@@ -347,6 +363,7 @@ def compile_with_inductor(
 
         backward, inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
         phase: Any = "backward" if backward else "inference" if inference else "forward"
+        _note_what_is_donated()
         return build(compile_kernels, gm, inputs, _traced(gm, phase, static))
 
     with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -368,6 +385,7 @@ def compile_with_aten(
     def compiler(phase: Any) -> Callable[..., Any]:
         def compile(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             static: Sequence[int] = range(count_tangents(gm))
+            _note_what_is_donated()
             if phase != "backward":
                 static = get_static_input_idxs(num_fw_fixed_arguments(len(example_inputs), len(inputs)))
             return build(compile_kernels, gm, inputs, _traced(gm, phase, frozenset(static)))
@@ -394,6 +412,13 @@ def _traced(gm: torch.fx.GraphModule, phase: Any, static: frozenset[int]) -> Tra
     if phase == "forward" and metadata is not None:
         saved_from = metadata.num_forward_returns
     return TracedGraph(phase, static, _mutated_inputs(gm), mutations, saved_from)
+
+
+def _note_what_is_donated() -> None:
+    """Under `backwards_called_again`: say that nothing is, or `retain_graph=True` is refused outside of it."""
+    context = torch._guards.TracingContext.try_get()
+    if not torch._functorch.config.donated_buffer and context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _mutated_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:

@@ -396,8 +396,15 @@ def test_disabled_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_phases_that_are_off_stay_off(phase: str) -> None:
     plugin = PyGraph(engine="emulated", warmup_steps=2, **{phase: "off"})
     run(train, plugin)
-    expected = "{F} {B} O" if phase == "optimizer" else "F B {O}"
-    assert plugin.report().present_plan() == expected, str(plugin.report())
+    expected = {"forward": "F {B} {O}", "backward": "{F} B {O}", "optimizer": "{F} {B} O"}
+    assert plugin.report().present_plan() == expected[phase], str(plugin.report())
+
+
+def test_forward_and_backward_off() -> None:
+    plugin = PyGraph(engine="emulated", warmup_steps=2, forward="off", backward="off")
+    run(train, plugin)
+    assert plugin.report().present_plan() == "F B {O}", str(plugin.report())
+    assert not plugin.report().regions() and "forward='off', backward='off'" in str(plugin.report())
 
 
 def test_inductor_of_the_user_becomes_ours_and_other_compilers_stay() -> None:

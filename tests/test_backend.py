@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import pygraph_train.backend as backend
 from pygraph_train.backend import capture as capture_module
 from pygraph_train.backend import inductor
-from pygraph_train.backend.arena import Arena, Block, Occupant
+from pygraph_train.backend.arena import Arena, Block, Occupant, block_of
 from pygraph_train.graphs import CaptureError
 from pygraph_train.graphs.emulated import EmulatedEngine
 
@@ -58,17 +58,17 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
         spared: set[Block] = set(self.occupant.keeps)
         if self.consumes is not None:
             spared |= self.consumes.blocks
-        victims: list[Occupant] = [o for o in arena._occupants if o.pool == self.occupant.pool]
+        victims: set[Occupant] = {*arena._occupants, *arena._active}  # graphs that were closed too
         for occupant in victims:
-            if not occupant.blocks <= spared:
+            if occupant.pool == self.occupant.pool and not occupant.blocks <= spared:
                 for index, tensor in occupant.tensors.items():
                     if index not in occupant.buffers:
                         poison(tensor)
         outputs = plain_replay(self, inputs)
         if self.consumes is not None:
             for index, tensor in self.consumes.tensors.items():
-                if index not in self.consumes.buffers:
-                    poison(tensor)
+                if index not in self.consumes.buffers and block_of(tensor) not in self.occupant.blocks:
+                    poison(tensor)  # what is a gradient now is its own
         return outputs
 
     monkeypatch.setattr(capture_module.RegionCapture, "replay", replay)
@@ -484,7 +484,7 @@ def test_on_failure_raise_raises() -> None:
 
 def test_unknown_options_name_the_allowed_ones() -> None:
     x = torch.zeros(2, 6)
-    with pytest.raises(Exception, match="no option 'engin'; the options are: engine, transform"):
+    with pytest.raises(Exception, match="no option 'engin'; the options are: engine, phases, transform"):
         torch.compile(net(), backend="pygraph", options={"engin": "cuda"})(x)
     with pytest.raises(TypeError, match="no option 'engin'"):
         backend.compile(net(), engin="cuda")
@@ -501,3 +501,134 @@ def test_without_cuda_the_default_engine_is_plain_inductor(monkeypatch: pytest.M
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend="pygraph")(x), model(x))
     assert not backend.report().regions
+
+
+PHASES = pytest.mark.parametrize("phases", ["forward", "backward"])
+
+
+def only(phases: str, least: int) -> None:
+    """Assert that the one phase ran from graphs, and the other one never did."""
+    other = "backward" if phases == "forward" else "forward"
+    assert replays(phases) >= least, backend.report()
+    assert not replays(other) and not any(r.captures for r in regions(other))
+    for region in regions(other):
+        assert region.decision == "plain" and region.reason == f"phases='{phases}' was asked for"
+
+
+@PHASES
+@pytest.mark.parametrize("indirection", ["copy", "device"])
+@pytest.mark.parametrize("kind", [Net, Broken, Checkpointed])
+def test_one_phase_from_graphs(kind: type[nn.Module], indirection: str, phases: str) -> None:
+    same_as_plain(lambda model, call, opt: train(call, opt, 24), kind, phases=phases, indirection=indirection)
+    only(phases, 20)
+    assert sum(r.captures for r in regions(phases)) <= (4 if kind is Broken else 2)
+
+
+@PHASES
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation_with_one_phase_from_graphs(set_to_none: bool, phases: str) -> None:
+    same_as_plain(accumulating(32, set_to_none), phases=phases)
+    only(phases, 20)
+
+
+@PHASES
+@pytest.mark.parametrize("pending", [2, 9])
+def test_pending_forwards_with_one_phase_from_graphs(pending: int, phases: str) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        data, losses = batches(5 * pending), []
+        for start in range(0, len(data), pending):
+            group = [F.cross_entropy(call(x), y) for x, y in data[start : start + pending]]
+            for loss in reversed(group):
+                loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses += [loss.detach() for loss in group]
+        return losses
+
+    same_as_plain(body, phases=phases)
+    only(phases, 7)
+
+
+@PHASES
+def test_backwards_that_come_never_or_twice_with_one_phase_from_graphs(phases: str) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        kept, values = [], []
+        for step, (x, y) in enumerate(batches(24)):
+            loss = F.cross_entropy(call(x), y)
+            if step % 5 == 4:
+                loss.backward(retain_graph=True)
+            if step % 3:
+                loss.backward()
+                kept += [p.grad for p in model.parameters()]
+                opt.step()
+                opt.zero_grad()
+            values.append(loss.detach())
+        return values + kept
+
+    with torch._functorch.config.patch(donated_buffer=False):
+        same_as_plain(body, phases=phases)
+    only(phases, 8)
+
+
+class HandsOut(torch.autograd.Function):
+    """Its gradient is the very tensor that its forward has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.sin())
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (saved,) = ctx.saved_tensors
+        return saved
+
+
+class Handed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * HandsOut.apply(self.scale) + self.shift)
+
+
+@pytest.mark.parametrize("phases", ["both", "forward", "backward"])
+def test_what_a_forward_saved_may_be_a_gradient(phases: str) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        for x, y in batches(24):
+            kept += torch.autograd.grad(F.cross_entropy(call(x), y), [model.scale, model.shift])
+            kept.append(update(F.cross_entropy(call(x), y), opt))
+        return kept
+
+    for each in (body, accumulating(32)):
+        same_as_plain(each, Handed, phases=phases)
+        assert replays("backward" if phases == "backward" else "forward") >= 20
+
+
+def test_a_backward_alone_reads_parameters_where_they_are() -> None:
+    same_as_plain(lambda model, call, opt: train(call, opt, 12), phases="backward")
+    (region,) = regions("backward")
+    # batch, hidden layers, statistics, gradient of the output, mask
+    activations = 4 * (5 * 6 + 3 * 5 * 8 + 4 * 8 + 5 * 3) + 5 * 8
+    assert region.copied_bytes == activations, region
+
+
+def test_inference_counts_as_a_forward() -> None:
+    for phases, least in (("forward", 4), ("backward", 0)):
+        torch.compiler.reset()
+        backend.reset()
+        call = compiled(net().eval(), phases=phases)
+        with torch.no_grad():
+            for x, _ in batches(6):
+                call(x)
+        assert (replays("inference") >= least) and (least or not replays("inference"))
+
+
+def test_phases_that_do_not_exist_name_the_allowed_ones() -> None:
+    allowed = (
+        "phases='optimizer' of backend 'pygraph' is not allowed: use one of 'both', 'forward', 'backward'"
+    )
+    with pytest.raises(ValueError, match=allowed):
+        backend.compile(net(), phases="optimizer")

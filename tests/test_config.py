@@ -23,13 +23,26 @@ from pygraph_train import GraphedStep, PyGraphConfig
         ({"max_signatures": 0}, "max_signatures=0"),
         ({"on_failure": "ignore"}, "on_failure='ignore'"),
         ({"fuse": "on", "optimizer": "off"}, "fuse='on' contradicts optimizer='off'"),
-        ({"forward": "on", "backward": "off"}, "forward='on' contradicts backward='off'"),
         ({"fuse": "on", "forward": "off", "backward": "off"}, "contradicts forward='off', backward='off'"),
     ],
 )
 def test_refused_options(options, message):
     with pytest.raises(ValueError, match=message):
         PyGraphConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "phases"),
+    [
+        ({}, "both"),
+        ({"backward": "off"}, "forward"),
+        ({"forward": "on", "backward": "off"}, "forward"),
+        ({"forward": "off", "backward": "on"}, "backward"),
+        ({"forward": "off", "backward": "off"}, "none"),
+    ],
+)
+def test_one_of_forward_and_backward_may_be_off(options, phases):
+    assert PyGraphConfig(**options).region_phases == phases
 
 
 def test_overrides():

@@ -121,7 +121,7 @@ def moving(diary: Diary, model: Net) -> Any:
     return with_print(model, diary), kept.values()
 
 
-@pytest.mark.parametrize("config", [{}, {"forward": "off"}], ids=["regions", "autograd"])
+@pytest.mark.parametrize("config", [{}, {"forward": "off", "backward": "off"}], ids=["regions", "autograd"])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_gradients_that_move_are_copied(clip, config, seen):
     """Also back, where clipping changes them: whoever holds one sees what it sees without graphs."""

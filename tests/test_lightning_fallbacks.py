@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import itertools
@@ -9,7 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from lightning_training import (  # noqa: E402
     refused,
     replayed,
 )
+from test_lightning_phases import in_regions  # noqa: E402
 from training import line_of  # noqa: E402
 
 from pygraph_train import PyGraphCallback, PyGraphError  # noqa: E402
@@ -65,12 +67,107 @@ MODULE_BEFORE_UPDATE = [*BEFORE_UPDATE, "configure_gradient_clipping", "clip_gra
     ("hook", "owner"),
     [*itertools.product(MODULE_BETWEEN, ["module"]), *itertools.product(BETWEEN, ["callback"])],
 )
-def test_hooks_between_forward_and_backward_keep_the_step_out_of_graphs(hook, owner):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_between_forward_and_backward_split_the_step_there(hook, owner, accumulate):
     cls = overriding(hook, Module if owner == "module" else pl.Callback)
-    fits = parity(cls) if owner == "module" else parity(make_callbacks=lambda: [cls()])
+    options = {"accumulate_grad_batches": accumulate, "max_epochs": 4 * accumulate, "gradient_clip_val": 0.1}
+    chosen = {"make_module": cls} if owner == "module" else {"make_callbacks": lambda: [cls()]}
+    fits = parity(**chosen, **options)
     code = getattr(cls, hook).__code__
-    refused(fits, f"Overriding.{hook}", where=f"{code.co_filename}:{code.co_firstlineno}")
-    assert len(cls.calls) == 88
+    report = refused(fits, f"Overriding.{hook}", where=f"{code.co_filename}:{code.co_firstlineno}")
+    in_regions(report)
+    steps = 44 if accumulate == 1 else 48  # an epoch ends with a step
+    assert len(cls.calls) == 2 * (steps if "zero_grad" in hook else 44 * accumulate)
+
+
+class Between(Module):
+    """Sees and changes what is between the phases."""
+
+    seen: ClassVar[list[list[Any]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen.append([])
+
+    def write(self, place: str, *tensors: Any) -> None:
+        self.seen[-1].append((place, [t.detach().clone() for t in tensors]))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.write("before zero_grad", *[p.grad for p in self.parameters() if p.grad is not None])
+
+    def on_before_backward(self, loss: Any) -> None:
+        self.write("before backward", loss)
+        self.log("seen", loss, on_step=True, on_epoch=True)
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss * 2, *args, **kwargs)
+
+    def on_after_backward(self) -> None:
+        self.write("after backward", *[p.grad for p in self.parameters()])
+        self.net.first.weight.grad.mul_(1.5)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.write("before the step", *[p.grad for p in self.parameters()])
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_hooks_between_all_phases_see_and_change_what_is_there(accumulate, precision, monkeypatch):
+    monkeypatch.setattr(Between, "seen", [])
+    fits = parity(
+        Between,
+        logger=MemoryLogger(),
+        accumulate_grad_batches=accumulate,
+        max_epochs=4 * accumulate,
+        precision=precision,
+    )
+    in_regions(refused(fits, "Between.on_before_zero_grad"))
+    mine, theirs = Between.seen
+    assert [place for place, _ in mine] == [place for place, _ in theirs]
+    assert sum(place == "before backward" for place, _ in mine) == 44 * accumulate
+    for (place, expected), (_, found) in zip(mine, theirs, strict=True):
+        assert len(expected) == len(found) and all(map(torch.equal, expected, found)), place
+
+
+def test_a_hook_that_keeps_the_graph_of_the_loss():
+    class Norms(Module):
+        def on_before_backward(self, loss: Any) -> None:
+            if self.trainer.global_step % 7 == 6:
+                (gradient,) = torch.autograd.grad(loss, [self.net.first.weight], retain_graph=True)
+                self.log("norm", gradient.norm())
+
+    in_regions(refused(parity(Norms, logger=MemoryLogger()), "Norms.on_before_backward"))
+
+
+def test_a_hook_that_differentiates_gradients_keeps_forward_and_backward_out_of_graphs():
+    class Penalty(Module):
+        def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+            weight = self.net.first.weight
+            (gradient,) = torch.autograd.grad(loss, [weight], create_graph=True)
+            (loss + gradient.square().sum()).backward()
+
+    report = refused(parity(Penalty), "Penalty.backward")
+    assert report.plan == "F B {O}" and any("create_graph=True" in n for n in report.notes), str(report)
+
+
+def test_a_hook_that_changes_parameters_keeps_forward_and_backward_out_of_graphs():
+    """A compiled backward may read what a plain one does not."""
+
+    class Averages(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) + (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            with torch.no_grad():
+                for mine, theirs in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.1)
+
+    report = refused(parity(Averages), "Averages.on_before_zero_grad")
+    assert report.plan == "F B {O}" and any("are changed between" in n for n in report.notes), str(report)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -160,7 +257,8 @@ def test_hook_given_as_an_object():
         def __call__(self, *args: Any) -> None:
             Hook.calls += 1
 
-    refused(parity(make_callbacks=lambda: [LambdaCallback(on_before_backward=Hook())]), "on_before_backward")
+    hook = [LambdaCallback(on_before_backward=Hook())]
+    in_regions(refused(parity(make_callbacks=lambda: hook), "on_before_backward"))
     assert Hook.calls == 88
 
 

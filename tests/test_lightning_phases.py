@@ -23,6 +23,8 @@ from pygraph_train.selection.controller import Estimate, Switch  # noqa: E402
 from pygraph_train.selection.timing import StepTime  # noqa: E402
 from pygraph_train.step.decisions import Decisions  # noqa: E402
 
+OFF = {"forward": "off", "backward": "off"}
+
 
 @pytest.mark.parametrize(
     "options",
@@ -38,13 +40,38 @@ from pygraph_train.step.decisions import Decisions  # noqa: E402
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_optimizer_alone(optimizer, options):
-    fits = parity(
-        lambda: Module(optimizer, "step"), config={"forward": "off"}, logger=MemoryLogger(), **options
-    )
-    report = refused(fits, "forward='off'")
+    fits = parity(lambda: Module(optimizer, "step"), config=OFF, logger=MemoryLogger(), **options)
+    report = refused(fits, "forward='off', backward='off'")
     assert report.plan == "F B {O}", str(report)
     # two steps without a graph, four to see whether gradients stay where they are, and a first replay
     assert report.optimizer_steps_replayed >= 36 // options.get("accumulate_grad_batches", 1) - 7, str(report)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_clip_val": 0.05},
+        {"accumulate_grad_batches": 2, "max_epochs": 8},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("config", "plan"),
+    [
+        ({"backward": "off"}, "{F} B {O}"),
+        ({"forward": "off"}, "F {B} {O}"),
+        ({"backward": "off", "optimizer": "off"}, "{F} B O"),
+        ({"forward": "off", "optimizer": "off"}, "F {B} O"),
+    ],
+    ids=str,
+)
+def test_forward_or_backward_alone(config, plan, options):
+    fits = parity(lambda: Module(scheduler="step"), config=config, logger=MemoryLogger(), **options)
+    report = refused(fits, "='off' was asked for: forward and backward share no graph")
+    in_regions(report, plan)
+    assert (report.optimizer_steps_replayed >= 15) == plan.endswith("{O}"), str(report)
 
 
 def test_a_step_that_reads_on_the_host_keeps_its_optimizer_graph():
@@ -116,10 +143,12 @@ def test_a_hook_before_the_optimizer_and_a_metric():
     in_regions(report)
 
 
-def in_regions(report: Any) -> None:
-    """Assert that a test which claims parity really replayed."""
-    phases = {r.phase for r in report.regions() if r.replays >= 15}
-    assert {"forward", "backward"} <= phases, str(report)
+def in_regions(report: Any, plan: str = "{F} {B} {O}") -> None:
+    """Assert that a test which claims parity really replayed, and no phase that the plan leaves out."""
+    assert report.plan == plan, str(report)
+    wanted = {name for name in ("forward", "backward") if "{" + name[0].upper() + "}" in plan}
+    assert wanted <= {r.phase for r in report.regions() if r.replays >= 15}, str(report)
+    assert {r.phase for r in report.regions() if r.replays} <= wanted, str(report)
 
 
 class Norms(Module):
@@ -144,7 +173,7 @@ def test_a_batch_without_a_loss_is_skipped_as_lightning_skips_it():
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx % 4 == 3 else self.loss(batch)
 
-    parity(Skips, config={"forward": "off"})
+    parity(Skips, config=OFF)
 
 
 def test_a_clipping_threshold_that_changes_is_obeyed():
@@ -152,7 +181,7 @@ def test_a_clipping_threshold_that_changes_is_obeyed():
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             trainer.gradient_clip_val = 0.05 if trainer.current_epoch < 2 else 0.01
 
-    fits = parity(make_callbacks=lambda: [Changes()], config={"forward": "off"}, gradient_clip_val=0.05)
+    fits = parity(make_callbacks=lambda: [Changes()], config=OFF, gradient_clip_val=0.05)
     report = refused(fits)
     assert [c.plan for c in report.captures] == ["{O}", "{O}"]
 

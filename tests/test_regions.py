@@ -19,10 +19,11 @@ from pygraph_train.step.regions import why_no_regions
 
 
 def in_regions(report: StepReport, *, plan: str = "{F} {B} {O}", least: int = 20) -> StepReport:
-    """Assert that a test which claims parity really replayed."""
+    """Assert that a test which claims parity really replayed, and no phase that the plan leaves out."""
     assert report.plan == plan, str(report)
-    kinds = {r.phase for r in report.regions() if r.replays >= least}
-    assert {"forward", "backward"} <= kinds, str(report)
+    wanted = {name for name in ("forward", "backward") if "{" + name[0].upper() + "}" in plan}
+    assert wanted <= {r.phase for r in report.regions() if r.replays >= least}, str(report)
+    assert {r.phase for r in report.regions() if r.replays} <= wanted, str(report)
     return report
 
 
@@ -117,11 +118,39 @@ def test_phases_that_may_not_share_a_graph():
     assert "fuse='off'" in report.fallbacks[0].reason
 
 
-@pytest.mark.parametrize("switch", ["forward", "backward"])
-def test_a_phase_that_is_off_has_no_graph(switch):
-    report = both(training(with_metric), **{switch: "off"})
+ONE_PHASE = pytest.mark.parametrize(
+    ("switches", "plan"),
+    [
+        ({"backward": "off"}, "{F} B {O}"),
+        ({"forward": "off"}, "F {B} {O}"),
+        ({"backward": "off", "optimizer": "off"}, "{F} B O"),
+        ({"forward": "off", "optimizer": "off"}, "F {B} O"),
+        ({"forward": "on", "backward": "off"}, "{F} B {O}"),
+    ],
+    ids=str,
+)
+
+
+@ONE_PHASE
+@pytest.mark.parametrize("make_step", [with_metric, with_host_read, lambda model, diary: loss_of(model)])
+def test_a_phase_that_is_off_has_no_graph(make_step, switches, plan):
+    report = in_regions(both(training(make_step), **switches), plan=plan)
+    asked = next(f"{name}='off'" for name in ("forward", "backward") if switches.get(name) == "off")
+    assert any(asked in f.reason for f in report.fallbacks)
+    assert (report.optimizer_steps_replayed >= 20) == plan.endswith("{O}"), str(report)
+
+
+@ONE_PHASE
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulation_with_one_phase_off(accumulate, switches, plan):
+    script = training(with_print, steps=60 * accumulate, accumulate=accumulate)
+    in_regions(both(script, **switches), plan=plan)
+
+
+def test_forward_and_backward_off():
+    report = both(training(with_metric), forward="off", backward="off")
     assert report.plan == "F B {O}" and not report.regions(), str(report)
-    assert any(f"{switch}='off'" in f.reason for f in report.fallbacks)
+    assert any("forward='off', backward='off'" in f.reason for f in report.fallbacks)
 
 
 def test_gradient_hooks_run_on_every_step():
@@ -137,6 +166,28 @@ def test_gradient_hooks_run_on_every_step():
             diary.write_state(model, optimizer)
 
     in_regions(both(script))
+
+
+def test_a_step_that_differentiates_its_gradients_stays_as_it_is():
+    """Compiled backwards cannot be differentiated."""
+
+    def script(diary: Diary) -> None:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            x = batch[0].clone().requires_grad_(True)
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return nn.functional.cross_entropy(out, batch[1]) + slope.square().mean()
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.plan == "F B {O}" and any("create_graph=True" in note for note in report.notes), str(report)
 
 
 def test_other_shapes_and_frozen_layers():
@@ -204,7 +255,10 @@ def test_a_compiler_that_fails_costs_no_step(monkeypatch):
 def test_regions_on_a_device_need_inductor():
     assert why_no_regions(PyGraphConfig(), "cuda") is None
     assert "compile=False" in str(why_no_regions(PyGraphConfig(compile=False), "cuda"))
+    assert "compile=False" in str(why_no_regions(PyGraphConfig(compile=False, forward="off"), "cuda"))
     assert why_no_regions(PyGraphConfig(compile=False), "emulated") is None
+    assert why_no_regions(PyGraphConfig(forward="off"), "cuda") is None
+    assert "backward='off'" in str(why_no_regions(PyGraphConfig(forward="off", backward="off"), "cuda"))
 
 
 def test_the_report_lists_the_regions():

@@ -63,11 +63,12 @@ def _region(
     changed = Transformed(gm, example_inputs)
     if options.transform:
         changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
+    static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
     compiled = compile_kernels(changed.gm, changed.example_inputs)
     spec = RegionSpec(
         record.name,
         traced.phase,
-        traced.static | frozenset(changed.staged),
+        static | frozenset(changed.staged),
         traced.mutated,
         traced.mutations,
         traced.saved_from,
@@ -94,6 +95,27 @@ def _transform(
     record.changes = [_told(change.what, change.where) for change in changed.changes]
     record.left = [_told(f"{left.op}: {left.why}", left.where) for left in changed.left]
     return changed
+
+
+def _lasting(gm: torch.fx.GraphModule, traced: torch_internals.TracedGraph, pair: Pair) -> frozenset[int]:
+    """Inputs at the same addresses, of a backward whose forward runs without a graph.
+
+    What that saves is elsewhere each time, but for parameters and views of them.
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    if traced.phase == "backward":  # its inputs have the names of the forward's outputs
+        return frozenset(i for i in traced.static if placeholders[i].name in pair.lasting)
+    stays = {_memory(placeholders[i]) for i in traced.static}
+    (outputs,) = next(node for node in gm.graph.nodes if node.op == "output").args
+    saved = [node for node in outputs[traced.saved_from :] if isinstance(node, torch.fx.Node)]
+    pair.lasting = frozenset(node.name for node in saved if _memory(node) in stays - {None})
+    return traced.static
+
+
+def _memory(node: torch.fx.Node) -> Any:
+    """What tells whether two values of a graph share memory."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _told(what: str, where: str | None) -> str:

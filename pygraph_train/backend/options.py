@@ -13,6 +13,7 @@ __all__ = ["BackendOptions"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "engine": ("auto", "cuda", "emulated", "off"),
+    "phases": ("both", "forward", "backward"),
     "transform": (True, False),
     "indirection": ("auto", "device", "host", "copy"),
     "selection": (True, False),
@@ -27,6 +28,8 @@ class BackendOptions:
     Args:
         engine: "cuda", "emulated" (a CPU tape with CUDA-graph rules, below aten kernels instead of
             Inductor's), "off" (Inductor alone); "auto" is "cuda" for regions on a CUDA device.
+        phases: which ones may run from a graph; the other one runs its compiled kernels as they are. A
+            callable that needs no gradients counts as a forward.
         transform: rewrite what blocks capture (CPU scalars, host-to-device copies, CPU outputs).
         indirection: how inputs at new addresses are served: "copy" into fixed buffers, or patch the
             addresses in the graph from the "device" or the "host"; "auto" measures.
@@ -43,6 +46,7 @@ class BackendOptions:
     """
 
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
+    phases: Literal["both", "forward", "backward"] = "both"
     transform: bool = True
     indirection: Literal["auto", "device", "host", "copy"] = "auto"
     selection: bool = True

@@ -23,12 +23,14 @@ class Pair:
 
     Attributes:
         way: what a replay measures just now; None when all is decided.
+        lasting: names of what the forward saves that lies in memory of its own static inputs.
         handed_over: names of what the transformed forward saves on the device instead of the CPU.
     """
 
     def __init__(self, indirection: Literal["auto", "device", "host", "copy"], measure: bool) -> None:
         self.forward: Region | None = None
         self.backward: Region | None = None
+        self.lasting: frozenset[str] = frozenset()
         self.handed_over: tuple[str, ...] = ()
         self.way: Way | None = "graph" if measure else None
         self._indirection = indirection

@@ -22,7 +22,7 @@ from pygraph_train.backend.pair import Pair
 from pygraph_train.backend.recording import record
 from pygraph_train.backend.report import RegionRecord
 from pygraph_train.graphs import CaptureError
-from pygraph_train.torch_internals import backward_keeps_graph
+from pygraph_train.torch_internals import backward_keeps_graph, storages
 
 __all__ = ["Region", "RegionSpec"]
 
@@ -101,13 +101,17 @@ class Region:
         self._moving: set[int] = set()
         self.last: RegionCapture | None = None  # what the last run replayed, if it did
         self._in_place = True  # gradients are handed out where the graph writes them
+        self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
         self.plain_only = False
+        self.alone = spec.phase == "backward" and options.phases == "backward"  # no forward's graph feeds it
         if spec.phase == "backward":
             pair.backward = self
-            if pair.forward is not None and pair.forward.plain_only:
-                self.give_up("its forward runs without a graph")
         else:
             pair.forward = self
+        if options.phases not in ("both", "backward" if spec.phase == "backward" else "forward"):
+            self.give_up(f"phases={options.phases!r} was asked for")
+        elif spec.phase == "backward" and not self.alone and pair.forward and pair.forward.plain_only:
+            self.give_up("its forward runs without a graph")
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the region once.
@@ -120,7 +124,7 @@ class Region:
         if self.plain_only or self._arena.engine.capturing():
             self.record.plain_runs += 1
             self.last = None
-            return self._compiled(inputs)
+            return self._run_compiled(inputs)
         with self._arena.lock:
             self._arena.follow_stream()
             return self._run(inputs)
@@ -184,8 +188,26 @@ class Region:
         self.record.plain_runs += 1
         self.last = None
         if not (time and self.choice.open("plain")):
+            return self._run_compiled(inputs)
+        return self.choice.time("plain", lambda: self._run_compiled(inputs))
+
+    def _run_compiled(self, inputs: list[Any]) -> Any:
+        """As compiled. What a backward hands on of that which a forward's graph saved is copied.
+
+        That memory counts as dead after the backward, and a graph will overwrite it.
+        """
+        forward = self._pair.forward
+        if self.spec.phase != "backward" or forward is None or not forward.record.captures:
             return self._compiled(inputs)
-        return self.choice.time("plain", lambda: self._compiled(inputs))
+        if self._returned is not None:
+            outputs = list(self._compiled(inputs))
+        else:  # the same ones in every run of the same kernels
+            saved = set(storages([inputs[i] for i in self.spec.static]))
+            outputs = list(self._compiled(inputs))
+            self._returned = [i for i, x in enumerate(outputs) if saved.intersection(storages([x]))]
+        for i in self._returned:
+            outputs[i] = outputs[i].clone()
+        return outputs
 
     def _replay(self, capture: RegionCapture, inputs: list[Any]) -> list[Any]:
         row = self.record
@@ -208,7 +230,7 @@ class Region:
         if len(key.captures) >= MAX_VERSIONS:
             self._free_the_way(blocked)
             return False
-        if self.spec.phase == "backward":
+        if self.spec.phase == "backward" and not self.alone:
             return self._source_is_owned(inputs)
         if blocked:
             return True
@@ -271,7 +293,9 @@ class Region:
         prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
         keeps = arena.before_capture(consumed)
         try:
-            work = record(arena.engine, self._compiled, inputs, moving, consumed, self.spec.mutated, prefer)
+            work = record(
+                arena.engine, self._run_compiled, inputs, moving, consumed, self.spec.mutated, prefer
+            )
         except CaptureError as error:
             self._failed(error.reason, error)
         except torch.OutOfMemoryError as error:
@@ -345,7 +369,8 @@ class Region:
         self.decide("plain", reason)
         self.capture_again()
         backward = self._pair.backward
-        if self.spec.phase == "forward" and backward is not None and not backward.plain_only:
+        fed = backward is not None and not backward.alone and not backward.plain_only
+        if self.spec.phase == "forward" and backward is not None and fed:
             backward.give_up("its forward runs without a graph")
         logger.info("pygraph: %s runs without a CUDA graph: %s", self.spec.name, reason)
 

@@ -7,6 +7,10 @@ from enum import Enum
 from functools import cached_property
 
 __all__ = [
+    "BACKWARD",
+    "BACKWARD_AND_OPTIMIZER",
+    "FORWARD",
+    "FORWARD_AND_OPTIMIZER",
     "FORWARD_BACKWARD",
     "NOTHING",
     "OPTIMIZER",
@@ -33,7 +37,7 @@ class Plan:
     """Which phases run from a graph, and which of them share one.
 
     Prints as `{F B O}` (one graph), `{F B} {O}` (two), `{F} {B} {O}` (three),
-    `{F B} O` (the optimizer outside), `F B O` (no graph).
+    `{F B} O` (the optimizer outside), `{F} B {O}` (the backward outside), `F B O` (no graph).
     """
 
     graphs: tuple[tuple[Phase, ...], ...] = ()
@@ -51,7 +55,7 @@ class Plan:
 
     @cached_property
     def regions(self) -> bool:
-        """Whether forward and backward have graphs of their own, the regions of the compile backend."""
+        """Whether forward or backward has graphs of its own, the regions of the compile backend."""
         return (Phase.FORWARD,) in self.graphs or (Phase.BACKWARD,) in self.graphs
 
     @cached_property
@@ -76,6 +80,10 @@ WHOLE = Plan(((_F, _B, _O),))
 SPLIT = Plan(((_F, _B), (_O,)))
 SEPARATE = Plan(((_F,), (_B,), (_O,)))
 REGIONS = Plan(((_F,), (_B,)))
+FORWARD_AND_OPTIMIZER = Plan(((_F,), (_O,)))
+BACKWARD_AND_OPTIMIZER = Plan(((_B,), (_O,)))
+FORWARD = Plan(((_F,),))
+BACKWARD = Plan(((_B,),))
 FORWARD_BACKWARD = Plan(((_F, _B),))
 OPTIMIZER = Plan(((_O,),))
 NOTHING = Plan()

@@ -14,6 +14,7 @@ from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs import make_engine
 from pygraph_train.step.inputs import Transfer
+from pygraph_train.step.legality import Problem
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
@@ -210,6 +211,9 @@ class _PlainProgram:
         self._preparation = preparation
         if self._scaler is not None and not preparation.step_supports_scaler:
             return "the GradScaler reads on the host whether gradients overflowed; a fused optimizer does not need that"
+        return None
+
+    def acts_before_backward(self) -> Problem | None:
         return None
 
     def acts_before_update(self) -> str | None:

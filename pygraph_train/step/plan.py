@@ -11,8 +11,6 @@ from pygraph_train.selection.arms import (
     FORWARD_BACKWARD,
     NOTHING,
     OPTIMIZER,
-    REGIONS,
-    SEPARATE,
     SPLIT,
     WHOLE,
     Phase,
@@ -57,18 +55,20 @@ def legal_plans(
         forward_backward: may forward and backward be captured.
         optimizer: may the optimizer phase be captured.
         between: something in Python acts between backward and the optimizer.
-        regions: may forward and backward have graphs of their own. One of them alone cannot: what a
-            backward reads must lie where its forward's graph left it.
+        regions: may forward and backward have graphs of their own. One of them alone has one where the
+            other is "off".
     """
-    regions &= "off" not in (config.forward, config.backward)
     forward_backward &= config.fuse != "off" and "off" not in (config.forward, config.backward)
     optimizer &= config.optimizer != "off"
+    switches = {Phase.FORWARD: config.forward, Phase.BACKWARD: config.backward}
+    alone = tuple((phase,) for phase, switch in switches.items() if switch != "off")
+    regions &= bool(alone)
     allowed = {
         WHOLE: forward_backward and optimizer and not between,
         SPLIT: forward_backward and optimizer,
         FORWARD_BACKWARD: forward_backward,
-        SEPARATE: regions and optimizer,
-        REGIONS: regions,
+        Plan((*alone, (Phase.OPTIMIZER,))): regions and optimizer,  # with both off, the two below
+        Plan(alone): regions,
         OPTIMIZER: optimizer,
         NOTHING: True,
     }

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.step.legality import Problem
 from pygraph_train.step.optimizer import OptimizerPreparation
 
 __all__ = ["Call", "StepProgram", "plain_call"]
@@ -75,6 +76,9 @@ class StepProgram(Protocol):
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why `update` cannot be captured."""
+
+    def acts_before_backward(self) -> Problem | None:
+        """What runs in Python between forward and backward on every step, None when nothing does."""
 
     def acts_before_update(self) -> str | None:
         """What runs in Python between backward and the optimizer on every step, None when nothing does."""

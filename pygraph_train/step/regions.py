@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import time
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pygraph_train import torch_internals
@@ -48,9 +48,8 @@ _Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
 def why_no_regions(config: PyGraphConfig, engine: str) -> str | None:
     """Why forward and backward get no graphs of their own, None when they may."""
-    off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
-    if off:
-        return f"{', '.join(off)} was asked for, and a backward is captured only with its forward"
+    if config.region_phases == "none":
+        return "forward='off', backward='off' was asked for"
     if engine == "cuda" and config.compile is False:
         return (
             "compile=False was asked for, and forward and backward alone are captured from Inductor's kernels"
@@ -88,6 +87,7 @@ class Regions:
         self._engine = engine.name
         self._options = {
             "engine": engine.name,
+            "phases": config.region_phases,
             "indirection": config.indirection,
             "max_signatures": config.max_signatures,
         }
@@ -96,6 +96,7 @@ class Regions:
         self._traced = self._compiled = 0
         self._probes = self._quiet = 0
         self._numbers: set[str] = set()
+        self._retains = False  # a backward was seen that may be called again
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[_Backend], _Level]] = iter((_WholeFunction, self._modules))
         self._kind = next(self._levels)
@@ -162,7 +163,32 @@ class Regions:
     def _probe(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._traced += 1
         self._level.called = True
-        return graph.forward
+
+        def run(*args: Any) -> Any:
+            outputs = graph.forward(*args)
+            self._look_at_backward(args, outputs)
+            return outputs
+
+        return run
+
+    def _look_at_backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note what eager kernels allow between a forward and the end of its backward, and compiled ones do not."""
+        parameters = [x for x in inputs if isinstance(x, nn.Parameter)]
+        versions = list(map(torch_internals.tensor_version, parameters))
+
+        def look(gradient: Tensor) -> None:
+            why = None
+            self._retains |= torch_internals.backward_keeps_graph()
+            if torch.is_grad_enabled():
+                why = "the backward is differentiated itself (create_graph=True)"
+            elif versions != list(map(torch_internals.tensor_version, parameters)):
+                why = "parameters are changed between forward and backward"
+            if why is not None:
+                self.problem = Problem(f"forward and backward get no graphs of their own: {why}")
+
+        for output in outputs:
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                output.register_hook(torch.compiler.disable(look))
 
     def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         from pygraph_train import backend
@@ -182,8 +208,10 @@ class Regions:
             return graph.forward
         known = set(map(id, backend.report().regions))
         started = time.perf_counter()
+        retains = self._retains or self._program.acts_before_backward() is not None
         try:
-            compiled = backend.pygraph(graph, example_inputs, options=self._options)
+            with torch_internals.backwards_called_again() if retains else nullcontext():
+                compiled = backend.pygraph(graph, example_inputs, options=self._options)
         except torch_internals.dynamo_restart():  # not a failure: Dynamo traces once more
             raise
         except Exception as error:  # eager kernels do as well

@@ -17,7 +17,7 @@ from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import CaptureRecord, Fallback, StepReport
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.selection.arms import NOTHING, WHOLE, Arm, Plan
+from pygraph_train.selection.arms import NOTHING, WHOLE, Arm, Phase, Plan
 from pygraph_train.selection.controller import Switch
 from pygraph_train.step.capture import CaptureMaker
 from pygraph_train.step.choice import Choice
@@ -249,7 +249,8 @@ class StepRunner:
             with self._optimizer.prepared():
                 return body()
         plan = self._arm.plan
-        source: Source = "graph" if plan.forward_backward else "regions" if plan.regions else "autograd"
+        of_regions = (Phase.BACKWARD,) in plan.graphs
+        source: Source = "graph" if plan.forward_backward else "regions" if of_regions else "autograd"
         phase.run(body, constants, source=source, step=self._steps)
         if phase.replayed:
             self.report.optimizer_steps_replayed += 1
@@ -476,12 +477,10 @@ class StepRunner:
         config = self.config
         off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
         if off:
-            return Problem(
-                f"{', '.join(off)} was asked for, and a backward is captured only with its forward"
-            )
+            return Problem(f"{', '.join(off)} was asked for: forward and backward share no graph")
         if config.fuse == "off":
             return Problem("fuse='off' was asked for: forward and backward share no graph")
-        return backward_hook(self.program.model)
+        return self.program.acts_before_backward() or backward_hook(self.program.model)
 
     def _new_variant(
         self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]

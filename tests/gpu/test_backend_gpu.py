@@ -55,7 +55,7 @@ def batches(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def same_as_without_graphs(body: Body, kind: type[nn.Module] = Net) -> None:
+def same_as_without_graphs(body: Body, kind: type[nn.Module] = Net, **more: Any) -> None:
     """On the same kernels; dropout, the optimizer's state and the gradients included."""
     results = []
     for warmup_runs in (10**6, 1):
@@ -64,7 +64,7 @@ def same_as_without_graphs(body: Body, kind: type[nn.Module] = Net) -> None:
         torch.manual_seed(0)
         model = kind().cuda()
         opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        options = {"warmup_runs": warmup_runs, "selection": False}
+        options = {"warmup_runs": warmup_runs, "selection": False, **more}
         call = torch.compile(model, backend="pygraph", options=options)
         torch.manual_seed(7)
         values = [v.clone() for v in body(model, call, opt)]
@@ -95,6 +95,17 @@ def test_training_equals_training_without_graphs(kind: type[nn.Module], accumula
     same_as_without_graphs(lambda model, call, opt: train(call, opt, 16, accumulate), kind)
     for region in backend.report().regions:
         assert region.replays >= 10, region
+
+
+@pytest.mark.parametrize("phases", ["forward", "backward"])
+@pytest.mark.parametrize("indirection", ["copy", "device"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_one_phase_from_graphs(phases: str, indirection: str, accumulate: int) -> None:
+    same_as_without_graphs(
+        lambda model, call, opt: train(call, opt, 24, accumulate), phases=phases, indirection=indirection
+    )
+    assert replays(phases) >= 16, backend.report()
+    assert replays("backward" if phases == "forward" else "forward") == 0
 
 
 def test_validation_between_training_and_outputs_kept() -> None:
