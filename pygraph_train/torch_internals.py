@@ -382,12 +382,14 @@ def compile_with_aten(
     def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return make_boxed_func(gm.forward)
 
+    given = len(example_inputs)  # the compilers live on, and must not keep the inputs
+
     def compiler(phase: Any) -> Callable[..., Any]:
         def compile(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             static: Sequence[int] = range(count_tangents(gm))
             _note_what_is_donated()
             if phase != "backward":
-                static = get_static_input_idxs(num_fw_fixed_arguments(len(example_inputs), len(inputs)))
+                static = get_static_input_idxs(num_fw_fixed_arguments(given, len(inputs)))
             return build(compile_kernels, gm, inputs, _traced(gm, phase, frozenset(static)))
 
         return compile

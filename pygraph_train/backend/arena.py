@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from sys import getrefcount
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class Occupant:
             that one of them tells for all.
         keeps: blocks that were allocated during the whole capture: its replays leave them alone.
         pool: number of the pool that the capture allocated from.
+        visible: these are what the user sees of a forward: every run hands out objects of its own.
 
     Attributes:
         handed: by output index, the tensor objects to hand out, the same ones in every run: making
@@ -62,8 +64,10 @@ class Occupant:
         together: frozenset[int],
         keeps: frozenset[Block],
         pool: int,
+        visible: bool = False,
     ) -> None:
         self.tensors = tensors
+        self.visible = visible
         self.keeps = keeps
         self.pool = pool
         self.owned = True
@@ -78,9 +82,10 @@ class Occupant:
 
     def _hand_out(self) -> None:
         self._forget()
-        self.handed = {i: t if i in self.together else t.detach() for i, t in self.tensors.items()}
+        lasting = {} if self.visible else self.tensors
+        self.handed = {i: t if i in self.together else t.detach() for i, t in lasting.items()}
         watched = [t for i, t in self.tensors.items() if i not in self.together or i == self.sentinel]
-        self._objects = [t for i, t in self.handed.items() if i not in self.together]
+        self._objects = [t for i, t in self.handed.items() if i not in self.together]  # none of the visible
         self._own_references = 0
         # autograd must not take our own reference for a reason to copy a gradient instead of keeping it
         cached_tensors(self._objects)
@@ -90,17 +95,27 @@ class Occupant:
             self._own_references = self._references()
         self._storages = sorted({t.untyped_storage()._cdata for t in watched})
         # how many references are our own: more than that, and somebody holds an alias
-        self._own_counts = list(map(storage_use_count, self._storages))
+        self._own_counts = self._counts()
 
     def alive(self) -> bool:
         """Whether anyone but this graph still holds an output of its last replay."""
-        if list(map(storage_use_count, self._storages)) != self._own_counts:
+        if self._counts() != self._own_counts:
             return True
         if not self._own_references:  # it never ran
             return False
         # holders in C++ count apart
         held = sum(map(tensor_use_count, self._objects)) > len(self._objects)
         return held or self._references() > self._own_references
+
+    @contextmanager
+    def releasing(self) -> Iterator[None]:
+        """Context in which our own references to the memory go away, and those of others do not."""
+        held = [n - own for n, own in zip(self._counts(), self._own_counts, strict=True)]
+        yield
+        self._own_counts = [n - others for n, others in zip(self._counts(), held, strict=True)]
+
+    def _counts(self) -> list[int]:
+        return list(map(storage_use_count, self._storages))
 
     def _references(self) -> int:
         return sum(map(getrefcount, self._objects))
@@ -146,11 +161,11 @@ class Arena:
         self._active: list[Occupant] = []  # replayed, and not seen dead since
         self._stream: int | None = None
 
-    def in_the_way(self, occupant: Occupant, consumed: Occupant | None) -> list[Occupant]:
+    def in_the_way(self, occupants: tuple[Occupant, ...], consumed: Occupant | None) -> list[Occupant]:
         """Whose outputs, still in use, a replay would overwrite.
 
         Args:
-            occupant: outputs of the graph that is to run.
+            occupants: outputs of the graph that is to run; it keeps the same for all of them.
             consumed: outputs of another graph that this one reads, and that nobody reads again.
         """
         blocking = []
@@ -160,7 +175,7 @@ class Arena:
                 active.append(other)
             elif other.alive():
                 active.append(other)
-                if other is occupant or not self._spares(occupant, other):
+                if other in occupants or not self._spares(occupants[0], other):
                     blocking.append(other)
         self._active = active
         return blocking
@@ -170,11 +185,10 @@ class Arena:
             return True
         return other.blocks <= occupant.keeps
 
-    def ran(self, occupant: Occupant, consumed: Occupant | None) -> None:
+    def ran(self, occupants: tuple[Occupant, ...], consumed: Occupant | None) -> None:
         """Note a replay: its outputs are in use until they are seen dead; what it consumed is dead."""
-        self._active = [o for o in self._active if o is not occupant and o is not consumed]
-        if occupant.tensors:
-            self._active.append(occupant)
+        self._active = [o for o in self._active if o not in occupants and o is not consumed]
+        self._active += [o for o in occupants if o.tensors]
 
     def before_capture(self, consumed: Occupant | None) -> frozenset[Block]:
         """Make room for a capture.
@@ -198,12 +212,21 @@ class Arena:
         holders = {id(o): o for o in (*self._occupants, *self._active)}.values()
         return frozenset(b for o in holders if o.owned and o.pool == self.pool for b in o.blocks)
 
-    def add(self, occupant: Occupant) -> None:
-        self._occupants.append(occupant)
+    def add(self, occupants: tuple[Occupant, ...]) -> None:
+        self._occupants += occupants
 
-    def remove(self, occupant: Occupant) -> None:
+    def remove(self, occupants: tuple[Occupant, ...]) -> None:
         """The graph was closed. What it handed out stays guarded until it is dead."""
-        self._occupants = [o for o in self._occupants if o is not occupant]
+        self._occupants = [o for o in self._occupants if o not in occupants]
+
+    def producer(self, tensor: torch.Tensor) -> Occupant | None:
+        """The outputs, handed out in place by a graph that is still open, in whose memory a tensor lies."""
+        block = block_of(tensor)
+        return next((o for o in reversed(self._active) if block in o.blocks and self.produces(o)), None)
+
+    def produces(self, occupant: Occupant | None) -> bool:
+        """Whether the graph of this occupant is still open."""
+        return occupant in self._occupants
 
     def follow_stream(self) -> None:
         """Let the current stream wait for the one that ran the last graph, when they differ."""

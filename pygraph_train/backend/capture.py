@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -12,9 +14,11 @@ import torch
 from pygraph_train.backend.arena import Block, Occupant, block_of
 from pygraph_train.graphs import Graph
 from pygraph_train.graphs.memory import copy_elsewhere, span
-from pygraph_train.torch_internals import reinterpret_tensor
+from pygraph_train.torch_internals import borrow_memory, reinterpret_tensor
 
 __all__ = ["Handing", "RegionCapture"]
+
+LARGE = 1 << 20  # bytes from which an output that the user sees is not copied
 
 _address = torch.Tensor.data_ptr
 
@@ -26,10 +30,12 @@ class Handing:
     Args:
         in_place: output indices that may be handed out where the graph writes them; others are copied.
         together: those that live and die together, and that nobody changes: what a forward saves.
+        visible: what the user sees of a forward: handed out in place, as new objects, where it is large.
     """
 
     in_place: frozenset[int]
     together: frozenset[int]
+    visible: frozenset[int] = frozenset()
 
 
 class RegionCapture:
@@ -41,11 +47,17 @@ class RegionCapture:
         buffers: by index, fixed buffers that stood for inputs during the capture: copied into.
         served: by index, the position of inputs whose addresses may be rewritten instead.
         spare: by index, buffers for the served, where the graph reads them while `pointing` is False.
+        settled: inputs that are outputs of another graph, and are read where it wrote them; with all of these
+            outputs. They move when that graph is captured again.
         mutated: inputs that the region writes to.
         result: what the region returned during the capture.
         handing: how outputs are handed out.
         keeps, pool: see `arena.Occupant`.
         consumes: outputs of another graph that this one reads and frees.
+
+    Attributes:
+        producers: by settled input, a weak reference to the outputs that it was part of.
+        occupants: outputs that are handed out in place; what a backward consumes of a forward comes first.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class RegionCapture:
         buffers: Mapping[int, torch.Tensor],
         served: Mapping[int, int],
         spare: Mapping[int, torch.Tensor],
+        settled: Mapping[int, Occupant],
         mutated: frozenset[int],
         result: Sequence[Any],
         handing: Handing,
@@ -71,6 +84,10 @@ class RegionCapture:
             itemgetter(*self.fixed) if len(self.fixed) > 1 else lambda given: [given[i] for i in self.fixed]
         )
         self.addresses = [inputs[i].data_ptr() for i in self.fixed]
+        self.settled = tuple(settled)
+        # weak: their memory is theirs
+        self.producers = {i: weakref.ref(o) for i, o in settled.items()}
+        self._strides = [inputs[i].stride() for i in self.settled]
         self._served = tuple(served.items())
         self._spare = dict(spare)
         self.pointing = not spare
@@ -80,6 +97,8 @@ class RegionCapture:
         self._arrange_buffers()
         self._aligned: dict[int, torch.Tensor] = {}  # copies of inputs that came misaligned
         self.patched = 0
+        # nobody else may hold them: alive until they are read
+        self._held: tuple[int, ...] = (*served, *self.settled)
         self._sort_outputs(inputs, buffers, result, handing, keeps, pool)
 
     def _arrange_buffers(self) -> None:
@@ -115,6 +134,7 @@ class RegionCapture:
             self._own |= self._spare
             self._spare.clear()
             self._served = ()
+            self._held = self.settled
             self._arrange_buffers()
 
     def _sort_outputs(
@@ -126,51 +146,79 @@ class RegionCapture:
         keeps: frozenset[Block],
         pool: int,
     ) -> None:
-        callers = {*self.fixed, *(i for i, _ in self._served)}  # inputs that the graph uses where they are
+        # inputs that the graph uses where they are; of those that share memory, what may move speaks for it
+        callers = [*(i for i in self.fixed if i not in self.settled), *self._held]
         same_object = {id(inputs[i]): i for i in callers}
         same_memory = {block_of(inputs[i]): i for i in callers}
         own_buffers = {block_of(t) for t in buffers.values()}
+        large = _large(result, handing.visible) - own_buffers - same_memory.keys()
         self._template: list[Any] = [None] * len(result)
         self._passed: list[tuple[int, int]] = []
         self._viewed: list[tuple[int, int, Any]] = []
+        self._recast: list[tuple[int, int, Any]] = []  # views as another dtype
         self._copies: list[tuple[int, torch.Tensor]] = []
         self._repeated: list[tuple[int, int]] = []  # autograd asks whether a gradient is nobody else's
         tensors: dict[int, torch.Tensor] = {}
+        visible: dict[int, torch.Tensor] = {}
         seen: dict[tuple[int, bool, bool], int] = {}
         for index, output in enumerate(result):
             if not isinstance(output, torch.Tensor):
                 self._template[index] = output
                 continue
-            owner = same_memory.get(block_of(output))
-            kind = (id(output), index in handing.in_place, index in handing.together)
+            block = block_of(output)
+            owner = same_memory.get(block)
+            in_place = index in handing.in_place or block in large
+            kind = (id(output), in_place, index in handing.together and block not in large)
             first = seen.setdefault(kind, index)
             if first != index:
                 self._repeated.append((index, first))
             elif id(output) in same_object:
                 self._passed.append((index, same_object[id(output)]))
-            elif owner is not None and owner in self.fixed:
+            elif owner is not None and owner in self.fixed and owner not in self.settled:
                 self._template[index] = output  # its memory is where it was, or this graph does not run
             elif owner is not None and inputs[owner].dtype == output.dtype:
                 offset = output.storage_offset() - inputs[owner].storage_offset()
                 self._viewed.append((index, owner, (tuple(output.size()), tuple(output.stride()), offset)))
-            elif index not in handing.in_place:
-                self._copies.append((index, output))
+            elif owner in self.settled:
+                first_byte = output.data_ptr() - inputs[owner].data_ptr()
+                geometry = (output.dtype, first_byte, output.size(), output.stride())
+                self._recast.append((index, owner, geometry))
+            elif block in large:
+                visible[index] = output
+            elif not in_place:
+                own = owner is None and block not in own_buffers and not _lazy(output)
+                # copied as soon as it was written: the pool may hand the memory on
+                lent = borrow_memory(output) if own and block.nbytes >= LARGE else output
+                self._copies.append((index, lent))
             else:
                 tensors[index] = output
         self._shared = _share(self._copies)
         in_buffers = frozenset(i for i, t in tensors.items() if block_of(t) in own_buffers)
         self.occupant = Occupant(tensors, in_buffers, handing.together, keeps, pool)
-        self.occupant.on_change = self._follow_occupant
-        self._follow_occupant()
+        self._seen = Occupant(visible, frozenset(), frozenset(), keeps, pool, visible=True)
+        self.occupants = (self.occupant, self._seen) if visible else (self.occupant,)
+        for occupant in self.occupants:
+            occupant.on_change = self._follow_occupants
+        self._follow_occupants()
 
-    def _follow_occupant(self) -> None:
-        """Hand out the tensors that the occupant has now."""
+    def _follow_occupants(self) -> None:
+        """Hand out the tensors that the occupants have now."""
         for index, tensor in self.occupant.handed.items():
             self._template[index] = tensor
+        self._visible = tuple((i, t, (t.size(), t.stride(), 0)) for i, t in self._seen.tensors.items())
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether every input that the graph reads in place is where it was."""
-        return list(map(_address, self._pick_fixed(inputs))) == self.addresses
+        if list(map(_address, self._pick_fixed(inputs))) != self.addresses:
+            return False
+        return not self.settled or [inputs[i].stride() for i in self.settled] == self._strides
+
+    def moved(self, inputs: Sequence[Any]) -> set[int]:
+        """Inputs that the graph reads in place and that are elsewhere."""
+        moved = {i for i, at in zip(self.fixed, self.addresses, strict=True) if inputs[i].data_ptr() != at}
+        return moved | {
+            i for i, s in zip(self.settled, self._strides, strict=True) if inputs[i].stride() != s
+        }
 
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on `inputs` (emptied as soon as possible) and return the region's outputs."""
@@ -185,12 +233,12 @@ class RegionCapture:
         for index, source, geometry in self._viewed:
             outputs[index] = reinterpret_tensor(inputs[source], *geometry)
         written = [(inputs[i], buffer) for i, buffer in self._write_back]
-        in_place = [
-            inputs[i] for i, _ in self._served
-        ]  # nobody else may hold them: alive until they are read
+        for index, source, geometry in self._recast:
+            outputs[index] = _recast(inputs[source], *geometry)
+        held = [inputs[i] for i in self._held]
         inputs.clear()
         self.graph.replay()
-        del in_place
+        del held
         for target, buffer in written:
             span(target).copy_(span(buffer))
         if self.occupant.sentinel is not None:
@@ -200,6 +248,8 @@ class RegionCapture:
         else:
             for index, base in self._copies:
                 outputs[index] = base.clone()
+        for index, base, geometry in self._visible:
+            outputs[index] = reinterpret_tensor(base, *geometry)
         for index, first in self._repeated:
             outputs[index] = outputs[first]
         return outputs
@@ -233,8 +283,11 @@ class RegionCapture:
 
     def close(self) -> None:
         """Release the graph. What it handed out stays guarded by the arena."""
-        self.occupant.on_change = None
-        self.graph.close()
+        with ExitStack() as stack:
+            for occupant in self.occupants:
+                occupant.on_change = None
+                stack.enter_context(occupant.releasing())
+            self.graph.close()
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -250,6 +303,28 @@ def _dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _lazy(tensor: torch.Tensor) -> bool:
+    """Whether what is in memory is not yet what the tensor is."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _large(result: Sequence[Any], visible: frozenset[int]) -> set[Block]:
+    """The memory of large outputs that the user sees."""
+    tensors = {i: t for i, t in enumerate(result) if isinstance(t, torch.Tensor)}
+    blocks = {block_of(t) for i, t in tensors.items() if i in visible}
+    lazy = {block_of(t) for t in tensors.values() if _lazy(t)}
+    return {block for block in blocks - lazy if block.nbytes >= LARGE}
+
+
+def _recast(
+    tensor: torch.Tensor, dtype: torch.dtype, first_byte: int, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A view of memory near a tensor's first element, as another type."""
+    offset = (tensor.storage_offset() * tensor.element_size() + first_byte) // dtype.itemsize
+    empty = torch.empty(0, dtype=dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), offset, size, stride)
 
 
 def _share(outputs: list[tuple[int, torch.Tensor]]) -> bool:

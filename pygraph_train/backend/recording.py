@@ -48,6 +48,7 @@ def record(
     compiled: Compiled,
     inputs: list[Any],
     moving: Collection[int],
+    settled: Collection[int],
     consumed: Occupant | None,
     mutated: Collection[int],
     prefer: Literal["device", "host"] | None,
@@ -61,6 +62,7 @@ def record(
             that do not own it: the captured work frees that memory as it goes, and its own results may
             take the place. The contents stay until a replay.
         moving: inputs that will be elsewhere in other runs.
+        settled: inputs that stay where they are, as far as anyone knows: the graph does not own their memory.
         consumed: what the region is the last to read.
         mutated: inputs that the region writes to.
         prefer: rewrite the addresses of moving inputs from there; None copies them into buffers.
@@ -68,16 +70,18 @@ def record(
         CaptureError: see `Engine.capture`.
     """
     buffers = {i: copy_elsewhere(inputs[i]) for i in moving}
+    stand_in = {**buffers, **{i: borrow_memory(inputs[i]) for i in settled}}
     if prefer is None or not buffers:
-        graph, result, stood = _capture(engine, compiled, inputs, buffers, consumed, instantiate=True)
+        graph, result, stood = _capture(engine, compiled, inputs, stand_in, consumed, instantiate=True)
         return Recorded(graph, result, stood, buffers)
     elsewhere = {i: copy_elsewhere(inputs[i]) for i in moving}
+    others = {**stand_in, **elsewhere}
     with engine.scratch_pool():  # `inputs` keeps what this capture would free
         first, _ = engine.capture(
-            lambda: compiled([elsewhere.get(i, x) for i, x in enumerate(inputs)]), instantiate=False
+            lambda: compiled([others.get(i, x) for i, x in enumerate(inputs)]), instantiate=False
         )
     del _
-    graph, result, stood = _capture(engine, compiled, inputs, buffers, consumed, instantiate=False)
+    graph, result, stood = _capture(engine, compiled, inputs, stand_in, consumed, instantiate=False)
     recorded = Recorded(graph, result, stood, buffers)
     order = list(buffers)
     try:
@@ -105,17 +109,17 @@ def _capture(
     engine: Engine,
     compiled: Compiled,
     inputs: list[Any],
-    buffers: dict[int, torch.Tensor],
+    stand_in: dict[int, torch.Tensor],
     consumed: Occupant | None,
     instantiate: bool,
 ) -> tuple[Graph, Sequence[Any], list[Any]]:
-    given = [buffers.get(i, x) for i, x in enumerate(inputs)]
+    given = [stand_in.get(i, x) for i, x in enumerate(inputs)]
     if consumed is not None and engine.shares_memory:
         inputs[:] = [
             borrow_memory(x) if isinstance(x, torch.Tensor) and block_of(x) in consumed.blocks else x
             for x in inputs
         ]
-    stood = [buffers.get(i, x) for i, x in enumerate(inputs)]
+    stood = [stand_in.get(i, x) for i, x in enumerate(inputs)]
     graph, result = engine.capture(lambda: compiled(given), instantiate=instantiate)
     return graph, list(result), stood
 

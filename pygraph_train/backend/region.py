@@ -6,6 +6,7 @@ address, memory in use, a backward that keeps its graph) runs as compiled, on th
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -99,8 +100,9 @@ class Region:
         self._keys: OrderedDict[tuple[Any, ...], _Key] = OrderedDict()
         self._constants: tuple[int, ...] | None = None
         self._moving: set[int] = set()
+        self._followed: dict[int, int] = {}  # how often an input was found elsewhere with its producer
         self.last: RegionCapture | None = None  # what the last run replayed, if it did
-        self._in_place = True  # gradients are handed out where the graph writes them
+        self._in_place = True  # gradients and large outputs are handed out where the graph writes them
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
         self.plain_only = False
         self.alone = spec.phase == "backward" and options.phases == "backward"  # no forward's graph feeds it
@@ -138,7 +140,7 @@ class Region:
         blocked: list[Occupant] = []
         for capture in key.captures:
             if capture.fits(inputs):
-                blocked = self._arena.in_the_way(capture.occupant, capture.consumes)
+                blocked = self._arena.in_the_way(capture.occupants, capture.consumes)
                 if not blocked:
                     return self._replay(capture, inputs)
         if self._may_capture(key, inputs, blocked):
@@ -180,9 +182,21 @@ class Region:
 
     def _drop(self, key: _Key) -> None:
         for capture in key.captures:
-            self._arena.remove(capture.occupant)
-            capture.close()
+            self._arena.remove(capture.occupants)
+            with capture.occupant.releasing():  # an emulated backward holds what it read
+                if self._pair.backward is not None and self._pair.backward is not self:
+                    self._pair.backward.forget(capture.occupant)
+                capture.close()
         key.captures = []
+
+    def forget(self, consumed: Occupant) -> None:
+        """Close the graphs that read these outputs of a graph that is gone."""
+        for key in self._keys.values():
+            gone = [capture for capture in key.captures if capture.consumes is consumed]
+            for capture in gone:
+                self._arena.remove(capture.occupants)
+                capture.close()
+            key.captures = [capture for capture in key.captures if capture not in gone]
 
     def _plain(self, inputs: list[Any], time: bool = False) -> Any:
         self.record.plain_runs += 1
@@ -218,7 +232,7 @@ class Region:
             outputs = self.choice.time(way, lambda: capture.replay(inputs))
         else:
             way, outputs = None, capture.replay(inputs)
-        self._arena.ran(capture.occupant, capture.consumes)
+        self._arena.ran(capture.occupants, capture.consumes)
         row.patched_pointers = capture.patched
         if way is not None:
             self._pair.settle()
@@ -227,16 +241,37 @@ class Region:
     # ------------------------------------------------------------------ capture
 
     def _may_capture(self, key: _Key, inputs: list[Any], blocked: list[Occupant]) -> bool:
+        if self._outputs_in_the_way(blocked):
+            return False
         if len(key.captures) >= MAX_VERSIONS:
             self._free_the_way(blocked)
             return False
-        if self.spec.phase == "backward" and not self.alone:
+        fed = self.spec.phase == "backward" and not self.alone
+        if key.captures and not blocked:
+            near = self._of_same_source(key, inputs) if fed else key.captures
+            if near and not self._moved(key, near[-1], inputs):
+                return False
+        if fed:
             return self._source_is_owned(inputs)
-        if blocked:
-            return True
-        if key.captures:
-            return self._moved(key, inputs)
-        return key.runs > self._warm_runs()
+        return bool(blocked) or key.runs > self._warm_runs()
+
+    def _of_same_source(self, key: _Key, inputs: list[Any]) -> list[RegionCapture]:
+        """Backwards of the forward's graph that saved these inputs; only what may move one day has moved."""
+        source = self._source(inputs)
+        captures = [c for c in key.captures if source is not None and c.consumes is source.occupant]
+        return [c for c in captures if c.moved(inputs) <= {*c.settled}]
+
+    def _outputs_in_the_way(self, blocked: list[Occupant]) -> bool:
+        """Nothing but outputs that users keep is in the way: from now on these are copied."""
+        owners = [o.owner for o in blocked if o.visible]
+        if len(owners) < len(blocked) or not any(isinstance(o, Region) and o._in_place for o in owners):
+            return False
+        gc.collect()  # a compilation leaves what it was called with in reference cycles
+        for occupant in blocked:
+            if isinstance(occupant.owner, Region) and occupant.alive():
+                occupant.owner._in_place = False
+                occupant.owner.capture_again()
+        return True
 
     def _source_is_owned(self, inputs: list[Any]) -> bool:
         """Whether a forward's graph saved these inputs, in memory that the pool will not hand out."""
@@ -251,17 +286,25 @@ class Region:
     def _warm_runs(self) -> int:
         return max(self._options.warmup_runs, self.choice.samples + 1 if self.choice.active else 0)
 
-    def _moved(self, key: _Key, inputs: list[Any]) -> bool:
+    def _moved(self, key: _Key, last: RegionCapture, inputs: list[Any]) -> bool:
         """An input of a captured region is elsewhere; if that goes on, it is one that moves."""
-        key.misses += 1
-        if key.misses <= MISSES:
-            return False
+        moved = last.moved(inputs)
+        if not all(self._follows(last.producers.get(i), i, inputs[i]) for i in moved):
+            key.misses += 1
+            if key.misses <= MISSES:
+                return False
+            self._moving |= moved
         key.misses = 0
-        last = key.captures[-1]
-        moved = {i for i, at in zip(last.fixed, last.addresses, strict=True) if inputs[i].data_ptr() != at}
-        self._moving |= moved
         self._drop(key)
         return True
+
+    def _follows(self, before: Callable[[], Occupant | None] | None, i: int, tensor: torch.Tensor) -> bool:
+        """Whether an input is elsewhere because the graph that hands it out was captured again."""
+        arena = self._arena
+        if before is None or arena.produces(before()) or arena.producer(tensor) is None:
+            return False
+        self._followed[i] = self._followed.get(i, 0) + 1
+        return self._followed[i] <= MAX_VERSIONS
 
     def _free_the_way(self, blocked: list[Occupant]) -> None:
         for occupant in blocked:
@@ -289,12 +332,12 @@ class Region:
         arena = self._arena
         source = self._source(inputs) if self.spec.phase == "backward" else None
         consumed = source.occupant if source is not None else None
-        moving = self._moving_inputs(inputs, source)
+        moving, settled = self._sort_inputs(inputs, source)
         prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
         keeps = arena.before_capture(consumed)
         try:
             work = record(
-                arena.engine, self._run_compiled, inputs, moving, consumed, self.spec.mutated, prefer
+                arena.engine, self._run_compiled, inputs, moving, settled, consumed, self.spec.mutated, prefer
             )
         except CaptureError as error:
             self._failed(error.reason, error)
@@ -310,6 +353,7 @@ class Region:
                 work.buffers,
                 work.served,
                 work.spare,
+                settled,
                 self.spec.mutated,
                 work.result,
                 self._handing(len(work.result)),
@@ -317,33 +361,47 @@ class Region:
                 pool=arena.pool,
                 consumes=consumed,
             )
-            capture.occupant.owner = self
+            for occupant in capture.occupants:
+                occupant.owner = self
             if self._pair.way is None:
                 capture.point(prefer is not None, for_good=True)
-            arena.add(capture.occupant)
+            arena.add(capture.occupants)
             key.captures.append(capture)
             self._make_room()
             self._note(capture, work.unserved)
             return capture
         return None
 
-    def _moving_inputs(self, inputs: list[Any], source: RegionCapture | None) -> list[int]:
-        """Tensors that will be elsewhere in the next run."""
+    def _sort_inputs(
+        self, inputs: list[Any], source: RegionCapture | None
+    ) -> tuple[list[int], dict[int, Occupant]]:
+        """Tensors that will be elsewhere in the next run, and those that are outputs of another graph."""
         followed = set(source.served_at) if source is not None else set()  # saved by the forward as it came
-        return [
-            i
-            for i, x in enumerate(inputs)
-            if isinstance(x, torch.Tensor)
-            and (i not in self.spec.static or i in self._moving or x.data_ptr() in followed)
-        ]
+        consumed = source.occupant if source is not None else None
+        moving: list[int] = []
+        settled: dict[int, Occupant] = {}
+        for i, x in enumerate(inputs):
+            if not isinstance(x, torch.Tensor):
+                continue
+            if i in self._moving or x.data_ptr() in followed:
+                moving.append(i)
+                continue
+            producer = self._arena.producer(x) if x.numel() else None
+            if producer is not None and producer is not consumed:
+                settled[i] = producer
+            elif i not in self.spec.static:
+                moving.append(i)
+        return moving, settled
 
     def _handing(self, outputs: int) -> Handing:
         nothing: frozenset[int] = frozenset()
         if self.spec.phase == "backward":
             return Handing(frozenset(range(outputs)) if self._in_place else nothing, nothing)
         saved = frozenset(range(self.spec.saved_from, outputs))
+        seen = frozenset(range(self.spec.mutations, self.spec.saved_from))
         # the new values of mutated inputs are read at once by the one who mutates them
-        return Handing(saved | frozenset(range(self.spec.mutations)), saved)
+        in_place = saved | frozenset(range(self.spec.mutations))
+        return Handing(in_place, saved, seen if self._in_place else nothing)
 
     def _note(self, capture: RegionCapture, unserved: dict[int, str]) -> None:
         row = self.record

@@ -202,6 +202,66 @@ def test_moving_batches_are_served_without_copies(how: str) -> None:
     assert backward.copied_bytes <= 4 and backward.patched_pointers >= 1, backward
 
 
+class Vocabulary(nn.Module):
+    """Its output is large, and read by a loss that is compiled apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(256, 256), nn.Linear(256, 16384)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.gelu(self.first(x)))
+
+
+def in_a_chain(
+    call: Any,
+    opt: torch.optim.Optimizer,
+    options: dict[str, Any],
+    before_step: Callable[[int], None] = lambda step: None,
+) -> list[torch.Tensor]:
+    def criterion(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.float() * 2, y)
+
+    loss_of = torch.compile(criterion, backend="pygraph", options=options)
+    generator, losses = torch.Generator("cuda").manual_seed(2), []
+    for step in range(16):
+        before_step(step)
+        x = torch.randn(2048, 256, device="cuda", generator=generator)
+        y = torch.randint(0, 16384, (2048,), device="cuda", generator=generator)
+        loss = loss_of(call(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_a_large_output_is_read_in_place_by_the_next_region() -> None:
+    options = {"selection": False, "warmup_runs": 1}
+    same_as_without_graphs(lambda model, call, opt: in_a_chain(call, opt, options), Vocabulary)
+    for region in backend.report().regions:
+        assert region.replays >= 12, region
+        assert region.copied_bytes <= 2048 * 256 * 4, region  # the batch
+
+
+def test_a_large_output_costs_no_memory_of_its_own() -> None:
+    def before_step(step: int) -> None:
+        if step == 10:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    peaks = []
+    for options in ({"engine": "off"}, {"selection": False, "warmup_runs": 1}):
+        torch.compiler.reset()
+        model = Vocabulary().cuda()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        call = torch.compile(model, backend="pygraph", options=options)
+        in_a_chain(call, opt, options, before_step)
+        peaks.append(torch.cuda.max_memory_reserved())
+        del model, opt, call
+    assert peaks[1] <= 1.05 * peaks[0], peaks
+
+
 def test_backward_reuses_the_memory_of_what_it_consumes() -> None:
     torch.manual_seed(0)
     width, depth = 1024, 8
