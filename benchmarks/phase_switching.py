@@ -6,6 +6,7 @@
 
 Cases, each with its target:
 
+    models       each model settles on `{F B O}` with Inductor's kernels, and is as fast as if that had been asked for
     compute      large matrices: at most 1% slower than without the callback, exploration included
     hooks        bert, gradient norms logged in on_before_optimizer_step: 1.3x over reduce-overhead
     metric       bert, a metric with Python state in training_step: 1.3x over reduce-overhead
@@ -17,6 +18,7 @@ Cases, each with its target:
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import logging
 import tempfile
@@ -36,10 +38,18 @@ from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_defa
 from benchmarks.lightning_step import CycledBatches
 from benchmarks.limit import StepTimeout, time_limit
 from benchmarks.record import DASH, print_table, write_json
-from benchmarks.workloads import Batch, Workload, build, classification_loss, input_batches
+from benchmarks.workloads import (
+    WORKLOADS,
+    Batch,
+    Workload,
+    WorkloadUnavailable,
+    build,
+    classification_loss,
+    input_batches,
+)
 from pygraph_train import PyGraphCallback
 
-CASES = ("compute", "hooks", "metric", "hostread", "exploration", "cache")
+CASES = ("models", "compute", "hooks", "metric", "hostread", "exploration", "cache")
 FOREVER = 1_000_000  # steps that the Trainer believes in: what a long run is worth compiling for
 KEPT_LOSSES = 20
 SETTLED_STEPS = 10  # after the last decision, before the timing
@@ -258,6 +268,8 @@ def fit(
             kind = LogsNorms if case == "hooks" else Trained
             trainer.fit(kind(workload, case, mode), loader)
             row["losses"] = torch.stack(times.losses).float().tolist()
+    except WorkloadUnavailable as unavailable:
+        row["skipped"] = str(unavailable)
     except StepTimeout:
         row["error"] = f"timed out after {args.timeout_s} s"
     except Exception as error:
@@ -268,6 +280,27 @@ def fit(
         row["report"] = callback.report().to_dict()
         row["plan"] = row["report"]["plan"]
     return row
+
+
+def models(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Defaults against the plan that is expected of them; compiled kernels come from the same cache."""
+    timing = {"warmup": args.warmup, "max_warmup": args.max_warmup, "steps": args.timed, "planned": FOREVER}
+    for name in args.models:
+        case = f"models: {name}"
+        make = functools.partial(build, name)
+        ours = fit(args, case, make, pygraph=True, **timing)
+        yield ours
+        if ours["skipped"]:
+            continue
+        asked = fit(args, case, make, pygraph=True, compile=True, fuse="on", **timing)
+        yield asked
+        switches = ours.get("report", {}).get("switches") or [{"arm": None}]
+        plan, expected = switches[-1]["arm"], "{F B O} compiled"
+        yield _verdict(case, "plan of the defaults", plan, expected, plan == expected)
+        ratio = _ratio(ours, asked)
+        yield _verdict(
+            case, "time / with that plan asked for", ratio, "<= 1.02", ratio is not None and ratio <= 1.02
+        )
 
 
 def compute(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -377,6 +410,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with the defaults of the device filled in."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated (default: all)")
+    parser.add_argument("--models", default=",".join(WORKLOADS), help="of the case models (default: all)")
     parser.add_argument("--steps", type=int, help="steps of the case compute (default: 520; CPU: 40)")
     parser.add_argument("--timed", type=int, help="steady steps that are timed (default: 100; CPU: 5)")
     parser.add_argument("--warmup", type=int, help="least steps before them (default: 40; CPU: 10)")
@@ -389,7 +423,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=int, default=300, help="limit of one fit; 0: none")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    settle_choices(parser, args, cases=CASES)
+    settle_choices(parser, args, cases=CASES, models=list(WORKLOADS))
     settle_device(parser, args)
     settle_defaults(
         args,
@@ -427,6 +461,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if "models" in args.cases:
+        yield from models(args)
     if "compute" in args.cases:
         yield from compute(args)
     for case in ("hooks", "metric"):

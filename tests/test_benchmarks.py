@@ -75,12 +75,12 @@ def test_accelerate_step(tmp_path):
 
 
 def test_phase_switching(tmp_path):
-    options = ("--cases", "metric,hostread", "--timed", "3", "--timeout-s", "0")
+    options = ("--cases", "models,metric,hostread", "--models", "mlp", "--timed", "3", "--timeout-s", "0")
     record = run("benchmarks.phase_switching", tmp_path / "phases.json", *options)
     assert record["timing_claim"] is False
     assert all(row["error"] is None for row in record["rows"]), record["rows"]
     plans = {row["case"]: row["plan"] for row in record["rows"] if "plan" in row}
-    assert plans == {"metric": "{F} {B} {O}", "hostread": "{F} {B} {O}"}
+    assert plans == {"models: mlp": "{F B O}", "metric": "{F} {B} {O}", "hostread": "{F} {B} {O}"}
     correct = {c["claim"]: c["met"] for c in record["claims"]}
     assert correct["plan"] and correct["largest loss difference"]
 
