@@ -50,6 +50,7 @@ MODES: dict[str, dict[str, Any] | None] = {
     "reduce-overhead": {"mode": "reduce-overhead"},
     "pygraph": {"backend": "pygraph", "options": {}},
     "pygraph-no-transform": {"backend": "pygraph", "options": {"transform": False}},
+    "pygraph-no-direct": {"backend": "pygraph", "options": {"direct": False}},
     "pygraph-copy": {"backend": "pygraph", "options": {"indirection": "copy"}},
     "pygraph-host": {"backend": "pygraph", "options": {"indirection": "host"}},
     "pygraph-no-selection": {"backend": "pygraph", "options": {"selection": False}},

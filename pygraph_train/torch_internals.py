@@ -6,7 +6,7 @@ import functools
 import logging
 import traceback
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -318,6 +318,45 @@ def reinterpret_tensor(
 def backward_keeps_graph() -> bool:
     """Whether the backward that runs in this thread was called with retain_graph=True. (2.11, 2.13)"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def autograd_is_watched() -> bool:
+    """Whether somebody wants to see what is saved for a backward, or transforms it. (2.11, 2.13)"""
+    return (
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._dynamo.compiled_autograd.compiled_autograd_enabled
+    )
+
+
+def compiled_autograd_wanted() -> bool:
+    """Whether backwards of what is compiled now will be traced. (2.11, 2.13)"""
+    import torch._dynamo.config as config
+
+    return config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled
+
+
+def has_symbols(values: Iterable[Any]) -> bool:
+    """Whether the size of a tensor is not a number. (2.11, 2.13)"""
+    tensors = (x for x in values if isinstance(x, torch.Tensor))
+    return any(not isinstance(n, int) for x in tensors for n in (*x.size(), *x.stride()))
+
+
+def refuse_second_backward(gradients: Sequence[Any]) -> Any:
+    """Gradients that raise when they are differentiated, as those of every compiled function. (2.11, 2.13)"""
+    message = b"torch.compile with aot_autograd does not currently support double backward"
+    given = [g if g is None else g.detach().requires_grad_() for g in gradients]
+    return torch._C._functions.DelayedError(message, len(given))(*given)  # type: ignore[arg-type]
+
+
+def autocast_enabled() -> bool:
+    """Whether operations are cast, on any device, in this thread. (2.11, 2.13)"""
+    return torch._C._is_any_autocast_enabled()
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Context in which no operation is cast. (2.11, 2.13)"""
+    return torch._C._DisableAutocast()
 
 
 def backwards_called_again() -> AbstractContextManager[None]:

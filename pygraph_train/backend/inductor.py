@@ -11,8 +11,9 @@ import torch
 
 from pygraph_train import torch_internals
 from pygraph_train.backend.arena import Arena
+from pygraph_train.backend.direct import Direct
 from pygraph_train.backend.options import BackendOptions
-from pygraph_train.backend.pair import Pair
+from pygraph_train.backend.pair import Pair, Tangent
 from pygraph_train.backend.region import Region, RegionSpec
 from pygraph_train.backend.report import BackendReport, RegionRecord
 from pygraph_train.backend.staging import Staged
@@ -37,9 +38,12 @@ def compile_graph(
     measure = options.selection and options.engine != "emulated"  # which is slower by nature
     pair, number = Pair(options.indirection, measure), next(_numbers)
     build = functools.partial(_region, pair=pair, number=number, options=options)
+    pair.direct = options.direct and not torch_internals.compiled_autograd_wanted()
     if options.engine == "emulated":
-        return torch_internals.compile_with_aten(gm, example_inputs, build)
-    return torch_internals.compile_with_inductor(gm, example_inputs, build)
+        compiled = torch_internals.compile_with_aten(gm, example_inputs, build)
+    else:
+        compiled = torch_internals.compile_with_inductor(gm, example_inputs, build)
+    return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
 
 
 def _region(
@@ -76,8 +80,33 @@ def _region(
     )
     region = Region(compiled, spec, arena, options, pair, record)
     if changed.staged or changed.late or changed.passthrough:
+        pair.direct = False
         return Staged(region, changed, device)
+    _name_ends(gm, traced.phase, pair)
     return region
+
+
+def _name_ends(gm: torch.fx.GraphModule, phase: str, pair: Pair) -> None:
+    """Note what goes into a graph and what comes out of it."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    (outputs,) = next(node for node in gm.graph.nodes if node.op == "output").args
+    names = tuple(node.name for node in placeholders)
+    pair.direct &= all(isinstance(node.meta.get("val"), torch.Tensor) for node in placeholders)
+    if phase == "backward":
+        pair.arriving, pair.gradients = names, len(outputs)
+        tangents = [node for node in placeholders if node.name.startswith("tangents")]
+        if torch_internals.has_symbols(node.meta.get("val") for node in tangents):
+            pair.direct = False
+        else:
+            pair.tangents = tuple(_tangent(node) for node in tangents)
+    else:
+        pair.outputs = tuple(map(str, outputs))
+        pair.direct &= phase == "forward"
+
+
+def _tangent(node: torch.fx.Node) -> Tangent:
+    value = node.meta["val"]
+    return Tangent(node.name, tuple(value.size()), value.stride(), value.dtype)
 
 
 def _transform(

@@ -15,6 +15,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "engine": ("auto", "cuda", "emulated", "off"),
     "phases": ("both", "forward", "backward"),
     "transform": (True, False),
+    "direct": (True, False),
     "indirection": ("auto", "device", "host", "copy"),
     "selection": (True, False),
     "on_failure": ("fallback", "raise"),
@@ -31,6 +32,7 @@ class BackendOptions:
         phases: which ones may run from a graph; the other one runs its compiled kernels as they are. A
             callable that needs no gradients counts as a forward.
         transform: rewrite what blocks capture (CPU scalars, host-to-device copies, CPU outputs).
+        direct: call functions without aliases and mutations past AOTAutograd's runtime.
         indirection: how inputs at new addresses are served: "copy" into fixed buffers, or patch the
             addresses in the graph from the "device" or the "host"; "auto" measures.
         selection: measure each region with and without a graph and keep the faster. False: a graph
@@ -48,6 +50,7 @@ class BackendOptions:
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
     phases: Literal["both", "forward", "backward"] = "both"
     transform: bool = True
+    direct: bool = True
     indirection: Literal["auto", "device", "host", "copy"] = "auto"
     selection: bool = True
     warmup_runs: int = 3

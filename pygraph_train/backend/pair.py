@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pygraph_train.backend.choice import Cost, Way, choose
 
 if TYPE_CHECKING:
     from pygraph_train.backend.region import Region
 
-__all__ = ["Pair"]
+__all__ = ["Pair", "Tangent"]
 
 WORTH_POINTING = 1 << 20  # bytes copied per step from which rewriting addresses may be cheaper
+
+
+class Tangent(NamedTuple):
+    """A gradient of an output as the backward was compiled for it: contiguous or not."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
 
 
 class Pair:
@@ -25,6 +34,10 @@ class Pair:
         way: what a replay measures just now; None when all is decided.
         lasting: names of what the forward saves that lies in memory of its own static inputs.
         handed_over: names of what the transformed forward saves on the device instead of the CPU.
+        outputs: names of the forward's outputs.
+        arriving: names of the backward's inputs: what the forward saved, and `tangents`.
+        gradients: number of outputs of the backward.
+        direct: whether nothing comes between the caller and the regions (see `direct.Direct`), as far as known.
     """
 
     def __init__(self, indirection: Literal["auto", "device", "host", "copy"], measure: bool) -> None:
@@ -32,6 +45,11 @@ class Pair:
         self.backward: Region | None = None
         self.lasting: frozenset[str] = frozenset()
         self.handed_over: tuple[str, ...] = ()
+        self.outputs: tuple[str, ...] = ()
+        self.arriving: tuple[str, ...] = ()
+        self.tangents: tuple[Tangent, ...] = ()
+        self.gradients = 0
+        self.direct = False
         self.way: Way | None = "graph" if measure else None
         self._indirection = indirection
         if indirection == "auto" and not measure:

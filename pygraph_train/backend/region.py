@@ -101,6 +101,9 @@ class Region:
         self._constants: tuple[int, ...] | None = None
         self._moving: set[int] = set()
         self._followed: dict[int, int] = {}  # how often an input was found elsewhere with its producer
+        self.witness: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None = (
+            None  # sees the next runs
+        )
         self.last: RegionCapture | None = None  # what the last run replayed, if it did
         self._in_place = True  # gradients and large outputs are handed out where the graph writes them
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
@@ -123,6 +126,11 @@ class Region:
         Returns:
             The outputs, in the order of the compiled graph.
         """
+        if self.witness is not None:
+            return self.witness(inputs, self._call)
+        return self._call(inputs)
+
+    def _call(self, inputs: list[Any]) -> Any:
         if self.plain_only or self._arena.engine.capturing():
             self.record.plain_runs += 1
             self.last = None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pygraph_train.backend as backend
+from pygraph_train.backend import direct
 
 pytestmark = [
     pytest.mark.gpu,
@@ -234,6 +235,29 @@ def in_a_chain(
         opt.zero_grad()
         losses.append(loss.detach())
     return losses
+
+
+def test_calls_go_past_the_runtime_of_aotautograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    apply = direct._apply
+    monkeypatch.setattr(direct, "_apply", lambda route, *args: (taken.append(route), apply(route, *args))[1])
+    for around in (True, False):
+        taken.clear()
+
+        def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+            losses = []
+            for _ in range(12):
+                x = torch.randn(64, 256, device="cuda")
+                with torch.autocast("cuda", torch.bfloat16, enabled=around):  # noqa: B023
+                    loss = call(x).float().square().mean()
+                losses.append(loss.detach())
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+            return losses
+
+        same_as_without_graphs(body, Vocabulary)
+        assert len(taken) >= 18 and replays("forward") >= 8 and replays("backward") >= 8
 
 
 def test_a_large_output_is_read_in_place_by_the_next_region() -> None:

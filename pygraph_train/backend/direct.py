@@ -1,0 +1,265 @@
+"""From autograd straight to the regions, past the runtime of AOTAutograd.
+
+AOTAutograd's runtime puts right what a compiled graph cannot express: aliases, mutations, subclasses, tokens. A
+compiled function that has none of that pays for it all the same, some hundred microseconds of Python a step. Here
+such a function is called through an autograd function of our own. It is told by watching one call that goes the
+long way: what went into the regions must be what the caller gave, and what he got what they returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+
+from pygraph_train import torch_internals
+from pygraph_train.backend.pair import Pair, Tangent
+from pygraph_train.backend.region import Region
+
+__all__ = ["Direct"]
+
+_version = attrgetter("_version")
+_LOOKS = 3  # calls that are watched before a function counts as one that needs AOTAutograd's runtime
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a call gets to the regions and back.
+
+    Args:
+        forward, backward: the regions.
+        pick: arguments of the call -> inputs of the forward.
+        detached: inputs of the forward that get no gradient, though their arguments would.
+        returns: so many outputs of the forward are the call's.
+        constant: those of them that need no gradient.
+        arrange: [*saved, *tangents] -> inputs of the backward.
+        tangents: by output that needs a gradient, what the backward expects of it.
+        shared: what is saved of the caller's outputs: without its history, which would hold itself alive.
+        checked: inputs of the forward that are saved, or views of them: nobody may change them before the backward.
+        gradients: (None, *outputs of the backward) -> gradients of the arguments.
+    """
+
+    forward: Region
+    backward: Region
+    pick: Callable[[Sequence[Any]], Sequence[Any]]
+    detached: tuple[int, ...]
+    returns: int
+    constant: tuple[int, ...]
+    arrange: Callable[[Sequence[Any]], Sequence[Any]]
+    tangents: tuple[tuple[int, Tangent], ...]
+    shared: tuple[int, ...]
+    checked: tuple[int, ...]
+    gradients: Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class Direct:
+    """A compiled function with gradients, in the plain convention.
+
+    Args:
+        compiled: calls the regions through AOTAutograd's runtime.
+        pair: the regions.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], pair: Pair) -> None:
+        self._compiled = compiled
+        self._pair = pair
+        self._looks = _LOOKS
+        self._route: Route | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        route = self._route
+        if route is not None and not torch_internals.autograd_is_watched():
+            return _apply(route, *args)
+        if self._looks and route is None:
+            return self._look(args)
+        return self._compiled(*args)
+
+    def _look(self, args: tuple[Any, ...]) -> Any:
+        """Call the long way, and find out whether there is a short one."""
+        forward, seen = self._pair.forward, Seen()
+        if forward is None or type(forward) is not Region:
+            self._looks = 0
+            return self._compiled(*args)
+        forward.witness = seen
+        try:
+            result = self._compiled(*args)
+        finally:
+            forward.witness = None
+        if self._pair.backward is not None:  # else it is compiled when it is needed
+            self._looks -= 1
+            self._route = _route(self._pair, args, seen, result) if self._pair.direct else None
+        return result
+
+
+class Seen:
+    """What one run of a region was given, and what it returned."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[list[Any], list[Any]]] = []
+
+    def __call__(self, inputs: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        given = list(inputs)
+        outputs = run(inputs)
+        self.runs.append((given, list(outputs)))
+        return outputs
+
+
+class _Regions(torch.autograd.Function):
+    """One forward and its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, *args: Any) -> Any:
+        inputs = list(route.pick(args))
+        for i in route.detached:
+            inputs[i] = inputs[i].detach()
+        checked = [inputs[i] for i in route.checked]
+        outputs = _run(route.forward, inputs)
+        saved = outputs[route.returns :]
+        for i in route.shared:
+            saved[i] = saved[i].detach()
+        checked += [saved[i] for i in route.shared]
+        ctx.route, ctx.saved, ctx.checked = route, saved, checked
+        ctx.versions = list(map(_version, checked))
+        ctx._materialize_non_diff_grads = False
+        if route.constant:
+            ctx.mark_non_differentiable(*[outputs[i] for i in route.constant])
+        return tuple(outputs[: route.returns])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        route, saved = ctx.route, ctx.saved
+        if saved is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time (or directly access saved tensors after they "
+                "have already been freed). Saved intermediate values of the graph are freed when you call "
+                ".backward() or autograd.grad(). Specify retain_graph=True if you need to backward through the "
+                "graph a second time or if you need to access saved tensors after calling backward."
+            )
+        if list(map(_version, ctx.checked)) != ctx.versions:
+            raise RuntimeError(_changed(ctx.checked, ctx.versions))
+        if not torch_internals.backward_keeps_graph():
+            ctx.saved = ctx.checked = None
+        tangents = [_coerced(gradients[i], tangent) for i, tangent in route.tangents]
+        inputs = list(route.arrange([*saved, *tangents]))
+        del saved, tangents, gradients
+        if not torch.is_grad_enabled():
+            return route.gradients([None, *_run(route.backward, inputs)])
+        differentiated = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        with torch.no_grad():
+            found = route.gradients([None, *_run(route.backward, inputs)])
+        return torch_internals.refuse_second_backward(found) if differentiated else found
+
+
+_apply: Any = super(torch.autograd.Function, _Regions).apply  # below what functorch adds
+
+
+def _run(region: Region, inputs: list[Any]) -> list[Any]:
+    """A region's own kernels have their types already."""
+    if not torch_internals.autocast_enabled():
+        return list(region(inputs))
+    with torch_internals.no_autocast():
+        return list(region(inputs))
+
+
+def _coerced(gradient: Any, tangent: Tangent) -> Any:
+    """A gradient in the layout that the backward was compiled for."""
+    if gradient.stride() == tangent.stride:
+        return gradient
+    return torch.empty_strided(
+        tangent.size, tangent.stride, dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)
+
+
+def _changed(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> str:
+    tensor, version = next((t, v) for t, v in zip(tensors, versions, strict=True) if _version(t) != v)
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.size())}] is at version {_version(tensor)}; expected version {version} instead."
+    )
+
+
+# ----------------------------------------------------------------------------------- finding the route
+
+
+def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | None:
+    """The short way of a call that was watched, None where there is none."""
+    forward, backward = pair.forward, pair.backward
+    if type(forward) is not Region or type(backward) is not Region or len(seen.runs) != 1:
+        return None
+    ((inputs, outputs),) = seen.runs
+    spec, returns = forward.spec, forward.spec.saved_from
+    if spec.phase != "forward" or spec.mutations or spec.mutated or backward.spec.mutated:
+        return None
+    if not isinstance(result, (tuple, list)) or len(result) != returns:
+        return None
+    picks = [_position(x, args) for x in inputs]
+    if None in picks or len(set(picks)) < len(picks) or not all(map(_plain, (*inputs, *args))):
+        return None
+    given = set(map(id, args))
+    if not all(_same(x, y) and id(x) not in given for x, y in zip(result, outputs[:returns], strict=True)):
+        return None
+    if len(set(map(id, result))) < returns:
+        return None
+    differentiable = [i for i, x in enumerate(result) if x.requires_grad]
+    names, saved, tangents = pair.outputs, pair.outputs[returns:], pair.tangents
+    if len(tangents) != len(differentiable) or pair.gradients != len(inputs):
+        return None
+    expected = tuple(zip(differentiable, tangents, strict=True))
+    if not all(t.size == result[i].size() and t.dtype == result[i].dtype for i, t in expected):
+        return None
+    order = [*saved, *(t.name for t in tangents)]
+    if sorted(order) != sorted(pair.arriving) or len(set(order)) < len(order):
+        return None
+    if not all(isinstance(x, torch.Tensor) for x in outputs):
+        return None
+    shared = tuple(i for i, name in enumerate(saved) if name in names[:returns])
+    memory = {x.untyped_storage()._cdata for x in outputs[returns:]}
+    back = {pick: j + 1 for j, pick in enumerate(picks)}
+    return Route(
+        forward,
+        backward,
+        _picker([p for p in picks if p is not None]),
+        tuple(i for i, p in enumerate(picks) if p is not None and inputs[i] is not args[p]),
+        returns,
+        tuple(i for i, x in enumerate(result) if not x.requires_grad),
+        _picker([order.index(name) for name in pair.arriving]),
+        expected,
+        shared,
+        tuple(i for i, x in enumerate(inputs) if x.untyped_storage()._cdata in memory),
+        _picker([0, *(back.get(k, 0) for k in range(len(args)))]),
+    )
+
+
+def _plain(x: Any) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch.is_inference(x)
+
+
+def _position(tensor: Any, args: Sequence[Any]) -> int | None:
+    """Which argument an input of the forward is; one that needs no gradient comes without its history."""
+    for i, x in enumerate(args):
+        if x is tensor:
+            return i
+    for i, x in enumerate(args):
+        if isinstance(x, torch.Tensor) and x.requires_grad and not tensor.requires_grad and _same(x, tensor):
+            return i
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two tensors are one, or look at the same elements."""
+    if one is other:
+        return isinstance(one, torch.Tensor)
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    what = [(x.data_ptr(), x.size(), x.stride(), x.dtype, x.untyped_storage()._cdata) for x in (one, other)]
+    return what[0] == what[1]
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Elements at these indices, in one call in C where there are several."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: [values[i] for i in indices]

@@ -1,0 +1,303 @@
+"""Calls past AOTAutograd's runtime: what it would have done, they do as well, or leave to it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_backend import (  # noqa: F401
+    Net,
+    accumulating,
+    batches,
+    compiled,
+    hostile,
+    regions,
+    replays,
+    same_as_plain,
+    train,
+    update,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pygraph_train.backend import direct
+
+
+class Plain(nn.Module):
+    """Nothing that a graph cannot express."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(F.dropout(F.gelu(self.first(x)), 0.3, self.training)))
+
+
+@pytest.fixture(autouse=True)
+def calls(hostile: Any, monkeypatch: pytest.MonkeyPatch) -> list[direct.Route]:  # noqa: F811
+    """The routes of the calls that took the short way."""
+    taken: list[direct.Route] = []
+    apply = direct._apply
+
+    def noted(route: direct.Route, *args: Any) -> Any:
+        taken.append(route)
+        return apply(route, *args)
+
+    monkeypatch.setattr(direct, "_apply", noted)
+    return taken
+
+
+def kept(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Outputs, losses and gradients of all steps."""
+    values = []
+    for x, y in batches(20):
+        out = call(x)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        values += [out.detach(), loss.detach(), *(p.grad for p in model.parameters())]
+        opt.step()
+        opt.zero_grad()
+    return values
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"phases": "forward"}, {"phases": "backward"}, {"indirection": "device"}]
+)
+@pytest.mark.parametrize("body", [kept, accumulating(24), lambda model, call, opt: train(call, opt, 20)])
+def test_training_equals_plain_training(body: Any, options: dict[str, Any], calls: list[Any]) -> None:
+    same_as_plain(body, Plain, **options)
+    assert len(calls) >= 18 and len(set(map(id, calls))) == 1
+    for phase in ("forward", "backward"):
+        assert replays(phase) >= 15 or options.get("phases", phase) != phase
+
+
+def test_it_can_be_switched_off(calls: list[Any]) -> None:
+    same_as_plain(kept, Plain, direct=False)
+    assert not calls and replays("forward") >= 15
+
+
+class Several(nn.Module):
+    """Some outputs need no gradient, one is often not used, an argument is a number that never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.second.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        one, other = self.first(x).sin(), self.second(x)
+        with torch.no_grad():
+            shifted = one + self.unused
+        return one, other, one.detach() * 2, other.argmax(-1), shifted
+
+
+def test_several_outputs(calls: list[Any]) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for step, (x, y) in enumerate(batches(24)):
+            one, other, twice, best, shifted = call(x)
+            assert one.requires_grad and other.requires_grad
+            assert not any(t.requires_grad for t in (twice, best, shifted))
+            values += [twice, best, shifted]
+            values.append(update(F.cross_entropy(one + (other if step % 3 else 0), y), opt))
+            assert model.unused.grad is None
+        return values
+
+    same_as_plain(body, Several, without_graphs=True)  # unused outputs have gradients of zero when compiled
+    assert len(calls) >= 20
+
+
+def test_gradients_of_some_inputs_and_hooks(calls: list[Any]) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        model.last.weight.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+        model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        for step, (x, y) in enumerate(batches(20)):
+            x = x.requires_grad_(step % 2 == 0)
+            loss = F.cross_entropy(call(x), y)
+            if step % 4 == 0:
+                seen += torch.autograd.grad(loss, [x, model.first.bias])
+            elif step % 4 == 1:
+                loss.backward(inputs=[model.last.weight])
+                seen.append(model.last.weight.grad)
+                opt.zero_grad()
+            else:
+                seen.append(update(loss, opt))
+        return seen
+
+    same_as_plain(body, Plain, without_graphs=True)  # hooks of a compiled function come in its own order
+    assert len(calls) >= 12
+
+
+def test_an_expanded_or_transposed_gradient_arrives_as_it_was_compiled_for(calls: list[Any]) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for step, (x, _) in enumerate(batches(20)):
+            out = call(x)
+            values.append(update(out.sum() if step % 2 else (out.t().contiguous().t() * x[:, :3]).sum(), opt))
+        return values
+
+    same_as_plain(body, Plain)
+    assert len(calls) >= 18
+
+
+def test_a_second_backward_is_refused_unless_the_graph_is_retained(calls: list[Any]) -> None:
+    torch.manual_seed(0)
+    model = Plain()
+    with torch._functorch.config.patch(donated_buffer=False):
+        call = compiled(model)
+        for x, y in batches(8):
+            loss = F.cross_entropy(call(x), y)
+            loss.backward(retain_graph=True)
+            first = [p.grad for p in model.parameters()]
+            model.zero_grad()
+            loss.backward()
+            assert all(map(torch.equal, first, [p.grad for p in model.parameters()]))
+            model.zero_grad()
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                loss.backward()
+    assert len(calls) >= 6
+
+
+def test_parameters_changed_before_the_backward_are_noticed(calls: list[Any]) -> None:
+    model = Plain()
+    call = compiled(model)
+    call(batches(1)[0][0]).sum().backward()  # compiles it
+    for x, _ in batches(8):
+        out = call(x).sum()
+        with torch.no_grad():
+            model.last.weight.mul_(1.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+    assert len(calls) >= 6
+
+
+def test_a_second_derivative_is_refused(calls: list[Any]) -> None:
+    model = Plain()
+    with torch._functorch.config.patch(donated_buffer=False):
+        call = compiled(model)
+        for x, _ in batches(8):
+            (slope,) = torch.autograd.grad(call(x).square().sum(), model.last.bias, create_graph=True)
+            with pytest.raises(RuntimeError, match="does not currently support double backward"):
+                slope.sum().backward()
+    assert len(calls) >= 6
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_nothing_outlives_a_step_that_is_never_differentiated(replayed: bool, calls: list[Any]) -> None:
+    model = Plain()
+    call = compiled(model, warmup_runs=1 if replayed else 10**6)
+    for x, y in batches(6):
+        F.cross_entropy(call(x), y).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        out = call(batches(1)[0][0])
+        node, memory = weakref.ref(out.grad_fn), weakref.ref(out)
+        del out
+        assert node() is None and memory() is None
+    finally:
+        gc.enable()
+    assert len(calls) >= 4
+
+
+def test_who_watches_what_is_saved_goes_the_long_way(calls: list[Any]) -> None:
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.size())
+        return tensor
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for step, (x, y) in enumerate(batches(20)):
+            if step % 2 and call is not model:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                    loss = F.cross_entropy(call(x), y)
+            else:
+                loss = F.cross_entropy(call(x), y)
+            values.append(update(loss, opt))
+        return values
+
+    same_as_plain(body, Plain)
+    assert 7 <= len(calls) <= 10 and len(packed) >= 20
+
+
+def test_checkpointed_around_the_compiled_function(calls: list[Any]) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [
+            update(F.cross_entropy(checkpoint(call, x, use_reentrant=False), y), opt) for x, y in batches(20)
+        ]
+
+    same_as_plain(body, Plain)
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_under_autocast(around: bool, calls: list[Any]) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for x, y in batches(20):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = call(x)
+                loss = F.cross_entropy(out, y)
+                if around:
+                    loss.backward()
+            if not around:
+                loss.backward()
+            opt.step()
+            opt.zero_grad()
+            values += [out.detach(), loss.detach()]
+        return values
+
+    same_as_plain(body, Plain, without_graphs=True)
+    assert len(calls) >= 18
+
+
+class ReturnsAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.first(x)
+        return out, out[1:]
+
+
+class WritesABuffer(ReturnsAView):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen += x.sum(0)
+        return self.first(x * self.seen), None
+
+
+@pytest.mark.parametrize("kind", [ReturnsAView, WritesABuffer, Net])
+def test_what_needs_the_runtime_goes_through_it(kind: Callable[[], nn.Module], calls: list[Any]) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for x, y in batches(16):
+            out = call(x)
+            values.append(update(F.cross_entropy(out[0] if isinstance(out, tuple) else out, y), opt))
+        return values
+
+    same_as_plain(body, kind)
+    assert not calls and replays("forward") >= 10
+
+
+def test_changing_shapes(calls: list[Any]) -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [
+            update(F.cross_entropy(call(x[: 5 - step % 3]), y[: 5 - step % 3]), opt)
+            for step, (x, y) in enumerate(batches(24))
+        ]
+
+    same_as_plain(body, Plain)
