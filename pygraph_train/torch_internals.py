@@ -284,6 +284,11 @@ def hook_registrations() -> int:
     return RemovableHandle.next_id
 
 
+def saved_tensors_hooks_active() -> bool:
+    """Whether hooks get what is saved for a backward just now. (2.11, 2.13)"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """References to the storage whose `_cdata` is given. (2.11, 2.13)"""
 

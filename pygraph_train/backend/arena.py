@@ -12,9 +12,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from sys import getrefcount
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +38,10 @@ class Block(NamedTuple):
 
     address: int
     nbytes: int
+
+
+_requires_grad = attrgetter("requires_grad")
+_has_hooks = attrgetter("_backward_hooks")  # a dictionary, when there were any
 
 
 class Occupant:
@@ -71,7 +76,8 @@ class Occupant:
         self.keeps = keeps
         self.pool = pool
         self.owned = True
-        self.owner: object = None  # who captured it
+        self._owner: Callable[[], object] = lambda: None
+        self._watch_all = False  # hooks may keep some of what is saved and replace others
         self.on_change: Callable[[], None] | None = None
         self.blocks = frozenset(block_of(t) for i, t in tensors.items() if i not in buffers)
         self.buffers = buffers
@@ -80,12 +86,24 @@ class Occupant:
         self._forget: Callable[[], object] = int
         self._hand_out()
 
+    @property
+    def owner(self) -> object:
+        """The region that captured it, while there is one."""
+        return self._owner()
+
+    @owner.setter
+    def owner(self, region: object) -> None:
+        self._owner = weakref.ref(region)
+
     def _hand_out(self) -> None:
         self._forget()
         lasting = {} if self.visible else self.tensors
         self.handed = {i: t if i in self.together else t.detach() for i, t in lasting.items()}
-        watched = [t for i, t in self.tensors.items() if i not in self.together or i == self.sentinel]
+        saved = [i for i in self.tensors if i in self.together]
+        self.telling = saved if self._watch_all else saved[:1]  # every run gets objects of its own of these
+        watched = [t for i, t in self.tensors.items() if i not in self.together or i in self.telling]
         self._objects = [t for i, t in self.handed.items() if i not in self.together]  # none of the visible
+        self._shapes = self._geometry()
         self._own_references = 0
         # autograd must not take our own reference for a reason to copy a gradient instead of keeping it
         cached_tensors(self._objects)
@@ -93,7 +111,8 @@ class Occupant:
         if self.on_change is not None:
             self.on_change()  # lets go of the objects of before, so that they are not counted
             self._own_references = self._references()
-        self._storages = sorted({t.untyped_storage()._cdata for t in watched})
+        self._wrappers = list({t.untyped_storage()._cdata: t.untyped_storage() for t in watched}.values())
+        self._storages = [s._cdata for s in self._wrappers]
         # how many references are our own: more than that, and somebody holds an alias
         self._own_counts = self._counts()
 
@@ -115,22 +134,32 @@ class Occupant:
         self._own_counts = [n - others for n, others in zip(self._counts(), held, strict=True)]
 
     def _counts(self) -> list[int]:
-        return list(map(storage_use_count, self._storages))
+        # who holds nothing but the Python object of a storage does not show in its count
+        return [*map(storage_use_count, self._storages), *map(getrefcount, self._wrappers)]
 
     def _references(self) -> int:
         return sum(map(getrefcount, self._objects))
 
-    def tidy(self) -> None:
-        """Before a replay, when nobody holds an output: take back what users did to the objects."""
+    def tidy(self, hooks: bool = False) -> None:
+        """Before a replay, when nobody holds an output: take back what users did to the objects.
+
+        Args:
+            hooks: somebody gets what is saved by this run, and may keep a part of it.
+        """
+        if hooks and not self._watch_all and self.sentinel is not None:
+            self._watch_all = True
+            self._hand_out()
         if not self._objects:
             return
         keep_cached_tensors()
         if not self._own_references:  # counted before the first run
             self._own_references = self._references()
-        for t in self._objects:
-            if t.requires_grad or t._backward_hooks is not None:
-                self._hand_out()
-                return
+        touched = any(map(_requires_grad, self._objects)) or any(map(_has_hooks, self._objects))
+        if touched or self._geometry() != self._shapes:
+            self._hand_out()
+
+    def _geometry(self) -> list[Any]:
+        return [*map(torch.Tensor.size, self._objects), *map(torch.Tensor.stride, self._objects)]
 
     def in_use_by(self, storages: set[int]) -> bool:
         """Whether one of these storages (their `_cdata`) is the memory of an output of this graph."""
@@ -160,6 +189,19 @@ class Arena:
         self._occupants: list[Occupant] = []
         self._active: list[Occupant] = []  # replayed, and not seen dead since
         self._stream: int | None = None
+        self.abandoned: list[Any] = []  # captures of regions that are gone
+
+    def sweep(self) -> None:
+        """Close the graphs of regions that nobody can call any more."""
+        while self.abandoned:
+            for key in self.abandoned.pop().values():
+                for capture in key.captures:
+                    self.remove(capture.occupants)
+                    with ExitStack() as stack:
+                        if capture.consumes is not None:  # an emulated backward holds what it read
+                            stack.enter_context(capture.consumes.releasing())
+                        capture.close()
+                key.captures = []
 
     def in_the_way(self, occupants: tuple[Occupant, ...], consumed: Occupant | None) -> list[Occupant]:
         """Whose outputs, still in use, a replay would overwrite.

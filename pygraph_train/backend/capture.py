@@ -14,7 +14,7 @@ import torch
 from pygraph_train.backend.arena import Block, Occupant, block_of
 from pygraph_train.graphs import Graph
 from pygraph_train.graphs.memory import copy_elsewhere, span
-from pygraph_train.torch_internals import borrow_memory, reinterpret_tensor
+from pygraph_train.torch_internals import borrow_memory, reinterpret_tensor, saved_tensors_hooks_active
 
 __all__ = ["Handing", "RegionCapture"]
 
@@ -105,8 +105,12 @@ class RegionCapture:
         buffers = self._own if self.pointing else {**self._own, **self._spare}
         self.copied_bytes = sum(t.nbytes for t in buffers.values())
         self._copied = [i for i, t in buffers.items() if t.numel()]
-        self._buffers = [span(buffers[i]) if _overlaps(buffers[i]) else buffers[i] for i in self._copied]
-        self._spans = any(_overlaps(t) for t in buffers.values())
+        self._spanned = [_overlaps(buffers[i]) for i in self._copied]
+        self._buffers = [
+            span(buffers[i]) if whole else buffers[i]
+            for i, whole in zip(self._copied, self._spanned, strict=True)
+        ]
+        self._spans = any(self._spanned)
         self._write_back = tuple((i, buffers[i]) for i in sorted(self._mutated & buffers.keys()))
 
     @property
@@ -186,7 +190,7 @@ class RegionCapture:
             elif block in large:
                 visible[index] = output
             elif not in_place:
-                own = owner is None and block not in own_buffers and not _lazy(output)
+                own = owner is None and block not in own_buffers
                 # copied as soon as it was written: the pool may hand the memory on
                 lent = borrow_memory(output) if own and block.nbytes >= LARGE else output
                 self._copies.append((index, lent))
@@ -226,7 +230,7 @@ class RegionCapture:
             self._fill_buffers(inputs)
         if self._served:
             self._point(inputs)
-        self.occupant.tidy()
+        self.occupant.tidy(saved_tensors_hooks_active())
         outputs = self._template.copy()
         for index, source in self._passed:
             outputs[index] = inputs[source]
@@ -240,9 +244,12 @@ class RegionCapture:
         self.graph.replay()
         del held
         for target, buffer in written:
-            span(target).copy_(span(buffer))
-        if self.occupant.sentinel is not None:
-            outputs[self.occupant.sentinel] = self.occupant.tensors[self.occupant.sentinel].detach()
+            if _overlaps(buffer):
+                span(target).copy_(span(buffer))
+            else:  # what lies between the elements is somebody else's
+                target.copy_(buffer)
+        for index in self.occupant.telling:
+            outputs[index] = self.occupant.tensors[index].detach()
         if self._shared:
             _copy_shared(self._copies, outputs)
         else:
@@ -257,7 +264,7 @@ class RegionCapture:
     def _fill_buffers(self, inputs: list[Any]) -> None:
         given = [inputs[i] for i in self._copied]
         if self._spans:
-            given = [span(t) if b.dim() == 1 else t for t, b in zip(given, self._buffers, strict=True)]
+            given = [span(t) if whole else t for t, whole in zip(given, self._spanned, strict=True)]
         if len(given) == 1:
             self._buffers[0].copy_(given[0])
         else:
@@ -305,17 +312,11 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _lazy(tensor: torch.Tensor) -> bool:
-    """Whether what is in memory is not yet what the tensor is."""
-    return tensor.is_conj() or tensor.is_neg()
-
-
 def _large(result: Sequence[Any], visible: frozenset[int]) -> set[Block]:
     """The memory of large outputs that the user sees."""
     tensors = {i: t for i, t in enumerate(result) if isinstance(t, torch.Tensor)}
     blocks = {block_of(t) for i, t in tensors.items() if i in visible}
-    lazy = {block_of(t) for t in tensors.values() if _lazy(t)}
-    return {block for block in blocks - lazy if block.nbytes >= LARGE}
+    return {block for block in blocks if block.nbytes >= LARGE}
 
 
 def _recast(

@@ -10,7 +10,7 @@ import torch
 
 from pygraph_train.backend.arena import Occupant, block_of
 from pygraph_train.graphs import Engine, Graph
-from pygraph_train.graphs.engine import IndirectGraph, IndirectionUnavailable
+from pygraph_train.graphs.engine import CaptureError, IndirectGraph, IndirectionUnavailable
 from pygraph_train.graphs.memory import bits, copy_elsewhere, span
 from pygraph_train.graphs.prove import poison, prove
 from pygraph_train.torch_internals import borrow_memory
@@ -121,6 +121,10 @@ def _capture(
         ]
     stood = [stand_in.get(i, x) for i, x in enumerate(inputs)]
     graph, result = engine.capture(lambda: compiled(given), instantiate=instantiate)
+    for i, x in enumerate(result):
+        if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
+            graph.close()
+            raise CaptureError(f"output {i} is conjugated or negated lazily")
     return graph, list(result), stood
 
 

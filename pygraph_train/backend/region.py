@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ class Region:
         self._options = options
         self._pair = pair
         self._keys: OrderedDict[tuple[Any, ...], _Key] = OrderedDict()
+        weakref.finalize(self, arena.abandoned.append, self._keys).atexit = False
         self._constants: tuple[int, ...] | None = None
         self._moving: set[int] = set()
         self._followed: dict[int, int] = {}  # how often an input was found elsewhere with its producer
@@ -137,6 +139,8 @@ class Region:
             return self._run_compiled(inputs)
         with self._arena.lock:
             self._arena.follow_stream()
+            if self._arena.abandoned:
+                self._arena.sweep()
             return self._run(inputs)
 
     def _run(self, inputs: list[Any]) -> Any:
@@ -178,6 +182,8 @@ class Region:
             if isinstance(x, torch.Tensor):
                 if x.device != device:
                     self.give_up(f"input {i} is on {x.device}, its kernels run on {device}")
+                elif x.is_conj() or x.is_neg():
+                    self.give_up(f"input {i} is conjugated or negated lazily")
                 elif x.layout != torch.strided:
                     self.give_up(f"input {i} is not a strided tensor")
             elif x is not None and not isinstance(x, (int, float, bool)):
@@ -264,10 +270,9 @@ class Region:
         return bool(blocked) or key.runs > self._warm_runs()
 
     def _of_same_source(self, key: _Key, inputs: list[Any]) -> list[RegionCapture]:
-        """Backwards of the forward's graph that saved these inputs; only what may move one day has moved."""
+        """Backwards of the forward's graph that saved these inputs."""
         source = self._source(inputs)
-        captures = [c for c in key.captures if source is not None and c.consumes is source.occupant]
-        return [c for c in captures if c.moved(inputs) <= {*c.settled}]
+        return [c for c in key.captures if source is not None and c.consumes is source.occupant]
 
     def _outputs_in_the_way(self, blocked: list[Occupant]) -> bool:
         """Nothing but outputs that users keep is in the way: from now on these are copied."""

@@ -69,7 +69,7 @@ class _Buffer:
         """Bring the values over, ordered with the current stream, without waiting for the device."""
         if tensor.dim() == 0:
             value = tensor.item()
-            if value != self._scalar:  # NaN is unequal to itself and written each time
+            if value != self._scalar or not value:  # NaN is written each time, and zeros: they have a sign
                 self._tensor.fill_(value)
                 self._scalar = value
             return self._tensor
