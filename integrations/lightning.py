@@ -28,6 +28,7 @@ from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import make_engine
+from pygraph_train.graphs.location import defined_at
 from pygraph_train.integrations.lightning_log import LogBook, Recorder
 from pygraph_train.integrations.lightning_transfer import overlapped_transfer
 from pygraph_train.selection.arms import (
@@ -579,9 +580,9 @@ def _overrides(owner: Any, hook: str) -> bool:
 
 def _where(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
     for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-        code = getattr(getattr(owner, hook, None), "__code__", None)
-        if _overrides(owner, hook) and code is not None:
-            return f"{code.co_filename}:{code.co_firstlineno}"
+        where = defined_at(getattr(owner, hook, None))
+        if _overrides(owner, hook) and where is not None:
+            return where
     return None
 
 

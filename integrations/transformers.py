@@ -27,6 +27,7 @@ from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import make_engine
+from pygraph_train.graphs.location import defined_at
 from pygraph_train.integrations.accelerate import route_step, tidy_step
 from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.integrations.loop_report import LoopReport
@@ -365,7 +366,19 @@ def _not_whole(trainer: transformers.Trainer) -> Problem | None:
         return Problem(f"{trainer.args.optim} updates parameters during backward")
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return Problem("a parallelism_config changes what runs around the loss")
+    for name in ("training_step", "_clip_grad_norm"):  # graphs hold what the Trainer's own do
+        around, inside = getattr(type(trainer), name), getattr(super(PyGraphTrainerMixin, trainer), name)
+        if around is not getattr(PyGraphTrainerMixin, name):
+            return _overridden(around)
+        if inside.__func__ is not getattr(transformers.Trainer, name):
+            return _overridden(inside.__func__)
     return None
+
+
+def _overridden(method: Callable[..., Any]) -> Problem:
+    return Problem(
+        f"{method.__qualname__} is overridden, and runs in Python on every step", defined_at(method)
+    )
 
 
 def _loss_scale(trainer: transformers.Trainer, num_items: Any) -> int:

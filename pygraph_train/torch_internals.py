@@ -600,6 +600,10 @@ def dynamo_region_config() -> AbstractContextManager[None]:
     return config.patch(skip_nnmodule_hook_guards=False, recompile_limit=64)
 
 
+CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
+"""What Dynamo makes of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` and the like. (2.11, 2.13)"""
+
+
 def dynamo_restart() -> type[BaseException]:
     """What a compile backend lets pass so that Dynamo traces again with what was learned (torch 2.11, 2.13)."""
     return torch._dynamo.exc.RestartAnalysis

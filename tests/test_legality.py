@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
+from torch.utils.checkpoint import checkpoint
 from training import Diary, Net, adamw, batches, both, line_of, loss_of
 
 from pygraph_train import StepReport
@@ -754,3 +755,33 @@ def test_dynamo_switched_off():
     finally:
         torch.compiler.set_stance("default")
     refused(report, "Dynamo did not trace the step", None)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its activations, and with dropout draws the same numbers once more."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.first, self.last, self.p = nn.Linear(6, 8), nn.Linear(8, 3), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        def hidden(x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.first(x).tanh(), self.p, self.p > 0)
+
+        return self.last(checkpoint(hidden, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("config", [{}, {"fuse": "off"}, {"forward": "off"}, {"backward": "off"}], ids=str)
+def test_recomputed_activations_draw_the_random_numbers_of_the_forward(
+    p: float, config: dict[str, str]
+) -> None:
+    def script(diary: Diary) -> None:
+        model = Checkpointed(p)
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    both(script, **config)

@@ -163,6 +163,40 @@ def test_a_trainer_of_the_users_own(tmp_path: Path) -> None:
     assert trainer.report().whole_steps["training_step"].steps_replayed > 18
 
 
+def halved(base: Any) -> Any:
+    class Halved(base):
+        """Changes gradients behind the Trainer's own step."""
+
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            for p in model.parameters():
+                p.grad.mul_(0.5)
+            return loss
+
+    return Halved
+
+
+def clipping(base: Any) -> Any:
+    class Clips(base):
+        """Reports another norm than it clips to."""
+
+        def _clip_grad_norm(self, model: nn.Module) -> Any:
+            return 2 * super()._clip_grad_norm(model)
+
+    return Clips
+
+
+@pytest.mark.parametrize("change", [halved, clipping])
+@pytest.mark.parametrize("inside", [True, False])
+def test_overridden_parts_of_the_step_run_on_every_step(change: Any, inside: bool, tmp_path: Path) -> None:
+    _, expected = train(change(Trainer), tmp_path)
+    ours = type("Ours", (PyGraphTrainerMixin, change(Trainer)), {}) if inside else change(PyGraphTrainer)
+    trainer, found = train(whole(ours), tmp_path)
+    assert differs(frozen(expected), frozen(found)) is None
+    report = trainer.report()
+    assert report.present_plan() == "{F} {B} {O}" and "is overridden" in str(report), str(report)
+
+
 def test_a_loss_that_reads_the_host_runs_in_regions(tmp_path: Path) -> None:
     class Nosy(Trainer):
         seen = 0.0

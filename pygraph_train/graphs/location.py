@@ -9,7 +9,7 @@ import traceback
 import types
 from collections.abc import Iterable
 
-__all__ = ["NOT_USER_PACKAGES", "is_user_file", "user_line_in", "user_location"]
+__all__ = ["NOT_USER_PACKAGES", "defined_at", "is_user_file", "user_line_in", "user_location"]
 
 NOT_USER_PACKAGES = (
     "torch",
@@ -25,6 +25,12 @@ NOT_USER_PACKAGES = (
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
+
+
+def defined_at(function: object) -> str | None:
+    """`file:line` of a function or method, None for what is not written in Python."""
+    code = getattr(function, "__code__", None)
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def user_location(tb: types.TracebackType | None = None) -> str | None:

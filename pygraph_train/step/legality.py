@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train import torch_internals
-from pygraph_train.graphs.location import is_user_file, user_line_in
+from pygraph_train.graphs.location import defined_at, is_user_file, user_line_in
+from pygraph_train.step.recompute import as_eager
 from pygraph_train.step.watch import ModuleWatch, is_watched
 
 __all__ = ["NotLegal", "Problem", "Trace", "backward_hook", "guard_constants", "hooked", "readable"]
@@ -247,7 +248,7 @@ class Trace:
 
             compiled: Any = compile_fx(graph, example_inputs)
             return compiled  # type: ignore[no-any-return]
-        return graph.forward
+        return as_eager(graph).forward
 
     def _side_effects(self) -> Problem | None:
         for source, attribute, stack in torch_internals.dynamo_side_effects():
@@ -441,5 +442,4 @@ def _name(fn: Any) -> str:
 
 
 def _defined_at(fn: Any) -> str | None:
-    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
+    return defined_at(fn) or defined_at(type(fn).__call__)

@@ -26,6 +26,7 @@ from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.step.legality import Problem
 from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.recompute import as_eager
 
 if TYPE_CHECKING:
     from pygraph_train.backend.report import RegionRecord
@@ -163,6 +164,7 @@ class Regions:
     def _probe(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._traced += 1
         self._level.called = True
+        graph = as_eager(graph)
 
         def run(*args: Any) -> Any:
             outputs = graph.forward(*args)
@@ -205,7 +207,7 @@ class Regions:
                 f"forward and backward get no graphs of their own: they take a {odd.pop()}"
             )
         if self.problem is not None:
-            return graph.forward
+            return as_eager(graph).forward
         known = set(map(id, backend.report().regions))
         started = time.perf_counter()
         retains = self._retains or self._program.acts_before_backward() is not None
@@ -217,7 +219,7 @@ class Regions:
         except Exception as error:  # eager kernels do as well
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self.problem = Problem(f"the compile backend could not compile forward and backward: {first}")
-            return graph.forward
+            return as_eager(graph).forward
         finally:
             if self._engine == "cuda":
                 self._report.compile_seconds += time.perf_counter() - started

@@ -1,0 +1,56 @@
+"""Activation checkpointing in graphs of Dynamo that run with eager kernels.
+
+Dynamo leaves it to Inductor that a recomputation draws the random numbers of the forward once more. Without Inductor
+it would draw others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from pygraph_train.torch_internals import CHECKPOINT
+
+__all__ = ["as_eager"]
+
+
+def as_eager(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Let the checkpoints in a graph do what they do in plain Python. Changes the graph and returns it."""
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            nodes = [node for node in module.graph.nodes if node.target is CHECKPOINT]
+            for node in nodes:
+                node.target = _checkpoint
+            if nodes:
+                module.recompile()
+    return graph
+
+
+def _checkpoint(body: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
+    """The operator of Dynamo, whose `body` is a graph of its own.
+
+    A capture cannot put a generator back to where it was, and raises: it is asked to only where numbers are drawn.
+    """
+    kept: dict[str, Any] = {name: options[name] for name in ("determinism_check", "debug") if name in options}
+    if "_checkpoint_context_fn" in body.meta:
+        kept["context_fn"] = body.meta["_checkpoint_context_fn"]
+    kept["preserve_rng_state"] = options.get("preserve_rng_state", True) and body.meta.get("draws", True)
+    if "draws" in body.meta:
+        return checkpoint(body, *args, use_reentrant=False, **kept)
+    with _Draws() as mode:
+        result = checkpoint(body, *args, use_reentrant=False, **kept)
+    body.meta["draws"] = mode.seen
+    return result
+
+
+class _Draws(TorchDispatchMode):
+    """Sees whether operations draw random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
