@@ -7,6 +7,7 @@ runs through Lightning's own code.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -201,6 +202,7 @@ class _AutomaticStep:
         self._lightning_run = self._loop.run
         # torch's optimizers ask for the loss once, and first (LBFGS is refused)
         self._closure_is_known = type(trainer.optimizers[0]).__module__.startswith("torch.optim.")
+        self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
@@ -218,6 +220,18 @@ class _AutomaticStep:
             self._undo.pop()()
         self._runner.close()
 
+    def _meet_callbacks(self) -> None:
+        """Some came or went during training: what graphs hold was decided without them."""
+        new = [c for c in self._trainer.callbacks if c not in self._callbacks]  # type: ignore[attr-defined]
+        self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
+        for callback, hook in itertools.product(new, (*_INSIDE_FORWARD_BACKWARD, *_INSIDE_UPDATE)):
+            if _overrides(callback, hook) and not self._runner.stopped:
+                name = f"{type(callback).__name__}.{hook}"
+                where = defined_at(getattr(callback, hook))
+                self._runner.stop(
+                    Problem(f"{name} was added during training", where, "Give it to the Trainer at the start")
+                )
+
     def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """One batch: forward, backward and, at the end of an accumulation, the optimizer."""
         loop, trainer = self._loop, self._trainer
@@ -226,6 +240,8 @@ class _AutomaticStep:
             return self._lightning_run(optimizer, batch_idx, kwargs)
         if optimizer is not self._program.optimizer and not self._runner.stopped:
             self._runner.stop(Problem("the Trainer's optimizer was replaced during training"))
+        if trainer.callbacks != self._callbacks:  # type: ignore[attr-defined]
+            self._meet_callbacks()
         position = PositionInAccumulation(
             fresh=batch_idx % trainer.accumulate_grad_batches == 0,
             update=not trainer.fit_loop._should_accumulate(),

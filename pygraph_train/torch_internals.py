@@ -325,6 +325,13 @@ def backward_keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def backward_ends_at(tensor: torch.Tensor) -> bool:
+    """Whether the backward that runs in this thread computes nothing of what a tensor was made of. (2.11, 2.13)"""
+    sources = [node for node, _ in tensor.grad_fn.next_functions if node is not None]  # type: ignore[union-attr]
+    inner = [node for node in sources if not hasattr(node, "variable")]  # a leaf's may not be asked for
+    return bool(inner) and not any(map(torch._C._will_engine_execute_node, inner))
+
+
 def autograd_is_watched() -> bool:
     """Whether somebody wants to see what is saved for a backward, or transforms it. (2.11, 2.13)"""
     return (

@@ -760,3 +760,62 @@ def test_importing_the_package_imports_no_framework():
 def test_hooks_that_are_watched_exist_in_this_lightning():
     for hook in (*MODULE_BETWEEN, *MODULE_BEFORE_UPDATE):
         assert inspect.isfunction(getattr(pl.LightningModule, hook))
+
+
+def test_a_callback_added_during_training_has_its_hooks_run():
+    class Doubles(pl.Callback):
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            for p in module.parameters():
+                p.grad.mul_(2)
+
+    class Adds(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 2:
+                trainer.callbacks += [Doubles(), pl.Callback()]
+
+    report = replayed(parity(make_callbacks=lambda: [Adds()]), least=10)
+    assert any("Doubles.on_after_backward was added during training" in f.reason for f in report.fallbacks)
+
+
+class KeepsHidden(Module):
+    """Hands out an activation, whose gradient others may ask for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.hidden = self.net.first(batch[0]).relu()
+        return nn.functional.cross_entropy(self.net.second(self.hidden), batch[1])
+
+
+class AsksInAHook(KeepsHidden):
+    def on_before_backward(self, loss: Any) -> None:
+        (gradient,) = torch.autograd.grad(loss, self.hidden, retain_graph=True)
+        self.log("gradient", gradient.norm())
+
+
+class Retains(KeepsHidden):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.hidden.retain_grad()
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.log("gradient", self.hidden.grad.norm())
+
+
+class Hooks(KeepsHidden):
+    def on_before_backward(self, loss: Any) -> None:
+        self.hidden.register_hook(lambda gradient: gradient * 2)
+
+
+@pytest.mark.parametrize("kind", [AsksInAHook, Retains, Hooks])
+@pytest.mark.parametrize("config", [{}, {"fuse": "off"}, {"forward": "off"}, {"backward": "off"}], ids=str)
+def test_who_asks_for_the_gradient_of_an_activation_gets_it(kind, config):
+    report = refused(parity(kind, config=config, logger=MemoryLogger()))
+    assert report.plan == "F B {O}" and any("of an activation" in n for n in report.notes), str(report)
+
+
+def test_an_activation_may_be_used_in_another_loss():
+    class Auxiliary(KeepsHidden):
+        def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+            super().backward(loss + 0.1 * self.hidden.square().mean(), *args, **kwargs)
+
+    in_regions(refused(parity(Auxiliary), "Auxiliary.backward"))

@@ -177,20 +177,25 @@ class Regions:
         """Note what eager kernels allow between a forward and the end of its backward, and compiled ones do not."""
         parameters = [x for x in inputs if isinstance(x, nn.Parameter)]
         versions = list(map(torch_internals.tensor_version, parameters))
+        results = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+        for result in results:
+            others = [x.grad_fn for x in results if x is not result]
+            activation = result if any(_depends(x, result.grad_fn) for x in others) else None
+            hooks = len(result._backward_hooks or ()) + 1  # and the one that is registered here
 
-        def look(gradient: Tensor) -> None:
-            why = None
-            self._retains |= torch_internals.backward_keeps_graph()
-            if torch.is_grad_enabled():
-                why = "the backward is differentiated itself (create_graph=True)"
-            elif versions != list(map(torch_internals.tensor_version, parameters)):
-                why = "parameters are changed between forward and backward"
-            if why is not None:
-                self.problem = Problem(f"forward and backward get no graphs of their own: {why}")
+            def look(gradient: Tensor, activation: Tensor | None = activation, hooks: int = hooks) -> None:
+                why = None
+                self._retains |= torch_internals.backward_keeps_graph()
+                if torch.is_grad_enabled():
+                    why = "the backward is differentiated itself (create_graph=True)"
+                elif versions != list(map(torch_internals.tensor_version, parameters)):
+                    why = "parameters are changed between forward and backward"
+                elif activation is not None and _is_asked_for(activation, hooks):
+                    why = "the gradient of an activation is asked for, and compiled ones have none"
+                if why is not None:
+                    self.problem = Problem(f"forward and backward get no graphs of their own: {why}")
 
-        for output in outputs:
-            if isinstance(output, Tensor) and output.grad_fn is not None:
-                output.register_hook(torch.compiler.disable(look))
+            result.register_hook(torch.compiler.disable(look))
 
     def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         from pygraph_train import backend
@@ -227,6 +232,29 @@ class Regions:
         self._numbers |= {r.name.rpartition(" ")[2] for r in made}
         self._report.regions = self.records
         return compiled
+
+
+def _depends(node: Any, on: Any) -> bool:
+    """Whether a node of an autograd graph is computed from another one."""
+    seen, left = set(), [node]
+    while left:
+        node = left.pop()
+        if node is on:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [source for source, _ in node.next_functions]
+    return False
+
+
+def _is_asked_for(activation: Tensor, hooks: int) -> bool:
+    """Whether somebody wants the gradient of what is just a step on the way.
+
+    Args:
+        hooks: number of those that are not for that.
+    """
+    watched = activation.retains_grad or len(activation._backward_hooks or ()) > hooks
+    return watched or torch_internals.backward_ends_at(activation)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
