@@ -35,11 +35,11 @@ from pygraph_train.integrations.accelerate_calls import (
     told,
 )
 from pygraph_train.integrations.loop import Loop, never_replays
-from pygraph_train.step.legality import Problem
+from pygraph_train.step.legality import Problem, PyGraphError
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
-from pygraph_train.step.runner import PyGraphError, Replayed, StepRunner
+from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.step.signature import map_leaves
 
 __all__ = ["GraphedStepFunction"]

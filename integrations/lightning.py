@@ -46,13 +46,13 @@ from pygraph_train.selection.arms import (
     WHOLE,
 )
 from pygraph_train.selection.controller import Switch
-from pygraph_train.step.legality import NotLegal, Problem
+from pygraph_train.step.legality import NotLegal, Problem, PyGraphError
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.optimizer_kernels import unsupported
 from pygraph_train.step.optimizer_trial import OptimizerTrial
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
-from pygraph_train.step.runner import PyGraphError, Replayed, StepRunner
+from pygraph_train.step.runner import Replayed, StepRunner
 
 __all__ = ["PyGraphCallback"]
 

@@ -19,8 +19,8 @@ from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.step.legality import PyGraphError
 from pygraph_train.step.optimizer_graph import OptimizerGraph
-from pygraph_train.step.runner import PyGraphError
 
 __all__ = ["Loop", "RegionedCall", "never_replays"]
 

@@ -31,11 +31,11 @@ from pygraph_train.graphs.location import defined_at
 from pygraph_train.integrations.accelerate import route_step, tidy_step
 from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.integrations.loop_report import LoopReport
-from pygraph_train.step.legality import Problem
+from pygraph_train.step.legality import Problem, PyGraphError
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
-from pygraph_train.step.runner import PyGraphError, Replayed, StepRunner
+from pygraph_train.step.runner import Replayed, StepRunner
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerCallback", "PyGraphTrainerMixin"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pygraph_train.integrations.lightning import PyGraphCallback
     from pygraph_train.integrations.transformers import PyGraphTrainer, PyGraphTrainerCallback
     from pygraph_train.step.graphed import GraphedStep
-    from pygraph_train.step.runner import PyGraphError
+    from pygraph_train.step.legality import PyGraphError
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,7 @@ _HOMES = {
     "PyGraph": "pygraph_train.integrations.accelerate",
     "PyGraphCallback": "pygraph_train.integrations.lightning",
     "PyGraphConfig": "pygraph_train.config",
-    "PyGraphError": "pygraph_train.step.runner",
+    "PyGraphError": "pygraph_train.step.legality",
     "PyGraphTrainer": "pygraph_train.integrations.transformers",
     "PyGraphTrainerCallback": "pygraph_train.integrations.transformers",
     "StepReport": "pygraph_train.diagnose.report",

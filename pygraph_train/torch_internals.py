@@ -332,6 +332,16 @@ def backward_ends_at(tensor: torch.Tensor) -> bool:
     return bool(inner) and not any(map(torch._C._will_engine_execute_node, inner))
 
 
+def compiled_kernels_refuse(error: RuntimeError) -> bool:
+    """Whether the backward of a compiled function cannot do what eager kernels do. (2.11, 2.13)"""
+    known = (
+        "does not currently support double backward",
+        "compiled with non-empty donated buffers",
+        "appears to not have been used in the graph",
+    )
+    return any(part in str(error) for part in known)
+
+
 def autograd_is_watched() -> bool:
     """Whether somebody wants to see what is saved for a backward, or transforms it. (2.11, 2.13)"""
     return (

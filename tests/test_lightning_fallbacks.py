@@ -35,7 +35,7 @@ from lightning_training import (  # noqa: E402
     refused,
     replayed,
 )
-from test_lightning_phases import in_regions  # noqa: E402
+from test_lightning_phases import OFF, in_regions  # noqa: E402
 from training import line_of  # noqa: E402
 
 from pygraph_train import PyGraphCallback, PyGraphError  # noqa: E402
@@ -819,3 +819,29 @@ def test_an_activation_may_be_used_in_another_loss():
             super().backward(loss + 0.1 * self.hidden.square().mean(), *args, **kwargs)
 
     in_regions(refused(parity(Auxiliary), "Auxiliary.backward"))
+
+
+@pytest.mark.parametrize("late", [AsksInAHook, "penalty"])
+def test_what_compiled_kernels_cannot_do_is_told_when_it_comes_late(late):
+    class AsksLate(AsksInAHook):
+        def on_before_backward(self, loss: Any) -> None:
+            if self.trainer.global_step == 15:
+                super().on_before_backward(loss)
+
+    class PenaltyLate(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = batch[0].clone().requires_grad_(True)
+            print(end="")
+            out = self.net(x)
+            loss = nn.functional.cross_entropy(out, batch[1])
+            if self.trainer.global_step == 15:
+                (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+                loss = loss + slope.square().sum()
+            return loss
+
+    kind = PenaltyLate if late == "penalty" else AsksLate
+    with pytest.raises(
+        PyGraphError, match=r"none of the first steps did: .* Fix: forward='off', backward='off'"
+    ):
+        parity(kind)
+    parity(kind, config=OFF)

@@ -24,7 +24,20 @@ from pygraph_train.graphs.location import defined_at, is_user_file, user_line_in
 from pygraph_train.step.recompute import as_eager
 from pygraph_train.step.watch import ModuleWatch, is_watched
 
-__all__ = ["NotLegal", "Problem", "Trace", "backward_hook", "guard_constants", "hooked", "readable"]
+__all__ = [
+    "NotLegal",
+    "Problem",
+    "PyGraphError",
+    "Trace",
+    "backward_hook",
+    "guard_constants",
+    "hooked",
+    "readable",
+]
+
+
+class PyGraphError(RuntimeError):
+    """A step could not run from a graph and `on_failure="raise"` was asked for, or it cannot go on."""
 
 
 @dataclass(frozen=True)

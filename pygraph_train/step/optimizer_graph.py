@@ -13,7 +13,7 @@ from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.step.legality import Problem
+from pygraph_train.step.legality import Problem, PyGraphError
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.optimizer_phase import OptimizerPhase
 from pygraph_train.step.program import StepProgram
@@ -130,8 +130,6 @@ class OptimizerGraph:
             level = logging.WARNING if self._config.optimizer == "on" else logging.INFO
             log.log(level, "pygraph: %s", problem)
         if self._config.on_failure == "raise":
-            from pygraph_train.step.runner import PyGraphError
-
             raise PyGraphError(str(problem))
 
 

@@ -24,7 +24,8 @@ from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.step.legality import Problem
+from pygraph_train.graphs.location import user_location
+from pygraph_train.step.legality import Problem, PyGraphError
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.recompute import as_eager
 
@@ -111,8 +112,17 @@ class Regions:
         """
         before = self._traced
         self._before = {id(r): _work(r) for r in self.records()} if watched else {}
-        with torch_internals.dynamo_region_config():
-            result = self._level.run(run)
+        try:
+            with torch_internals.dynamo_region_config():
+                result = self._level.run(run)
+        except RuntimeError as error:
+            if not self.found or not torch_internals.compiled_kernels_refuse(error):
+                raise
+            first, where = str(error).strip().splitlines()[0], user_location(error.__traceback__)
+            raise PyGraphError(
+                f"this step does with gradients what compiled kernels cannot, and none of the first steps did: "
+                f"{first}{f' ({where})' if where else ''}. Fix: forward='off', backward='off' leaves both as they are"
+            ) from error
         self._quiet = 0 if self._traced > before else self._quiet + 1
         if not self.found:
             self._probes += 1

@@ -25,7 +25,15 @@ from pygraph_train.step.clock import Clock
 from pygraph_train.step.decisions import COMPILE_SECONDS, Decisions
 from pygraph_train.step.gradient_places import Source
 from pygraph_train.step.launch_bound import LaunchBoundCheck
-from pygraph_train.step.legality import NotLegal, Problem, Trace, backward_hook, hooked, readable
+from pygraph_train.step.legality import (
+    NotLegal,
+    Problem,
+    PyGraphError,
+    Trace,
+    backward_hook,
+    hooked,
+    readable,
+)
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.optimizer_kernels import is_unknown
 from pygraph_train.step.optimizer_phase import OptimizerPhase
@@ -44,7 +52,7 @@ from pygraph_train.step.signature import Key, flatten, key_of
 from pygraph_train.step.variants import Capture, Signature, Variant, same_memory
 from pygraph_train.step.verify import Fingerprint, ScratchState
 
-__all__ = ["PyGraphError", "Ran", "Replayed", "StepRunner"]
+__all__ = ["Ran", "Replayed", "StepRunner"]
 
 log = logging.getLogger("pygraph_train")
 
@@ -70,10 +78,6 @@ _MOST_SIGNATURES = 1024
 
 
 _NO_GRAPH = Arm(NOTHING)
-
-
-class PyGraphError(RuntimeError):
-    """A step could not run from a graph and `on_failure="raise"` was asked for."""
 
 
 @dataclass(frozen=True)
