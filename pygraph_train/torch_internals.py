@@ -121,11 +121,28 @@ def dynamo_cache_entries(code: types.CodeType) -> list[Any]:
     return list(_debug_get_cache_entry_list(code))
 
 
+@contextmanager
+def _settings(config: Any, **changes: Any) -> Iterator[None]:
+    """Context: a config module of torch's with other values.
+
+    Its own `patch` leaves a variable in the thread's context each time that it is called, and this is for every step.
+    """
+    before = {name: getattr(config, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
 def dynamo_step_config() -> AbstractContextManager[None]:
     """Trace with every Python number specialised, so that a guard stands for it (torch 2.11, 2.13)."""
     import torch._dynamo.config as config
 
-    return config.patch(
+    return _settings(
+        config,
         specialize_int=True,
         specialize_float=True,
         allow_unspec_int_on_nn_module=False,
@@ -614,7 +631,7 @@ def dynamo_region_config() -> AbstractContextManager[None]:
     """
     import torch._dynamo.config as config
 
-    return config.patch(skip_nnmodule_hook_guards=False, recompile_limit=64)
+    return _settings(config, skip_nnmodule_hook_guards=False, recompile_limit=64)
 
 
 CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint

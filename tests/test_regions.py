@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
+import gc
 import io
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from training import Diary, Net, adamw, batches, both, loss_of, sgd
 
-from pygraph_train import PyGraphConfig, StepReport
+from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, REGIONS, SEPARATE
 from pygraph_train.selection.controller import Estimate
@@ -265,3 +268,26 @@ def test_the_report_lists_the_regions():
     report = in_regions(both(training(with_metric)))
     assert "forward" in str(report) and "replays" in str(report)
     assert {r["phase"] for r in report.to_dict()["regions"]} >= {"forward", "backward"}
+
+
+def test_steps_leave_nothing_behind():
+    model = Net()
+    optimizer = adamw(model)
+
+    def step_fn(batch: Any) -> Tensor:
+        print(end="")
+        return loss_of(model)(batch)
+
+    step = GraphedStep(
+        step_fn, model=model, optimizer=optimizer, config=PyGraphConfig(engine="emulated", warmup_steps=2)
+    )
+    left = []
+    (batch,) = batches(1)
+    for number in range(90):
+        step(batch)
+        if number % 30 == 29:
+            gc.collect()
+            kinds = Counter(type(o).__name__ for o in gc.get_objects())
+            left.append((len(contextvars.copy_context()), kinds["Tensor"] + kinds["Parameter"]))
+    assert step.report().plan == "{F} {B} {O}"
+    assert left[1] == left[2], left
