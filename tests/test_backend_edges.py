@@ -135,3 +135,16 @@ def test_a_staged_number_keeps_the_sign_of_its_zero() -> None:
         assert torch.copysign(torch.tensor(1.0), buffer.fill(torch.tensor(value))) == (
             torch.copysign(torch.tensor(1.0), torch.tensor(value))
         )
+
+
+def test_more_shapes_in_turn_than_are_kept_are_not_captured_again_and_again() -> None:
+    model = nn.Linear(6, 3)
+    call = compiled(model, max_signatures=2)
+    sizes = [3, 4, 5, 6, 7]
+    for step in range(200):
+        x = torch.randn(sizes[step % 5], 6)
+        torch.testing.assert_close(call(x), model(x))
+        call(x).sum().backward()
+        model.zero_grad()
+    captures = sum(r.captures for r in backend.report().regions)
+    assert captures <= 40, backend.report()  # 5 shapes, forward and backward, four rounds at most

@@ -64,7 +64,8 @@ class _Key:
     """What a region remembers of one set of shapes."""
 
     def __init__(self) -> None:
-        self.runs = 0
+        self.runs = 0  # since it may be captured anew
+        self.evicted = 0  # so often its graphs went to make room for other shapes
         self.misses = 0
         self.captures: list[RegionCapture] = []
 
@@ -192,7 +193,9 @@ class Region:
     def _make_room(self) -> None:
         used = [values for values, key in self._keys.items() if key.captures]
         for values in used[: max(0, len(used) - self._options.max_signatures)]:
-            self._drop(self._keys.pop(values))
+            key = self._keys[values]
+            self._drop(key)
+            key.evicted, key.runs = key.evicted + 1, 0
 
     def _drop(self, key: _Key) -> None:
         for capture in key.captures:
@@ -267,7 +270,8 @@ class Region:
                 return False
         if fed:
             return self._source_is_owned(inputs)
-        return bool(blocked) or key.runs > self._warm_runs()
+        # shapes that take turns, more of them than are kept: longer and longer without a graph
+        return bool(blocked) or key.runs > self._warm_runs() * 4**key.evicted
 
     def _of_same_source(self, key: _Key, inputs: list[Any]) -> list[RegionCapture]:
         """Backwards of the forward's graph that saved these inputs."""
