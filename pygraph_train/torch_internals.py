@@ -359,6 +359,11 @@ def compiled_kernels_refuse(error: RuntimeError) -> bool:
     return any(part in str(error) for part in known)
 
 
+def no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor that autograd takes for no view. (2.11, 2.13)"""
+    return torch.ops.aten._unsafe_view(tensor, tensor.size())  # type: ignore[no-any-return]
+
+
 def autograd_is_watched() -> bool:
     """Whether somebody wants to see what is saved for a backward, or transforms it. (2.11, 2.13)"""
     return (

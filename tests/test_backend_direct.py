@@ -301,3 +301,21 @@ def test_changing_shapes(calls: list[Any]) -> None:
         ]
 
     same_as_plain(body, Plain)
+
+
+def test_outputs_changed_in_place_before_the_backward(calls: list[Any]) -> None:
+    class Viewed(Plain):
+        def forward(self, x: torch.Tensor) -> Any:
+            hidden = self.first(x)
+            return self.last(hidden).view(3, 5), hidden.detach()
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for x, _ in batches(24):
+            out, hidden = call(x)
+            out.mul_(2)
+            values += [update(out.square().mean(), opt), out.detach(), hidden.add_(1)]
+        return values
+
+    same_as_plain(body, Viewed, without_graphs=True, warmup_runs=8)
+    assert len(calls) >= 18 and replays("forward") >= 10

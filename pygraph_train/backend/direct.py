@@ -35,6 +35,7 @@ class Route:
         detached: inputs of the forward that get no gradient, though their arguments would.
         returns: so many outputs of the forward are the call's.
         constant: those of them that need no gradient.
+        viewed: those that are views of what the forward computes: the caller must be able to change them in place.
         arrange: [*saved, *tangents] -> inputs of the backward.
         tangents: by output that needs a gradient, what the backward expects of it.
         shared: what is saved of the caller's outputs: without its history, which would hold itself alive.
@@ -48,6 +49,7 @@ class Route:
     detached: tuple[int, ...]
     returns: int
     constant: tuple[int, ...]
+    viewed: tuple[int, ...]
     arrange: Callable[[Sequence[Any]], Sequence[Any]]
     tangents: tuple[tuple[int, Tangent], ...]
     shared: tuple[int, ...]
@@ -124,6 +126,8 @@ class _Regions(torch.autograd.Function):
         ctx.route, ctx.saved, ctx.checked = route, saved, checked
         ctx.versions = list(map(_version, checked))
         ctx._materialize_non_diff_grads = False
+        for i in route.viewed:
+            outputs[i] = torch_internals.no_view(outputs[i])
         if route.constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in route.constant])
         return tuple(outputs[: route.returns])
@@ -225,6 +229,7 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         tuple(i for i, p in enumerate(picks) if p is not None and inputs[i] is not args[p]),
         returns,
         tuple(i for i, x in enumerate(result) if not x.requires_grad),
+        tuple(i for i, x in enumerate(result) if x is not outputs[i]),
         _picker([order.index(name) for name in pair.arriving]),
         expected,
         shared,
