@@ -380,6 +380,31 @@ def compiled_autograd_wanted() -> bool:
     return config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled
 
 
+def grad_mode_changed() -> bool:
+    """Whether the function that is compiled now leaves another grad mode than it found. (2.11, 2.13)"""
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return metadata is not None and metadata.grad_enabled_mutation is not None
+
+
+def refuse_retaining() -> None:
+    """What AOTAutograd says where a backward that may write to what was saved has to keep it. (2.11, 2.13)"""
+    if torch._functorch.config.donated_buffer:
+        raise RuntimeError(
+            "This backward function was compiled with non-empty donated buffers which requires create_graph=False "
+            "and retain_graph=False. Please keep backward(create_graph=False, retain_graph=False) across all "
+            "backward() function calls, or set torch._functorch.config.donated_buffer=False to disable donated "
+            "buffer."
+        )
+
+
+def donates() -> bool:
+    """Whether the backward that is compiled now may write to what was saved for it. (2.11, 2.13)"""
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return metadata is not None and bool(metadata.bw_donated_idxs)
+
+
 def has_symbols(values: Iterable[Any]) -> bool:
     """Whether the size of a tensor is not a number. (2.11, 2.13)"""
     tensors = (x for x in values if isinstance(x, torch.Tensor))

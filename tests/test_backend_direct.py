@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -319,3 +320,137 @@ def test_outputs_changed_in_place_before_the_backward(calls: list[Any]) -> None:
 
     same_as_plain(body, Viewed, without_graphs=True, warmup_runs=8)
     assert len(calls) >= 18 and replays("forward") >= 10
+
+
+def test_a_retained_graph_with_donated_buffers_is_refused_as_aotautograd_does(calls: list[Any]) -> None:
+    model = Plain()
+    call = compiled(model)
+    F.cross_entropy(call(batches(1)[0][0]), batches(1)[0][1]).backward()
+    for x, y in batches(8):
+        loss = F.cross_entropy(call(x), y)
+        with pytest.raises(RuntimeError, match="non-empty donated buffers"):
+            loss.backward(retain_graph=True)
+    assert len(calls) >= 6
+
+
+class Multiplies(nn.Module):
+    """Its backward needs its input as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x @ self.weight) * self.first(x)
+
+
+@pytest.mark.parametrize("warmup_runs", [1, 3])
+def test_an_input_changed_before_the_backward_is_noticed(warmup_runs: int, calls: list[Any]) -> None:
+    call = compiled(Multiplies(), warmup_runs=warmup_runs)
+    for x, _ in batches(6):
+        call(x).sum().backward()
+    pending = [(x, call(x).sum()) for x, _ in batches(6)]  # some of them cannot come from the graph
+    for x, out in reversed(pending):
+        x.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+    assert len(calls) >= 6
+
+
+def _hidden(model: Plain, x: torch.Tensor) -> torch.Tensor:
+    return model.last(model.first(x)).exp()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda model, x: (_hidden(model, x).sin(), model.last.weight.detach()),
+        lambda model, x: (_hidden(model, x).sin() * x[:, :3].exp(), x.detach()),
+        lambda model, x: (lambda h: (h.sin(), h.detach()))(_hidden(model, x)),
+    ],
+    ids=["parameter", "input", "result"],
+)
+@pytest.mark.parametrize("warmup_runs", [1, 10**6])
+def test_a_detached_output_shares_its_version(forward: Any, warmup_runs: int, calls: list[Any]) -> None:
+    class Detaching(Plain):
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(self, x)
+
+    model = Detaching()
+    call = compiled(model, warmup_runs=warmup_runs)
+    for x, _ in batches(4):
+        call(x)[0].sum().backward()
+    for x, _ in batches(6):
+        weight = model.first.weight
+        (expected,) = torch.autograd.grad(model(x)[0].sum(), weight)
+        out, detached = call(x)
+        with torch.no_grad():
+            detached.mul_(2)
+        if warmup_runs == 1:
+            # what a graph saves may be a copy, which nobody has changed
+            with contextlib.suppress(RuntimeError):
+                (gradient,) = torch.autograd.grad(out.sum(), weight)
+                torch.testing.assert_close(gradient, expected)
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("warmup_runs", [1, 10**6])
+def test_a_saved_view_of_an_output_is_freed_with_it(warmup_runs: int, calls: list[Any]) -> None:
+    class Shared(Multiplies):
+        def forward(self, x: torch.Tensor) -> Any:
+            h = self.first(x).sin()
+            return h @ self.weight, h
+
+    call = compiled(Shared(), warmup_runs=warmup_runs)
+    inputs = [torch.stack([x, x]) for x, _ in batches(5)]  # the product saves a view of its 3-D operand
+    for x in inputs:
+        sum(t.sum() for t in call(x)).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        out, h = call(inputs[0])
+        left = [weakref.ref(t) for t in (out, h, out.grad_fn)]
+        del out, h
+        assert [t() for t in left] == [None, None, None]
+    finally:
+        gc.enable()
+    assert len(calls) >= 4
+
+
+def test_a_function_that_changes_the_grad_mode_goes_the_long_way(calls: list[Any]) -> None:
+    class Stops(Multiplies):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = x @ self.weight
+            z = y.sin()
+            torch.set_grad_enabled(False)
+            return z, y
+
+    model = Stops()
+    call = compiled(model)
+    for x, _ in batches(6):
+        try:
+            out, _ = call(x)
+            assert not torch.is_grad_enabled()
+        finally:
+            torch.set_grad_enabled(True)
+        out.sum().backward()
+    assert not calls
+
+
+def test_compiled_autograd_around_the_backward_alone(calls: list[Any]) -> None:
+    from torch._dynamo import compiled_autograd
+
+    model = Plain()
+    call = compiled(model)
+    for step, (x, _) in enumerate(batches(8)):
+        total = call(x).sum()  # saves nothing itself
+        if step % 2 == 0:
+            total.backward()
+            continue
+        with compiled_autograd._enable(lambda graph: graph):
+            total.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            total.backward()
+    assert len(calls) >= 6

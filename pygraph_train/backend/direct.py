@@ -41,6 +41,7 @@ class Route:
         shared: what is saved of the caller's outputs: without its history, which would hold itself alive.
         checked: inputs of the forward that are saved, or views of them: nobody may change them before the backward.
         gradients: (None, *outputs of the backward) -> gradients of the arguments.
+        donates: whether the backward writes over what is saved.
     """
 
     forward: Region
@@ -55,6 +56,7 @@ class Route:
     shared: tuple[int, ...]
     checked: tuple[int, ...]
     gradients: Callable[[Sequence[Any]], Sequence[Any]]
+    donates: bool
 
 
 class Direct:
@@ -123,29 +125,34 @@ class _Regions(torch.autograd.Function):
         for i in route.shared:
             saved[i] = saved[i].detach()
         checked += [saved[i] for i in route.shared]
-        ctx.route, ctx.saved, ctx.checked = route, saved, checked
+        ctx.route, ctx.kept = route, [saved, checked]  # emptied, not replaced: compiled autograd proxies ctx
         ctx.versions = list(map(_version, checked))
         ctx._materialize_non_diff_grads = False
         for i in route.viewed:
-            outputs[i] = torch_internals.no_view(outputs[i])
+            constant = i in route.constant  # shares the version, so that changes in place are noticed
+            outputs[i] = outputs[i].detach() if constant else torch_internals.no_view(outputs[i])
         if route.constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in route.constant])
         return tuple(outputs[: route.returns])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        route, saved = ctx.route, ctx.saved
-        if saved is None:
+        route, kept = ctx.route, ctx.kept
+        if not kept:
             raise RuntimeError(
                 "Trying to backward through the graph a second time (or directly access saved tensors after they "
                 "have already been freed). Saved intermediate values of the graph are freed when you call "
                 ".backward() or autograd.grad(). Specify retain_graph=True if you need to backward through the "
                 "graph a second time or if you need to access saved tensors after calling backward."
             )
-        if list(map(_version, ctx.checked)) != ctx.versions:
-            raise RuntimeError(_changed(ctx.checked, ctx.versions))
+        saved, checked = kept
+        if list(map(_version, checked)) != ctx.versions:
+            raise RuntimeError(_changed(checked, ctx.versions))
         if not torch_internals.backward_keeps_graph():
-            ctx.saved = ctx.checked = None
+            kept.clear()
+        elif route.donates:
+            torch_internals.refuse_retaining()
+        del checked
         tangents = [_coerced(gradients[i], tangent) for i, tangent in route.tangents]
         inputs = list(route.arrange([*saved, *tangents]))
         del saved, tangents, gradients
@@ -208,7 +215,7 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
     if len(set(map(id, result))) < returns:
         return None
     differentiable = [i for i, x in enumerate(result) if x.requires_grad]
-    names, saved, tangents = pair.outputs, pair.outputs[returns:], pair.tangents
+    saved, tangents = pair.outputs[returns:], pair.tangents
     if len(tangents) != len(differentiable) or pair.gradients != len(inputs):
         return None
     expected = tuple(zip(differentiable, tangents, strict=True))
@@ -219,8 +226,9 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         return None
     if not all(isinstance(x, torch.Tensor) for x in outputs):
         return None
-    shared = tuple(i for i, name in enumerate(saved) if name in names[:returns])
-    memory = {x.untyped_storage()._cdata for x in outputs[returns:]}
+    given_memory = {x.untyped_storage()._cdata for x in args}
+    if any(x.untyped_storage()._cdata in given_memory for x in result):
+        return None  # an alias of an argument: it has to share its version
     back = {pick: j + 1 for j, pick in enumerate(picks)}
     return Route(
         forward,
@@ -232,9 +240,10 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         tuple(i for i, x in enumerate(result) if x is not outputs[i]),
         _picker([order.index(name) for name in pair.arriving]),
         expected,
-        shared,
-        tuple(i for i, x in enumerate(inputs) if x.untyped_storage()._cdata in memory),
+        pair.shared,
+        tuple(sorted(pair.kept)),
         _picker([0, *(back.get(k, 0) for k in range(len(args)))]),
+        pair.donates,
     )
 
 

@@ -82,11 +82,11 @@ def _region(
     if changed.staged or changed.late or changed.passthrough:
         pair.direct = False
         return Staged(region, changed, device)
-    _name_ends(gm, traced.phase, pair)
+    _name_ends(gm, traced.phase, traced.saved_from, pair)
     return region
 
 
-def _name_ends(gm: torch.fx.GraphModule, phase: str, pair: Pair) -> None:
+def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair) -> None:
     """Note what goes into a graph and what comes out of it."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     (outputs,) = next(node for node in gm.graph.nodes if node.op == "output").args
@@ -94,6 +94,7 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, pair: Pair) -> None:
     pair.direct &= all(isinstance(node.meta.get("val"), torch.Tensor) for node in placeholders)
     if phase == "backward":
         pair.arriving, pair.gradients = names, len(outputs)
+        pair.donates = torch_internals.donates()
         tangents = [node for node in placeholders if node.name.startswith("tangents")]
         if torch_internals.has_symbols(node.meta.get("val") for node in tangents):
             pair.direct = False
@@ -101,7 +102,15 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, pair: Pair) -> None:
             pair.tangents = tuple(_tangent(node) for node in tangents)
     else:
         pair.outputs = tuple(map(str, outputs))
-        pair.direct &= phase == "forward"
+        pair.direct &= phase == "forward" and not torch_internals.grad_mode_changed()
+        saved = {_memory(node) for node in outputs[saved_from:] if isinstance(node, torch.fx.Node)} - {None}
+        seen = {_memory(node) for node in outputs[:saved_from] if isinstance(node, torch.fx.Node)} - {None}
+        pair.shared = tuple(
+            i
+            for i, node in enumerate(outputs[saved_from:])
+            if isinstance(node, torch.fx.Node) and _memory(node) in seen
+        )
+        pair.kept = frozenset(i for i, node in enumerate(placeholders) if _memory(node) in saved)
 
 
 def _tangent(node: torch.fx.Node) -> Tangent:

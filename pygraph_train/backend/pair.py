@@ -37,6 +37,9 @@ class Pair:
         outputs: names of the forward's outputs.
         arriving: names of the backward's inputs: what the forward saved, and `tangents`.
         gradients: number of outputs of the backward.
+        kept: inputs of the forward that it saves, or views of them.
+        shared: of what the forward saves, by position, that which lies in memory of the caller's outputs.
+        donates: whether the backward writes over what the forward saved (AOTAutograd's donated buffers).
         direct: whether nothing comes between the caller and the regions (see `direct.Direct`), as far as known.
     """
 
@@ -49,6 +52,9 @@ class Pair:
         self.arriving: tuple[str, ...] = ()
         self.tangents: tuple[Tangent, ...] = ()
         self.gradients = 0
+        self.kept: frozenset[int] = frozenset()
+        self.shared: tuple[int, ...] = ()
+        self.donates = False
         self.direct = False
         self.way: Way | None = "graph" if measure else None
         self._indirection = indirection
