@@ -170,7 +170,6 @@ class _StepFunctionProgram:
     """`StepProgram` over a function that makes a whole step of an Accelerate loop."""
 
     recorder: str | None = ".put_off"
-    empties_first = False
 
     def __init__(
         self, fn: Callable[..., Any], accelerator: Any, accelerated: Any, *, accumulates_inside: bool

@@ -361,7 +361,6 @@ class _LightningProgram:
     """`StepProgram` over a LightningModule."""
 
     recorder: str | None = ".log.records"
-    empties_first = False
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.model: LightningModule = module

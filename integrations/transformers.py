@@ -262,7 +262,6 @@ class _TrainerProgram:
     """`StepProgram` over a transformers Trainer."""
 
     recorder: str | None = None
-    empties_first = False
 
     def __init__(self, trainer: PyGraphTrainerMixin) -> None:
         accelerated: Any = trainer.optimizer

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import pygraph_train.backend as backend
 from pygraph_train.backend import capture as capture_module
 from pygraph_train.backend import inductor
+from pygraph_train.backend import region as region_module
 from pygraph_train.backend.arena import Arena, Block, Occupant, block_of
 from pygraph_train.graphs import CaptureError
 from pygraph_train.graphs.emulated import EmulatedEngine
@@ -634,3 +635,25 @@ def test_phases_that_do_not_exist_name_the_allowed_ones() -> None:
     )
     with pytest.raises(ValueError, match=allowed):
         backend.compile(net(), phases="optimizer")
+
+
+@pytest.mark.parametrize("kind", [Net, Broken])
+def test_what_a_backward_reads_was_guarded_until_then(
+    kind: type[nn.Module], hostile: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after graphs that read it were closed: gradients that accumulate move to a pool of their own."""
+    run = region_module.Region._run
+    seen = []
+
+    def guarded(self: region_module.Region, inputs: list[Any]) -> Any:
+        source = self._source(inputs) if self.spec.phase == "backward" else None
+        if source is not None:
+            seen.append(source)
+            assert source.occupant in hostile._active and source.occupant.alive()
+        if self.spec.phase == "forward":  # its last backward is over
+            assert not any(o.alive() for o in hostile._active if o.owner is self and not o.visible)
+        return run(self, inputs)
+
+    monkeypatch.setattr(region_module.Region, "_run", guarded)
+    same_as_plain(accumulating(32), kind)
+    assert len(seen) >= 20

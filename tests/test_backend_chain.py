@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_backend import (  # noqa: F401 - these tests once more, with outputs handed out in place
+    Broken,
     Net,
     accumulating,
     batches,
@@ -33,7 +34,10 @@ from torch import nn
 
 import pygraph_train.backend as backend
 from pygraph_train.backend import capture as capture_module
+from pygraph_train.backend import inductor
+from pygraph_train.backend import pair as pair_module
 from pygraph_train.backend.arena import Arena, block_of
+from pygraph_train.backend.choice import Choice, Cost
 
 
 @pytest.fixture(autouse=True)
@@ -238,3 +242,50 @@ def test_a_saved_view_of_an_input_as_another_type_is_of_the_input_of_this_run(
     same_as_plain(body, Bits)
     assert len(views) >= 12
     assert views == given[-len(views) :]
+
+
+@pytest.mark.parametrize("kind", [Net, Tanh, Broken])
+def test_gradients_that_are_emptied_after_the_forward_are_not_copied(kind: type[nn.Module]) -> None:
+    """Lightning's order: those of the step before are alive during a forward."""
+    addresses: list[list[int]] = []
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        losses = []
+        for x, y in batches(16):
+            before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            loss = F.cross_entropy(call(x), y)
+            assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            losses.append(loss.detach())
+            if call is not model:
+                addresses.append([p.grad.data_ptr() for p in model.parameters()])
+        return losses
+
+    same_as_plain(body, kind)
+    assert all(r.captures <= 2 and r.replays >= 8 for r in (*regions("forward"), *regions("backward")))
+    assert addresses[-1] == addresses[-4]  # where the graph writes them
+
+
+def test_an_input_that_is_saved_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving inputs are served by indirection, which turns out to be slower than copies."""
+    monkeypatch.setattr(pair_module, "WORTH_POINTING", 1)
+    monkeypatch.setattr(inductor, "Pair", lambda indirection, measure: pair_module.Pair(indirection, True))
+    seconds = {"plain": 4.0, "graph": 1.0, "indirect": 2.0}
+    monkeypatch.setattr(
+        Choice,
+        "cost",
+        lambda self, way: Cost(seconds[way], seconds[way]) if len(self._costs[way]) >= self.samples else None,
+    )
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [update(F.cross_entropy(call(x), y), opt) for x, y in batches(40)]
+
+    same_as_plain(body, Tanh)
+    (forward,), (backward,) = regions("forward"), regions("backward")
+    assert forward.decision == backward.decision == "graph" and "with indirection" in forward.reason
+    x, _ = batches(1)[0]
+    assert forward.copied_bytes == x.nbytes
+    assert backward.copied_bytes < x.nbytes  # the gradient of the output
+    assert forward.replays >= 20 and forward.captures == backward.captures == 2

@@ -454,3 +454,52 @@ def test_compiled_autograd_around_the_backward_alone(calls: list[Any]) -> None:
         with pytest.raises(RuntimeError, match="second time"):
             total.backward()
     assert len(calls) >= 6
+
+
+class WithLogits(Plain):
+    """As models of transformers return it: a loss, and logits that nobody differentiates."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = super().forward(x)
+        return logits.square().mean(), logits
+
+
+@pytest.mark.parametrize("options", [{}, {"indirection": "device"}, {"phases": "backward"}])
+def test_gradients_that_are_not_there_are_made_once(
+    options: dict[str, Any], calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "LARGE", 1)
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for step, (x, _) in enumerate(batches(24)):
+            loss, logits = call(x)
+            needed = step in (12, 13)  # now and then the other one is differentiated
+            values += [update(loss + logits.sum() if needed else loss, opt), logits.detach()]
+        return values
+
+    same_as_plain(body, WithLogits, warmup_runs=4, **options)
+    assert len(calls) >= 22 and replays("backward") >= 16
+    (backward,) = regions("backward")
+    if options.get("phases") != "backward":
+        assert backward.copied_bytes <= 4, backward  # the gradient of the loss
+
+
+def test_a_gradient_that_is_handed_on_is_the_callers_own(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "LARGE", 1)
+
+    class Adds(Plain):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
+            return super().forward(x), bias + 1  # the gradient of `bias` is that of the output
+
+    model = Adds()
+    call = compiled(model)
+    for x, _ in batches(12):
+        bias = torch.zeros(3, requires_grad=True)
+        out, _ = call(x, bias)
+        (gradient,) = torch.autograd.grad(out.sum(), bias, materialize_grads=True)
+        assert torch.equal(gradient, torch.zeros(3))
+        gradient.add_(1)  # and nobody else's zeros
+    assert len(calls) >= 10

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+from pygraph_train.backend.arena import Occupant
 from pygraph_train.backend.choice import Choice, Cost, choose
 from pygraph_train.backend.pair import WORTH_POINTING, Pair
 from pygraph_train.backend.report import RegionRecord
@@ -158,3 +159,19 @@ def test_output_that_was_a_cpu_input_is_the_callers_own_tensor() -> None:
     changed = Transformed(identity_graph(2), [], staged=(0,), late=(1,), passthrough={0: 0})
     out = Staged(lambda inputs: list(inputs), changed, torch.device("cpu"))([x, y])
     assert out[0] is x and torch.equal(out[1], y)
+
+
+def test_a_saved_buffer_that_somebody_holds_when_its_pool_gets_memory_back() -> None:
+    """Later on it must be seen that somebody holds it."""
+    saved, other = torch.randn(4), torch.randn(4)
+    occupant = Occupant({0: saved, 1: other}, frozenset({0}), frozenset({0, 1}), frozenset(), 0)
+    pending = saved.detach()
+    assert occupant.alive()
+    occupant.disown()
+    assert occupant.alive()
+    del pending
+    assert not occupant.alive()
+    pending = saved.detach()
+    assert occupant.alive()
+    del pending
+    assert not occupant.alive()

@@ -4,7 +4,8 @@ The graphs of one device share a pool: a backward reuses the memory of the activ
 consumed, and the next forward reuses that of dead gradients, as the caching allocator would have
 arranged it without graphs. The price is one question before each replay: is everything that this graph
 may overwrite dead? A graph may overwrite any block of its pool except those that were allocated during
-the whole of its capture (`Occupant.keeps`).
+the whole of its capture (`Occupant.keeps`). Gradients that are alive during the next forward (Lightning empties
+them after it) come from a pool of their own, as do the graphs that write them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import count
 from operator import attrgetter
 from sys import getrefcount
 from typing import Any, NamedTuple
@@ -127,8 +129,8 @@ class Occupant:
         return held or self._references() > self._own_references
 
     @contextmanager
-    def releasing(self) -> Iterator[None]:
-        """Context in which our own references to the memory go away, and those of others do not."""
+    def recounting(self) -> Iterator[None]:
+        """Context in which our own references to the memory come or go, and those of others do not."""
         held = [n - own for n, own in zip(self._counts(), self._own_counts, strict=True)]
         yield
         self._own_counts = [n - others for n, others in zip(self._counts(), held, strict=True)]
@@ -136,6 +138,13 @@ class Occupant:
     def _counts(self) -> list[int]:
         # who holds nothing but the Python object of a storage does not show in its count
         return [*map(storage_use_count, self._storages), *map(getrefcount, self._wrappers)]
+
+    def _kinds_of_counts(self) -> list[tuple[str, int]]:
+        return [("uses", s) for s in self._storages] + [("references", s) for s in self._storages]
+
+    def _held_by_others(self) -> dict[tuple[str, int], int]:
+        both = zip(self._kinds_of_counts(), self._counts(), self._own_counts, strict=True)
+        return {kind: n - own for kind, n, own in both}
 
     def _references(self) -> int:
         return sum(map(getrefcount, self._objects))
@@ -169,10 +178,14 @@ class Occupant:
         """Give the memory back to the pool for later captures; replays go on writing to it."""
         if self.owned:
             self.owned = False
+            others = self._held_by_others()
             self.tensors = {
                 index: t if index in self.buffers else borrow_memory(t) for index, t in self.tensors.items()
             }
             self._hand_out()
+            # buffers stay the same, and what others hold of them is not our own
+            held = [others.get(kind, 0) for kind in self._kinds_of_counts()]
+            self._own_counts = [n - m for n, m in zip(self._own_counts, held, strict=True)]
 
 
 class Arena:
@@ -185,7 +198,9 @@ class Arena:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.lock = threading.RLock()
-        self.pool = 0
+        self._pools = {False: 0, True: 1}
+        self._numbers = count(2)
+        self._retired: list[tuple[int, Callable[[], None]]] = []  # old pools, and what lets go of them
         self._occupants: list[Occupant] = []
         self._active: list[Occupant] = []  # replayed, and not seen dead since
         self._stream: int | None = None
@@ -199,7 +214,7 @@ class Arena:
                     self.remove(capture.occupants)
                     with ExitStack() as stack:
                         if capture.consumes is not None:  # an emulated backward holds what it read
-                            stack.enter_context(capture.consumes.releasing())
+                            stack.enter_context(capture.consumes.recounting())
                         capture.close()
                 key.captures = []
 
@@ -232,8 +247,20 @@ class Arena:
         self._active = [o for o in self._active if o not in occupants and o is not consumed]
         self._active += [o for o in occupants if o.tensors]
 
-    def before_capture(self, consumed: Occupant | None) -> frozenset[Block]:
-        """Make room for a capture.
+    def pool(self, apart: bool) -> int:
+        """Number of the pool that captures allocate from.
+
+        Args:
+            apart: of the second one, for what has to outlive replays of everything in the first.
+        """
+        return self._pools[apart]
+
+    def allocating(self, apart: bool) -> AbstractContextManager[None]:
+        """Context for captures that allocate from that pool."""
+        return self.engine.other_pool() if apart else nullcontext()
+
+    def before_capture(self, consumed: Occupant | None, apart: bool) -> frozenset[Block]:
+        """Make room for a capture, within `allocating`.
 
         Memory of dead outputs goes back to the pool, as does that of `consumed`, which the captured work
         frees as it goes. Where something alive is not owned, the pool would hand out its memory: a new
@@ -244,15 +271,25 @@ class Arena:
         """
         if not self.engine.shares_memory:
             return frozenset()
+        self._release_pools()
+        pool = self._pools[apart]
         for occupant in self._occupants:
-            if occupant is consumed or not occupant.alive():
+            if occupant.pool == pool and (occupant is consumed or not occupant.alive()):
                 occupant.disown()
-        if any(o.alive() and not o.owned and o is not consumed and o.pool == self.pool for o in self._active):
-            self.engine.fresh_pool()
-            self.pool += 1
+        if any(o.alive() and not o.owned and o is not consumed and o.pool == pool for o in self._active):
+            self._retired.append((pool, self.engine.fresh_pool()))
+            pool = self._pools[apart] = next(self._numbers)
         # also those of closed graphs whose outputs somebody still holds
         holders = {id(o): o for o in (*self._occupants, *self._active)}.values()
-        return frozenset(b for o in holders if o.owned and o.pool == self.pool for b in o.blocks)
+        return frozenset(b for o in holders if o.owned and o.pool == pool for b in o.blocks)
+
+    def _release_pools(self) -> None:
+        """Let go of pools without graphs. Their memory is not safe while somebody holds what they do not own."""
+        open_ = {o.pool for o in self._occupants}
+        used = open_.union(o.pool for o in self._active if o.alive())
+        for retired in [r for r in self._retired if r[0] not in used]:
+            self._retired.remove(retired)
+            retired[1]()
 
     def add(self, occupants: tuple[Occupant, ...]) -> None:
         self._occupants += occupants

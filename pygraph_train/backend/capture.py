@@ -293,7 +293,7 @@ class RegionCapture:
         with ExitStack() as stack:
             for occupant in self.occupants:
                 occupant.on_change = None
-                stack.enter_context(occupant.releasing())
+                stack.enter_context(occupant.recounting())
             self.graph.close()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pygraph_train import torch_internals
+from pygraph_train.backend.capture import LARGE
 from pygraph_train.backend.pair import Pair, Tangent
 from pygraph_train.backend.region import Region
 
@@ -42,6 +43,7 @@ class Route:
         checked: inputs of the forward that are saved, or views of them: nobody may change them before the backward.
         gradients: (None, *outputs of the backward) -> gradients of the arguments.
         donates: whether the backward writes over what is saved.
+        zeros: stand for gradients of outputs that nothing depends on.
     """
 
     forward: Region
@@ -57,6 +59,46 @@ class Route:
     checked: tuple[int, ...]
     gradients: Callable[[Sequence[Any]], Sequence[Any]]
     donates: bool
+    zeros: Zeros
+
+
+class Zeros:
+    """Gradients of outputs that nothing depends on, such as logits beside a loss.
+
+    Large ones are made once: a graph reads them where they are, where it would have to copy new ones.
+
+    Args:
+        backward: the region that takes them.
+    """
+
+    def __init__(self, backward: Region) -> None:
+        self._backward = backward
+        self._lasting: dict[int, torch.Tensor] = {}
+        self._new = False
+        self._returned = False  # an output of the backward lies in their memory
+
+    def of(self, i: int, tangent: Tangent) -> torch.Tensor:
+        """For the output with this number."""
+        zeros = self._lasting.get(i)
+        if zeros is None:
+            device = self._backward.device
+            zeros = torch.empty_strided(
+                tangent.size, tangent.stride, dtype=tangent.dtype, device=device
+            ).zero_()
+            if zeros.nbytes >= LARGE and not self._returned:
+                self._lasting[i] = zeros
+                self._new = True
+        return zeros
+
+    def look(self, outputs: Sequence[Any]) -> None:
+        """After a run with them: where the caller gets them, each run needs its own."""
+        if self._new:
+            self._new = False
+            memory = torch_internals.storages(list(self._lasting.values()))
+            if not set(memory).isdisjoint(torch_internals.storages(outputs)):
+                self._returned = True
+                self._lasting.clear()
+            self._backward.standing = tuple(self._lasting.values())
 
 
 class Direct:
@@ -127,7 +169,7 @@ class _Regions(torch.autograd.Function):
         checked += [saved[i] for i in route.shared]
         ctx.route, ctx.kept = route, [saved, checked]  # emptied, not replaced: compiled autograd proxies ctx
         ctx.versions = list(map(_version, checked))
-        ctx._materialize_non_diff_grads = False
+        ctx.set_materialize_grads(False)
         for i in route.viewed:
             constant = i in route.constant  # shares the version, so that changes in place are noticed
             outputs[i] = outputs[i].detach() if constant else torch_internals.no_view(outputs[i])
@@ -153,15 +195,25 @@ class _Regions(torch.autograd.Function):
         elif route.donates:
             torch_internals.refuse_retaining()
         del checked
-        tangents = [_coerced(gradients[i], tangent) for i, tangent in route.tangents]
+        zeros = route.zeros
+        tangents = [
+            zeros.of(i, tangent) if (given := gradients[i]) is None else _coerced(given, tangent)
+            for i, tangent in route.tangents
+        ]
         inputs = list(route.arrange([*saved, *tangents]))
         del saved, tangents, gradients
         if not torch.is_grad_enabled():
-            return route.gradients([None, *_run(route.backward, inputs)])
+            return _differentiated(route, inputs)
         differentiated = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         with torch.no_grad():
-            found = route.gradients([None, *_run(route.backward, inputs)])
+            found = _differentiated(route, inputs)
         return torch_internals.refuse_second_backward(found) if differentiated else found
+
+
+def _differentiated(route: Route, inputs: list[Any]) -> Sequence[Any]:
+    outputs = _run(route.backward, inputs)
+    route.zeros.look(outputs)
+    return route.gradients([None, *outputs])
 
 
 _apply: Any = super(torch.autograd.Function, _Regions).apply  # below what functorch adds
@@ -244,6 +296,7 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         tuple(sorted(pair.kept)),
         _picker([0, *(back.get(k, 0) for k in range(len(args)))]),
         pair.donates,
+        Zeros(backward),
     )
 
 

@@ -110,7 +110,11 @@ class Pair:
         told = f"{pointing.total * 1e6:.0f} µs with indirection, {copying.total * 1e6:.0f} µs with copies"
         better = pointing.total < copying.total
         self._indirection = "device" if better else "copy"
+        twice = not better and len(regions) > 1 and all(r.serves for r in regions)
         self._point(regions, better, told)
+        if twice:  # captured with copies, a forward saves its copy of an input, and the backward needs none
+            for region in regions:
+                region.capture_again()
 
     def _point(self, regions: list[Region], pointing: bool, told: str) -> None:
         for region in regions:

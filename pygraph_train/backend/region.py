@@ -11,12 +11,13 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from pygraph_train.backend.arena import Arena, Occupant
+from pygraph_train.backend.arena import Arena, Block, Occupant, block_of
 from pygraph_train.backend.capture import Handing, RegionCapture
 from pygraph_train.backend.choice import Choice
 from pygraph_train.backend.options import BackendOptions
@@ -109,6 +110,8 @@ class Region:
         )
         self.last: RegionCapture | None = None  # what the last run replayed, if it did
         self._in_place = True  # gradients and large outputs are handed out where the graph writes them
+        self.standing: tuple[torch.Tensor, ...] = ()  # inputs that are where they are for good
+        self._apart = False  # its memory comes from another pool than a forward's
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
         self.plain_only = False
         self.alone = spec.phase == "backward" and options.phases == "backward"  # no forward's graph feeds it
@@ -178,7 +181,7 @@ class Region:
         return key
 
     def _refuse_foreign(self, inputs: list[Any]) -> None:
-        device = self._arena.engine.device
+        device = self.device
         for i, x in enumerate(inputs):
             if isinstance(x, torch.Tensor):
                 if x.device != device:
@@ -198,22 +201,30 @@ class Region:
             key.evicted, key.runs = key.evicted + 1, 0
 
     def _drop(self, key: _Key) -> None:
-        for capture in key.captures:
-            self._arena.remove(capture.occupants)
-            with capture.occupant.releasing():  # an emulated backward holds what it read
-                if self._pair.backward is not None and self._pair.backward is not self:
-                    self._pair.backward.forget(capture.occupant)
-                capture.close()
-        key.captures = []
+        self._close(key, key.captures)
 
     def forget(self, consumed: Occupant) -> None:
         """Close the graphs that read these outputs of a graph that is gone."""
         for key in self._keys.values():
-            gone = [capture for capture in key.captures if capture.consumes is consumed]
-            for capture in gone:
-                self._arena.remove(capture.occupants)
-                capture.close()
-            key.captures = [capture for capture in key.captures if capture not in gone]
+            self._close(key, [capture for capture in key.captures if capture.consumes is consumed])
+
+    def _close(self, key: _Key, gone: list[RegionCapture]) -> None:
+        key.captures = [capture for capture in key.captures if capture not in gone]
+        while gone:
+            self._close_one(gone.pop())
+
+    def _close_one(self, capture: RegionCapture) -> None:
+        backward = self._pair.backward
+        if self.last is capture:
+            self.last = None
+        self._arena.remove(capture.occupants)
+        with ExitStack() as stack:
+            stack.enter_context(capture.occupant.recounting())
+            if capture.consumes is not None:  # the graph may hold what it read
+                stack.enter_context(capture.consumes.recounting())
+            if backward is not None and backward is not self:
+                backward.forget(capture.occupant)
+            capture.close()
 
     def _plain(self, inputs: list[Any], time: bool = False) -> Any:
         self.record.plain_runs += 1
@@ -258,7 +269,7 @@ class Region:
     # ------------------------------------------------------------------ capture
 
     def _may_capture(self, key: _Key, inputs: list[Any], blocked: list[Occupant]) -> bool:
-        if self._outputs_in_the_way(blocked):
+        if self._outputs_in_the_way(blocked) or self._gradients_in_the_way(blocked):
             return False
         if len(key.captures) >= MAX_VERSIONS:
             self._free_the_way(blocked)
@@ -290,15 +301,28 @@ class Region:
                 occupant.owner.capture_again()
         return True
 
+    def _gradients_in_the_way(self, blocked: list[Occupant]) -> bool:
+        """Nothing but gradients of the step before is in the way of a forward: from now on they lie elsewhere."""
+        owners = [o.owner for o in blocked if o.alive()]
+        if self.spec.phase != "forward" or not owners:
+            return False
+        if not all(isinstance(o, Region) and o.spec.phase == "backward" and not o._apart for o in owners):
+            return False
+        for owner in owners:
+            assert isinstance(owner, Region)
+            owner._apart = True
+            owner.capture_again()
+        return True
+
     def _source_is_owned(self, inputs: list[Any]) -> bool:
         """Whether a forward's graph saved these inputs, in memory that the pool will not hand out."""
         source = self._source(inputs)
         if source is None:
             return False
-        if not source.occupant.owned:
+        if not source.occupant.owned and not self._apart:
             assert self._pair.forward is not None
             self._pair.forward.capture_again()  # it is captured again with its next run, then this one
-        return source.occupant.owned
+        return source.occupant.owned or self._apart
 
     def _warm_runs(self) -> int:
         return max(self._options.warmup_runs, self.choice.samples + 1 if self.choice.active else 0)
@@ -351,11 +375,24 @@ class Region:
         consumed = source.occupant if source is not None else None
         moving, settled = self._sort_inputs(inputs, source)
         prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
-        keeps = arena.before_capture(consumed)
         try:
-            work = record(
-                arena.engine, self._run_compiled, inputs, moving, settled, consumed, self.spec.mutated, prefer
-            )
+            with arena.allocating(self._apart), ExitStack() as stack:
+                owned = consumed is not None and consumed.owned
+                keeps = arena.before_capture(consumed, self._apart)
+                if consumed is not None:  # the graph may hold what it reads
+                    freed = consumed.blocks if owned and not consumed.owned else frozenset()
+                    stack.callback(_held(inputs, freed).clear)
+                    stack.enter_context(consumed.recounting())
+                work = record(
+                    arena.engine,
+                    self._run_compiled,
+                    inputs,
+                    moving,
+                    settled,
+                    consumed,
+                    self.spec.mutated,
+                    prefer,
+                )
         except CaptureError as error:
             self._failed(error.reason, error)
         except torch.OutOfMemoryError as error:
@@ -375,7 +412,7 @@ class Region:
                 work.result,
                 self._handing(len(work.result)),
                 keeps=keeps,
-                pool=arena.pool,
+                pool=arena.pool(self._apart),
                 consumes=consumed,
             )
             for occupant in capture.occupants:
@@ -402,6 +439,8 @@ class Region:
                 continue
             if i in self._moving or x.data_ptr() in followed:
                 moving.append(i)
+                continue
+            if any(x is t for t in self.standing):
                 continue
             producer = self._arena.producer(x) if x.numel() else None
             if producer is not None and producer is not consumed:
@@ -450,6 +489,11 @@ class Region:
         logger.info("pygraph: %s runs without a CUDA graph: %s", self.spec.name, reason)
 
     @property
+    def device(self) -> torch.device:
+        """Where it works."""
+        return self._arena.engine.device
+
+    @property
     def serves(self) -> bool:
         """Whether a graph of this region can read moving inputs where they are."""
         return any(capture.serves for key in self._keys.values() for capture in key.captures)
@@ -470,3 +514,8 @@ class Region:
         if self._options.on_failure == "raise":
             raise error
         self.give_up(f"{reason} ({self.spec.where})" if self.spec.where else reason)
+
+
+def _held(inputs: list[Any], freed: frozenset[Block]) -> list[torch.Tensor]:
+    """Inputs that nobody lets go of during a capture."""
+    return [x for x in inputs if isinstance(x, torch.Tensor) and block_of(x) not in freed]

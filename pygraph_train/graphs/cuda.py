@@ -122,7 +122,7 @@ class CudaEngine:
         self._stream = torch.cuda.Stream(self.device)
         # the object keeps the pool alive while no graph uses it, with the gradients that live there
         self._pool = torch.cuda.MemPool()
-        self._old_pools: list[torch.cuda.MemPool] = []
+        self._other: torch.cuda.MemPool | None = None
         # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
         # one small graph stays in each
         self._anchors: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -131,11 +131,20 @@ class CudaEngine:
         """See `graphs.engine.Engine.capturing`."""
         return torch.cuda.is_current_stream_capturing()
 
-    def fresh_pool(self) -> None:
-        """See `graphs.engine.Engine.fresh_pool`. Graphs in the old pool keep their memory."""
+    def fresh_pool(self) -> Callable[[], None]:
+        """See `graphs.engine.Engine.fresh_pool`."""
         assert self._pool is not None
-        self._old_pools.append(self._pool)
-        self._pool = torch.cuda.MemPool()
+        held, self._pool = [self._pool], torch.cuda.MemPool()
+        return lambda: self._let_go(held.pop())
+
+    @contextmanager
+    def other_pool(self) -> Iterator[None]:
+        """See `graphs.engine.Engine.other_pool`."""
+        self._pool, self._other = self._other or torch.cuda.MemPool(), self._pool
+        try:
+            yield
+        finally:
+            self._pool, self._other = self._other, self._pool
 
     @contextmanager
     def scratch_pool(self) -> Iterator[None]:
@@ -146,9 +155,7 @@ class CudaEngine:
             yield
         finally:
             self._pool = usual
-            anchor = self._anchors.pop(scratch.id, None)
-            if anchor is not None:
-                anchor.reset()
+            self._let_go(scratch)
 
     def synchronize(self) -> None:
         """See `graphs.engine.Engine.synchronize`."""
@@ -228,6 +235,11 @@ class CudaEngine:
             if collecting:
                 gc.enable()
 
+    def _let_go(self, pool: torch.cuda.MemPool) -> None:
+        anchor = self._anchors.pop(pool.id, None)
+        if anchor is not None:
+            anchor.reset()
+
     def _anchor(self, pool: torch.cuda.MemPool) -> None:
         if pool.id in self._anchors:
             return
@@ -284,8 +296,7 @@ class CudaEngine:
         for graph in self._anchors.values():
             graph.reset()
         self._anchors.clear()
-        self._pool = None
-        self._old_pools.clear()
+        self._pool = self._other = None
 
     def __del__(self) -> None:
         if not sys.is_finalizing():

@@ -75,8 +75,13 @@ class EmulatedEngine:
         """See `Engine.capturing`."""
         return is_capturing()
 
-    def fresh_pool(self) -> None:
+    def fresh_pool(self) -> Callable[[], None]:
         """Nothing to do: graphs share no memory here."""
+        return lambda: None
+
+    def other_pool(self) -> AbstractContextManager[None]:
+        """Nothing to do: every graph has its own memory."""
+        return nullcontext()
 
     def scratch_pool(self) -> AbstractContextManager[None]:
         """Nothing to do: every graph has its own memory."""

@@ -97,8 +97,15 @@ class Engine(Protocol):
     def capturing(self) -> bool:
         """Whether the calling thread's current work is being captured, by whomever."""
 
-    def fresh_pool(self) -> None:
-        """Let later captures allocate from a new pool: nothing in the old one may be handed out again."""
+    def fresh_pool(self) -> Callable[[], None]:
+        """Let later captures allocate from a new pool: nothing in the old one may be handed out again.
+
+        Returns:
+            Lets go of the old one: its memory is gone once its graphs are closed.
+        """
+
+    def other_pool(self) -> AbstractContextManager[None]:
+        """Context in which captures allocate from a second pool, which lasts as the usual one does."""
 
     def scratch_pool(self) -> AbstractContextManager[None]:
         """Context in which captures allocate from a pool that is gone once their graphs are closed."""

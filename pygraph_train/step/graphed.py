@@ -148,7 +148,6 @@ class _PlainProgram:
     """`StepProgram` over a function, a model and an optimizer."""
 
     recorder: str | None = None
-    empties_first = True
 
     def __init__(
         self,

@@ -34,10 +34,6 @@ class StepProgram(Protocol):
     recorder: str | None
     """See `legality.Trace`."""
 
-    empties_first: bool
-    """Whether gradients are emptied before `function` runs. Where they are emptied later (Lightning does so
-    before backward) those of the step before are alive during a forward."""
-
     @property
     def model(self) -> nn.Module:
         """The module whose parameters are trained."""

@@ -274,8 +274,6 @@ class StepRunner:
 
     def finish(self) -> None:
         """The present step has ended, its update included."""
-        if self._arm.plan.regions and not self.program.empties_first:
-            self._own_gradients()
         choice = self._choice
         if choice is None:
             return
@@ -863,15 +861,6 @@ class StepRunner:
     def _in_regions(self, run: Callable[[Call], R]) -> R:
         with self._optimizer_context():
             return self._regions.run(run, watched=self._choice is not None)
-
-    def _own_gradients(self) -> None:
-        """Copy gradients that outlive the step out of the memory of regions, which want it for the next one."""
-        optimizer = self.program.optimizer
-        groups = [] if optimizer is None else optimizer.param_groups
-        held = [*self.program.model.parameters(), *(p for group in groups for p in group["params"])]
-        for p in {id(p): p for p in held if p.grad is not None}.values():
-            assert p.grad is not None
-            p.grad = p.grad.clone()
 
     def _fall_back(self, problem: Problem, run: Callable[[Call], R]) -> R:
         self._note_fallback(problem)

@@ -13,6 +13,7 @@ from torch import nn
 
 import pygraph_train.backend as backend
 from pygraph_train.backend import direct
+from pygraph_train.backend import region as region_module
 
 pytestmark = [
     pytest.mark.gpu,
@@ -320,3 +321,46 @@ def test_a_pool_whose_graphs_were_all_closed_takes_new_ones() -> None:
                     occupant.owner.capture_again()
     (region,) = backend.report().regions
     assert region.captures == 3 and region.decision == "graph", region
+
+
+def test_gradients_that_are_emptied_after_the_forward_are_not_copied() -> None:
+    """Lightning's order: those of the step before are alive during a forward."""
+    addresses: list[list[int]] = []
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        losses = []
+        for x, y in batches(16):
+            before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            loss = F.cross_entropy(call(x), y)
+            assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            losses.append(loss.detach())
+            addresses.append([p.grad.data_ptr() for p in model.parameters()])
+        return losses
+
+    same_as_without_graphs(body)
+    assert all(r.captures <= 2 and r.replays >= 8 for r in backend.report().regions)
+    assert addresses[-1] == addresses[-4]
+
+
+@pytest.mark.parametrize("kind", [Net, Broken])
+def test_what_a_backward_reads_was_guarded_until_then(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = region_module.Region._run
+    seen = []
+
+    def guarded(self: region_module.Region, inputs: list[Any]) -> Any:
+        source = self._source(inputs) if self.spec.phase == "backward" else None
+        if source is not None:
+            seen.append(source)
+            assert source.occupant in self._arena._active and source.occupant.alive()
+        if self.spec.phase == "forward":  # its last backward is over
+            assert not any(o.alive() for o in self._arena._active if o.owner is self and not o.visible)
+        return run(self, inputs)
+
+    monkeypatch.setattr(region_module.Region, "_run", guarded)
+    same_as_without_graphs(lambda model, call, opt: train(call, opt, 32, 4), kind)
+    assert len(seen) >= 20

@@ -165,3 +165,42 @@ def test_memory_is_given_back_after_replays_under_way(closed: bool) -> None:
         del graph, engine, result
         torch.cuda.empty_cache()
     torch.cuda.synchronize()
+
+
+def test_an_old_pool_is_given_back_with_its_graphs(engine: CudaEngine) -> None:
+    x = torch.randn(1 << 22, device="cuda")  # 16 MiB
+
+    def work() -> torch.Tensor:
+        return (x * 2).cos() + 1
+
+    before = torch.cuda.memory_reserved()
+    graph, out = engine.capture(work)
+    let_go = engine.fresh_pool()
+    graph.replay()
+    assert torch.equal(out, work())
+    graph.close()
+    let_go()
+    del out
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+    graph, out = engine.capture(work)
+    graph.replay()
+    assert torch.equal(out, work())
+
+
+def test_the_other_pool_shares_no_memory_with_the_usual_one(engine: CudaEngine) -> None:
+    x = torch.randn(1 << 20, device="cuda")
+    first, one = engine.capture(lambda: x * 2)
+    with engine.other_pool():
+        second, two = engine.capture(lambda: x * 3)
+    address = two.data_ptr()
+    del one
+    third, three = engine.capture(lambda: x * 5)  # may take the place of `one`
+    for graph in (second, first, third):
+        graph.replay()
+    assert torch.equal(two, x * 3) and torch.equal(three, x * 5)
+    del two
+    with engine.other_pool():
+        fourth, four = engine.capture(lambda: x * 7)
+    fourth.replay()
+    assert torch.equal(four, x * 7) and four.data_ptr() == address
