@@ -65,14 +65,18 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     arena = Arena(engine)
     monkeypatch.setattr(arena_module, "storage_use_count", engine.use_count)
     monkeypatch.setitem(inductor._arenas, ("emulated", torch.device("cpu")), arena)
-    plain_replay = capture_module.RegionCapture.replay
+    ever: list[Occupant] = []
+    add, plain_replay = arena.add, capture_module.RegionCapture.replay
+
+    def noted(occupants: tuple[Occupant, ...]) -> None:
+        ever.extend(occupants)
+        add(occupants)
 
     def replay(self: capture_module.RegionCapture, inputs: list[Any]) -> list[Any]:
         spared: set[Block] = set(self.occupant.keeps)
         if self.consumes is not None:
             spared |= self.consumes.blocks
-        victims: set[Occupant] = {*arena._occupants, *arena._active}  # graphs that were closed too
-        for occupant in victims:
+        for occupant in ever:  # also what the arena has forgotten
             if occupant.pool == self.occupant.pool and not occupant.blocks <= spared:
                 for index, tensor in occupant.tensors.items():
                     if index not in occupant.buffers:
@@ -84,6 +88,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
                     poison(tensor)  # what is a gradient now is its own
         return outputs
 
+    monkeypatch.setattr(arena, "add", noted)
     monkeypatch.setattr(capture_module.RegionCapture, "replay", replay)
     yield arena
     torch.compiler.reset()
@@ -669,3 +674,74 @@ def test_what_a_backward_reads_was_guarded_until_then(
     monkeypatch.setattr(region_module.Region, "_run", guarded)
     same_as_plain(accumulating(32), kind)
     assert len(seen) >= 20
+    assert all(r.captures == 1 for r in regions("forward"))  # they wait for the gradients to be emptied
+    assert all(r.replays >= 24 for r in backend.report().regions)
+
+
+def test_a_gradient_that_only_python_holds_is_kept() -> None:
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        kept = []
+        for step, (x, y) in enumerate(batches(12)):
+            grads = torch.autograd.grad(F.cross_entropy(call(x), y), list(model.parameters()))
+            if step == 4:
+                kept.append(grads[2])
+            del grads
+        return kept
+
+    same_as_plain(body)
+
+
+def _steps(call: Any, opt: torch.optim.Optimizer, n: int) -> list[torch.Tensor]:
+    return [update(F.cross_entropy(call(x), y), opt) for x, y in batches(n)]
+
+
+def pending_once(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """More forwards than there are versions of a graph; then the parameters move."""
+    losses = _steps(call, opt, 6)
+    pending = [F.cross_entropy(call(x), y) for x, y in batches(5)]
+    for loss in pending:
+        loss.backward()
+    del loss, pending
+    opt.step()
+    opt.zero_grad()
+    for p in model.parameters():
+        p.data = p.data.clone()
+    return losses + _steps(call, opt, 20)
+
+
+def kept_for_a_while(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Gradients of more steps than there are versions, and two forwards pending."""
+    losses, grads = _steps(call, opt, 6), []
+    for x, y in batches(5):
+        F.cross_entropy(call(x), y).backward()
+        grads += [p.grad for p in model.parameters()]
+        opt.step()
+        opt.zero_grad()
+    pending = [call(x) for x, _ in batches(2)]
+    losses += _steps(call, opt, 3)
+    del pending, grads
+    return losses + _steps(call, opt, 20)
+
+
+@pytest.mark.parametrize("body", [pending_once, kept_for_a_while])
+def test_graphs_come_back_after_all_versions_were_used(body: Body) -> None:
+    same_as_plain(body)
+    (forward,), (backward,) = regions("forward"), regions("backward")
+    assert forward.replays >= 18 and forward.plain_runs <= 12, forward
+    assert backward.replays >= 18 and backward.plain_runs <= 12, backward
+
+
+def test_versions_for_what_does_not_come_back_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only one there may be is blocked for good by what it saved for a backward that never comes."""
+    monkeypatch.setattr(region_module, "MAX_VERSIONS", 1)
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        losses = _steps(call, opt, 6)
+        pending = call(batches(1)[0][0])
+        losses += _steps(call, opt, 80)
+        return [*losses, pending.detach()]
+
+    same_as_plain(body)
+    (forward,), (backward,) = regions("forward"), regions("backward")
+    assert forward.captures == 2 and forward.replays >= 40, forward
+    assert backward.replays >= 40, backward

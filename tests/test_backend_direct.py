@@ -503,3 +503,47 @@ def test_a_gradient_that_is_handed_on_is_the_callers_own(
         assert torch.equal(gradient, torch.zeros(3))
         gradient.add_(1)  # and nobody else's zeros
     assert len(calls) >= 10
+
+
+def test_zeros_that_a_later_graph_hands_on_are_the_callers_own(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run with them copies them, and shows nothing."""
+    monkeypatch.setattr(direct, "LARGE", 1)
+
+    class Adds(Plain):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
+            return super().forward(x), bias + 1
+
+    model = Adds()
+    call = compiled(model)
+    for step, (x, _) in enumerate(batches(24)):
+        bias = torch.zeros(3, requires_grad=True)
+        out, shifted = call(x, bias)
+        total = out.sum() + (shifted.sum() if step < 6 else 0)
+        gradient, _ = torch.autograd.grad(total, [bias, model.first.weight])
+        assert torch.equal(gradient, torch.full((3,), float(step < 6))), step
+        gradient.add_(1)
+        if step in (8, 9, 10, 11):
+            model.last.weight.data = model.last.weight.data.clone()  # captured again
+
+
+def test_zeros_made_in_somebody_elses_capture_serve_nobody_else(
+    hostile: Any,  # noqa: F811
+    calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(direct, "LARGE", 1)
+    model = WithLogits().eval()
+    call = compiled(model, warmup_runs=10**6)
+    parameters = list(model.parameters())
+    data = [x for x, _ in batches(8)]
+    for x in data[:2]:
+        torch.autograd.grad(call(x)[0], parameters)
+    loss = call(data[2])[0]
+    graph, _ = hostile.engine.capture(lambda: torch.autograd.grad(loss, parameters))
+    for x in data[3:]:
+        found = torch.autograd.grad(call(x)[0], parameters)
+        torch.testing.assert_close(found, torch.autograd.grad(model(x)[0], parameters))
+    graph.close()
+    assert len(calls) >= 5

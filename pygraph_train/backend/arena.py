@@ -132,8 +132,11 @@ class Occupant:
     def recounting(self) -> Iterator[None]:
         """Context in which our own references to the memory come or go, and those of others do not."""
         held = [n - own for n, own in zip(self._counts(), self._own_counts, strict=True)]
+        references = self._references() - self._own_references
         yield
         self._own_counts = [n - others for n, others in zip(self._counts(), held, strict=True)]
+        if self._own_references:
+            self._own_references = self._references() - references
 
     def _counts(self) -> list[int]:
         # who holds nothing but the Python object of a storage does not show in its count

@@ -294,6 +294,7 @@ class RegionCapture:
             for occupant in self.occupants:
                 occupant.on_change = None
                 stack.enter_context(occupant.recounting())
+            self._template.clear()  # now, while it is told from what others hold
             self.graph.close()
 
 

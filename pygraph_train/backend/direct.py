@@ -8,6 +8,7 @@ long way: what went into the regions must be what the caller gave, and what he g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -74,7 +75,7 @@ class Zeros:
     def __init__(self, backward: Region) -> None:
         self._backward = backward
         self._lasting: dict[int, torch.Tensor] = {}
-        self._new = False
+        self._seen: Callable[[], object] = lambda: None  # the graph whose outputs were looked at
         self._returned = False  # an output of the backward lies in their memory
 
     def of(self, i: int, tangent: Tangent) -> torch.Tensor:
@@ -85,15 +86,16 @@ class Zeros:
             zeros = torch.empty_strided(
                 tangent.size, tangent.stride, dtype=tangent.dtype, device=device
             ).zero_()
-            if zeros.nbytes >= LARGE and not self._returned:
+            # what somebody else captures just now holds nothing before his graph runs
+            if zeros.nbytes >= LARGE and not self._returned and not self._backward.capturing:
                 self._lasting[i] = zeros
-                self._new = True
         return zeros
 
     def look(self, outputs: Sequence[Any]) -> None:
         """After a run with them: where the caller gets them, each run needs its own."""
-        if self._new:
-            self._new = False
+        run = self._backward.last
+        if self._lasting and (run is None or run is not self._seen()):
+            self._seen = weakref.ref(run) if run is not None else lambda: None
             memory = torch_internals.storages(list(self._lasting.values()))
             if not set(memory).isdisjoint(torch_internals.storages(outputs)):
                 self._returned = True

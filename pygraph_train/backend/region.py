@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_VERSIONS = 4  # graphs of one region for the same shapes, for different things alive in the pool
 SHAPES = 1024  # sets of shapes remembered
+BLOCKED = 32  # runs in a row that no version could make, before they make room for others
+PATIENCE = 3  # runs without a graph that wait for gradients in the way to be emptied
 MISSES = 2  # runs with an input elsewhere before it counts as one that moves
 
 Phase = Literal["forward", "backward", "inference"]
@@ -66,8 +68,9 @@ class _Key:
 
     def __init__(self) -> None:
         self.runs = 0  # since it may be captured anew
-        self.evicted = 0  # so often its graphs went to make room for other shapes
+        self.evicted = 0  # so often its graphs went to make room for others
         self.misses = 0
+        self.blocked = 0  # runs in a row that no graph could make
         self.captures: list[RegionCapture] = []
 
 
@@ -111,6 +114,7 @@ class Region:
         self.last: RegionCapture | None = None  # what the last run replayed, if it did
         self._in_place = True  # gradients and large outputs are handed out where the graph writes them
         self.standing: tuple[torch.Tensor, ...] = ()  # inputs that are where they are for good
+        self._waited = 0  # for gradients to be emptied
         self._apart = False  # its memory comes from another pool than a forward's
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
         self.plain_only = False
@@ -158,6 +162,7 @@ class Region:
             if capture.fits(inputs):
                 blocked = self._arena.in_the_way(capture.occupants, capture.consumes)
                 if not blocked:
+                    key.blocked = 0
                     return self._replay(capture, inputs)
         if self._may_capture(key, inputs, blocked):
             new = self._capture(key, inputs)
@@ -196,9 +201,11 @@ class Region:
     def _make_room(self) -> None:
         used = [values for values, key in self._keys.items() if key.captures]
         for values in used[: max(0, len(used) - self._options.max_signatures)]:
-            key = self._keys[values]
-            self._drop(key)
-            key.evicted, key.runs = key.evicted + 1, 0
+            self._evict(self._keys[values])
+
+    def _evict(self, key: _Key) -> None:
+        self._drop(key)
+        key.evicted, key.runs, key.blocked = key.evicted + 1, 0, 0
 
     def _drop(self, key: _Key) -> None:
         self._close(key, key.captures)
@@ -271,14 +278,16 @@ class Region:
     def _may_capture(self, key: _Key, inputs: list[Any], blocked: list[Occupant]) -> bool:
         if self._outputs_in_the_way(blocked) or self._gradients_in_the_way(blocked):
             return False
-        if len(key.captures) >= MAX_VERSIONS:
-            self._free_the_way(blocked)
-            return False
         fed = self.spec.phase == "backward" and not self.alone
-        if key.captures and not blocked:
-            near = self._of_same_source(key, inputs) if fed else key.captures
-            if near and not self._moved(key, near[-1], inputs):
-                return False
+        near = self._of_same_source(key, inputs) if fed else key.captures
+        if blocked and len(near) >= MAX_VERSIONS:
+            self._free_the_way(blocked)
+            key.blocked += 1
+            if key.blocked > BLOCKED:  # what its versions were made for does not come back
+                self._evict(key)
+            return False
+        if near and not blocked and not self._moved(key, near[-1], inputs):
+            return False
         if fed:
             return self._source_is_owned(inputs)
         # shapes that take turns, more of them than are kept: longer and longer without a graph
@@ -303,16 +312,16 @@ class Region:
 
     def _gradients_in_the_way(self, blocked: list[Occupant]) -> bool:
         """Nothing but gradients of the step before is in the way of a forward: from now on they lie elsewhere."""
-        owners = [o.owner for o in blocked if o.alive()]
-        if self.spec.phase != "forward" or not owners:
+        owners = {o.owner for o in blocked if o.alive()}
+        regions = [o for o in owners if isinstance(o, Region) and o.spec.phase == "backward"]
+        if self.spec.phase != "forward" or not regions or len(regions) < len(owners):
             return False
-        if not all(isinstance(o, Region) and o.spec.phase == "backward" and not o._apart for o in owners):
-            return False
-        for owner in owners:
-            assert isinstance(owner, Region)
-            owner._apart = True
-            owner.capture_again()
-        return True
+        here = [region for region in regions if not region._apart]
+        for region in here:
+            region._apart = True
+            region.capture_again()
+        self._waited += 1  # those of closed graphs are in the way for a while, until somebody empties them
+        return bool(here) or self._waited <= PATIENCE
 
     def _source_is_owned(self, inputs: list[Any]) -> bool:
         """Whether a forward's graph saved these inputs, in memory that the pool will not hand out."""
@@ -492,6 +501,11 @@ class Region:
     def device(self) -> torch.device:
         """Where it works."""
         return self._arena.engine.device
+
+    @property
+    def capturing(self) -> bool:
+        """Whether somebody else captures what runs now."""
+        return self._arena.engine.capturing()
 
     @property
     def serves(self) -> bool:
