@@ -367,7 +367,7 @@ def no_view(tensor: torch.Tensor) -> torch.Tensor:
 def autograd_is_watched() -> bool:
     """Whether somebody wants to see what is saved for a backward, or transforms it. (2.11, 2.13)"""
     return (
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        saved_tensors_hooks_active()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._dynamo.compiled_autograd.compiled_autograd_enabled
     )
@@ -380,10 +380,15 @@ def compiled_autograd_wanted() -> bool:
     return config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled
 
 
+def _forward_metadata() -> Any:
+    """What AOTAutograd knows of the function that is compiled now, None where it compiles none."""
+    context = torch._guards.TracingContext.try_get()
+    return context.fw_metadata if context is not None else None
+
+
 def grad_mode_changed() -> bool:
     """Whether the function that is compiled now leaves another grad mode than it found. (2.11, 2.13)"""
-    context = torch._guards.TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _forward_metadata()
     return metadata is not None and metadata.grad_enabled_mutation is not None
 
 
@@ -400,8 +405,7 @@ def refuse_retaining() -> None:
 
 def donates() -> bool:
     """Whether the backward that is compiled now may write to what was saved for it. (2.11, 2.13)"""
-    context = torch._guards.TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _forward_metadata()
     return metadata is not None and bool(metadata.bw_donated_idxs)
 
 
@@ -514,9 +518,8 @@ def compile_with_aten(
 
 def _traced(gm: torch.fx.GraphModule, phase: Any, static: frozenset[int]) -> TracedGraph:
     outputs = next(n for n in gm.graph.nodes if n.op == "output").args[0]
-    context = torch._guards.TracingContext.try_get()
     saved_from, mutations = len(outputs), 0
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _forward_metadata()
     if phase != "backward" and metadata is not None:
         mutations = metadata.num_mutated_inp_runtime_indices
     if phase == "forward" and metadata is not None:
@@ -526,9 +529,9 @@ def _traced(gm: torch.fx.GraphModule, phase: Any, static: frozenset[int]) -> Tra
 
 def _note_what_is_donated() -> None:
     """Under `backwards_called_again`: say that nothing is, or `retain_graph=True` is refused outside of it."""
-    context = torch._guards.TracingContext.try_get()
-    if not torch._functorch.config.donated_buffer and context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    metadata = _forward_metadata()
+    if not torch._functorch.config.donated_buffer and metadata is not None:
+        metadata.bw_donated_idxs = []
 
 
 def _mutated_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from backend_training import guard_what_is_read
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -656,22 +657,10 @@ def test_phases_that_do_not_exist_name_the_allowed_ones() -> None:
 
 @pytest.mark.parametrize("kind", [Net, Broken])
 def test_what_a_backward_reads_was_guarded_until_then(
-    kind: type[nn.Module], hostile: Arena, monkeypatch: pytest.MonkeyPatch
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after graphs that read it were closed: gradients that accumulate move to a pool of their own."""
-    run = region_module.Region._run
-    seen = []
-
-    def guarded(self: region_module.Region, inputs: list[Any]) -> Any:
-        source = self._source(inputs) if self.spec.phase == "backward" else None
-        if source is not None:
-            seen.append(source)
-            assert source.occupant in hostile._active and source.occupant.alive()
-        if self.spec.phase == "forward":  # its last backward is over
-            assert not any(o.alive() for o in hostile._active if o.owner is self and not o.visible)
-        return run(self, inputs)
-
-    monkeypatch.setattr(region_module.Region, "_run", guarded)
+    seen = guard_what_is_read(monkeypatch)
     same_as_plain(accumulating(32), kind)
     assert len(seen) >= 20
     assert all(r.captures == 1 for r in regions("forward"))  # they wait for the gradients to be emptied

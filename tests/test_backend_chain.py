@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from backend_training import emptied_after_the_forward
 from test_backend import (  # noqa: F401 - these tests once more, with outputs handed out in place
     Broken,
     Net,
@@ -248,22 +249,7 @@ def test_a_saved_view_of_an_input_as_another_type_is_of_the_input_of_this_run(
 def test_gradients_that_are_emptied_after_the_forward_are_not_copied(kind: type[nn.Module]) -> None:
     """Lightning's order: those of the step before are alive during a forward."""
     addresses: list[list[int]] = []
-
-    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
-        losses = []
-        for x, y in batches(16):
-            before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            loss = F.cross_entropy(call(x), y)
-            assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            losses.append(loss.detach())
-            if call is not model:
-                addresses.append([p.grad.data_ptr() for p in model.parameters()])
-        return losses
-
-    same_as_plain(body, kind)
+    same_as_plain(emptied_after_the_forward(batches(16), addresses), kind)
     assert all(r.captures <= 2 and r.replays >= 8 for r in (*regions("forward"), *regions("backward")))
     assert addresses[-1] == addresses[-4]  # where the graph writes them
 

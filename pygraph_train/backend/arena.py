@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from operator import attrgetter
 from sys import getrefcount
@@ -215,10 +215,7 @@ class Arena:
             for key in self.abandoned.pop().values():
                 for capture in key.captures:
                     self.remove(capture.occupants)
-                    with ExitStack() as stack:
-                        if capture.consumes is not None:  # an emulated backward holds what it read
-                            stack.enter_context(capture.consumes.recounting())
-                        capture.close()
+                    capture.close()
                 key.captures = []
 
     def in_the_way(self, occupants: tuple[Occupant, ...], consumed: Occupant | None) -> list[Occupant]:

@@ -294,6 +294,8 @@ class RegionCapture:
             for occupant in self.occupants:
                 occupant.on_change = None
                 stack.enter_context(occupant.recounting())
+            if self.consumes is not None:  # the graph may hold what it read
+                stack.enter_context(self.consumes.recounting())
             self._template.clear()  # now, while it is told from what others hold
             self.graph.close()
 

@@ -103,14 +103,11 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair
     else:
         pair.outputs = tuple(map(str, outputs))
         pair.direct &= phase == "forward" and not torch_internals.grad_mode_changed()
-        saved = {_memory(node) for node in outputs[saved_from:] if isinstance(node, torch.fx.Node)} - {None}
-        seen = {_memory(node) for node in outputs[:saved_from] if isinstance(node, torch.fx.Node)} - {None}
-        pair.shared = tuple(
-            i
-            for i, node in enumerate(outputs[saved_from:])
-            if isinstance(node, torch.fx.Node) and _memory(node) in seen
-        )
-        pair.kept = frozenset(i for i, node in enumerate(placeholders) if _memory(node) in saved)
+        seen = {_memory(node) for node in outputs[:saved_from]} - {None}
+        saved = [_memory(node) for node in outputs[saved_from:]]
+        pair.shared = tuple(i for i, memory in enumerate(saved) if memory in seen)
+        kept = set(saved) - {None}
+        pair.kept = frozenset(i for i, node in enumerate(placeholders) if _memory(node) in kept)
 
 
 def _tangent(node: torch.fx.Node) -> Tangent:
@@ -150,9 +147,9 @@ def _lasting(gm: torch.fx.GraphModule, traced: torch_internals.TracedGraph, pair
     return traced.static
 
 
-def _memory(node: torch.fx.Node) -> Any:
-    """What tells whether two values of a graph share memory."""
-    value = node.meta.get("val")
+def _memory(node: Any) -> Any:
+    """What tells whether two values of a graph share memory; None for what has none."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 

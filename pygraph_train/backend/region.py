@@ -217,18 +217,11 @@ class Region:
 
     def _close(self, key: _Key, gone: list[RegionCapture]) -> None:
         key.captures = [capture for capture in key.captures if capture not in gone]
-        while gone:
-            self._close_one(gone.pop())
-
-    def _close_one(self, capture: RegionCapture) -> None:
         backward = self._pair.backward
-        if self.last is capture:
-            self.last = None
-        self._arena.remove(capture.occupants)
-        with ExitStack() as stack:
-            stack.enter_context(capture.occupant.recounting())
-            if capture.consumes is not None:  # the graph may hold what it read
-                stack.enter_context(capture.consumes.recounting())
+        for capture in gone:
+            if self.last is capture:
+                self.last = None
+            self._arena.remove(capture.occupants)
             if backward is not None and backward is not self:
                 backward.forget(capture.occupant)
             capture.close()

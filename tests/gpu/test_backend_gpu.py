@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from backend_training import emptied_after_the_forward, guard_what_is_read
+
 import pygraph_train.backend as backend
 from pygraph_train.backend import direct
-from pygraph_train.backend import region as region_module
 
 pytestmark = [
     pytest.mark.gpu,
@@ -326,21 +330,7 @@ def test_a_pool_whose_graphs_were_all_closed_takes_new_ones() -> None:
 def test_gradients_that_are_emptied_after_the_forward_are_not_copied() -> None:
     """Lightning's order: those of the step before are alive during a forward."""
     addresses: list[list[int]] = []
-
-    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
-        losses = []
-        for x, y in batches(16):
-            before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            loss = F.cross_entropy(call(x), y)
-            assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            losses.append(loss.detach())
-            addresses.append([p.grad.data_ptr() for p in model.parameters()])
-        return losses
-
-    same_as_without_graphs(body)
+    same_as_without_graphs(emptied_after_the_forward(batches(16), addresses))
     assert all(r.captures <= 2 and r.replays >= 8 for r in backend.report().regions)
     assert addresses[-1] == addresses[-4]
 
@@ -349,18 +339,6 @@ def test_gradients_that_are_emptied_after_the_forward_are_not_copied() -> None:
 def test_what_a_backward_reads_was_guarded_until_then(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = region_module.Region._run
-    seen = []
-
-    def guarded(self: region_module.Region, inputs: list[Any]) -> Any:
-        source = self._source(inputs) if self.spec.phase == "backward" else None
-        if source is not None:
-            seen.append(source)
-            assert source.occupant in self._arena._active and source.occupant.alive()
-        if self.spec.phase == "forward":  # its last backward is over
-            assert not any(o.alive() for o in self._arena._active if o.owner is self and not o.visible)
-        return run(self, inputs)
-
-    monkeypatch.setattr(region_module.Region, "_run", guarded)
+    seen = guard_what_is_read(monkeypatch)
     same_as_without_graphs(lambda model, call, opt: train(call, opt, 32, 4), kind)
     assert len(seen) >= 20
