@@ -6,11 +6,13 @@ import functools
 import logging
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 
@@ -274,6 +276,42 @@ def cuda_graph_nodes(graph: torch.cuda.CUDAGraph) -> int:
         return -1
     answer: Any = driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()))
     return int(answer[-1]) if int(answer[0]) == 0 else -1  # (status, nodes, count)
+
+
+class _WithoutGeneratorState(TorchDispatchMode):
+    """Leaves out what torch writes to the random generator's state on the device when a capture begins."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.fill_.Scalar else func(*args, **(kwargs or {}))
+
+
+def begin_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> None:
+    """Begin a capture in the current stream, in which nothing is launched.
+
+    torch launches two kernels there that set the generator's seed and offset (2.11). Nothing reads them before
+    a replay, which sets them itself.
+    """
+    with _WithoutGeneratorState():
+        graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+
+
+def gradient_accumulators(leaves: Iterable[torch.Tensor]) -> list[Any]:
+    """What adds to the gradients of these tensors; of the current stream, where it did not exist yet. (2.11, 2.13)"""
+    wanted = [t for t in leaves if t.requires_grad and t.is_leaf and t.is_cuda]
+    return [torch.autograd.graph.get_gradient_edge(t).node for t in wanted]
+
+
+@contextmanager
+def accumulators_of_other_streams() -> Iterator[None]:
+    """Context without the warning that gradients are accumulated in another stream. (2.11, 2.13)"""
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if ours not in before and ours in warnings.filters:  # the user's own changes stay
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 def current_cuda_stream(device: int) -> int:

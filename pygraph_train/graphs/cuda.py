@@ -7,9 +7,9 @@ import gc
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -162,21 +162,20 @@ class CudaEngine:
         torch.cuda.synchronize(self.device)
 
     @contextmanager
-    def warm_up(self) -> Iterator[None]:
-        """Run in the capture stream, after everything queued in the caller's stream and before what follows.
+    def warm_up(self, leaves: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """See `graphs.engine.Engine.warm_up`. Runs in the caller's stream.
 
-        Workspaces, autotuning results and gradient accumulators then belong to the stream that captures.
+        Eight kernels or copies in any other stream than the default one, and from then on every kernel in a
+        graph of this process starts 0.2 to 0.35 µs later (H200, driver 580; `benchmarks/stream_cost.py`).
+        Gradient accumulators alone belong to the stream that captures: somebody may keep this run's autograd
+        graph, and those of another stream would break the capture. Where a gradient is the first one they
+        launch nothing.
         """
-        caller = torch.cuda.current_stream(self.device)
-        if caller == self._stream:
+        with torch.cuda.stream(self._stream):
+            accumulators = torch_internals.gradient_accumulators(leaves)
+        with torch_internals.accumulators_of_other_streams():
             yield
-            return
-        self._stream.wait_stream(caller)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            caller.wait_stream(self._stream)
+        del accumulators
 
     def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[CudaGraph, T]:
         """See `graphs.engine.Engine.capture`."""
@@ -210,7 +209,7 @@ class CudaEngine:
                 # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
                 # a weight cast cached outside would go stale, one cached inside would outlive its memory
                 torch.clear_autocast_cache()
-                graph.capture_begin(cast(Any, self._pool.id), capture_error_mode="thread_local")
+                torch_internals.begin_capture(graph, self._pool.id)
                 try:
                     result = fn()
                 finally:
@@ -245,7 +244,7 @@ class CudaEngine:
             return
         graph = self._anchors[pool.id] = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(cast(Any, pool.id), capture_error_mode="thread_local")
+            torch_internals.begin_capture(graph, pool.id)
             torch.zeros(1, device=self.device)
             graph.capture_end()
 
@@ -266,7 +265,7 @@ class CudaEngine:
         # capture that succeeds takes the mark off and does not touch the random state.
         mend = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            mend.capture_begin(capture_error_mode="thread_local")
+            torch_internals.begin_capture(mend, None)
             torch.zeros(1, device=self.device)
             mend.capture_end()
         mend.reset()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -90,7 +90,7 @@ class EmulatedEngine:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def warm_up(self) -> AbstractContextManager[None]:
+    def warm_up(self, leaves: Iterable[torch.Tensor] = ()) -> AbstractContextManager[None]:
         """Nothing to prepare on the CPU."""
         return nullcontext()
 

@@ -6,7 +6,7 @@ rules). Nothing in this package knows what a training step is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -113,8 +113,12 @@ class Engine(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has done everything that was enqueued."""
 
-    def warm_up(self) -> AbstractContextManager[None]:
-        """Context for ordinary runs before a capture (the side stream that captures use on CUDA)."""
+    def warm_up(self, leaves: Iterable[torch.Tensor] = ()) -> AbstractContextManager[None]:
+        """Context for an ordinary run before a capture.
+
+        Args:
+            leaves: tensors that have no gradients when the run's backward begins.
+        """
 
     def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[Graph, T]:
         """Record the device work of `fn()` without executing it.

@@ -153,7 +153,7 @@ class CaptureMaker:
         before = gradients.snapshot()
         scratch = ScratchState(self._program.device, self.beside_parameters(variant, args, kwargs))
         try:
-            with self._context(), self._engine.warm_up():
+            with self._context(), self._engine.warm_up(gradients.emptied):
                 gradients.empty()
                 gradients.isolate()
                 loss, _ = self._program.forward(call, args, kwargs)
@@ -197,6 +197,10 @@ class CaptureMaker:
         optimizer = self._program.optimizer
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
+    def owned(self) -> list[Tensor]:
+        """Parameters whose gradients are emptied before a fresh micro-batch."""
+        return self._optimized() or list(self._program.model.parameters())
+
     def gradients(
         self,
         variant: Variant,
@@ -205,7 +209,7 @@ class CaptureMaker:
         position: PositionInAccumulation,
     ) -> Gradients:
         """The gradients that one step can reach: of what it reads, and of what the optimizer holds."""
-        owned = self._optimized() or list(self._program.model.parameters())
+        owned = self.owned()
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
         reached = {id(t): t for t in (*owned, *(t for t in reads if t.requires_grad))}
         # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating

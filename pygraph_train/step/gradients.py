@@ -34,8 +34,8 @@ class Gradients:
         self, parameters: Iterable[Tensor], emptied: Iterable[Tensor], canonical: dict[Tensor, Tensor]
     ) -> None:
         self.parameters = list(parameters)
-        self._emptied = list(emptied)
-        ids = set(map(id, self._emptied))
+        self.emptied = list(emptied)
+        ids = set(map(id, self.emptied))
         self.carried = [p for p in self.parameters if id(p) not in ids]
         self._canonical = canonical
         self._began: list[bool] = []
@@ -54,7 +54,7 @@ class Gradients:
 
     def empty(self) -> None:
         """What `zero_grad(set_to_none=True)` does before a fresh micro-batch."""
-        for p in self._emptied:
+        for p in self.emptied:
             p.grad = None
 
     def isolate(self) -> None:

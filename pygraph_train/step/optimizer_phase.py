@@ -203,7 +203,7 @@ class OptimizerPhase:
         )
 
     def _run_prepared(self, body: Callable[[], None]) -> None:
-        with self._preparation.prepared(), self._engine.warm_up():
+        with self._preparation.prepared():
             body()
 
     def _capture(

@@ -521,7 +521,7 @@ class StepRunner:
         """Run through Dynamo with eager kernels: the cheap way to find out what the step is made of."""
         first = variant.watched == 0
         versions = _versions(leaves)
-        with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
+        with self._optimizer_context(), self._warm_up(), self._clock.ungraphed():
             result = run(self._watched(variant))
         variant.seen_in_warmup(self.report.ungraphed_seconds[-1])
         problem = variant.trace.problem
@@ -619,11 +619,15 @@ class StepRunner:
         """Whether graphs of the backward may hold the optimizer's step."""
         return self._phase is not None and self._off is None and WHOLE in self._plans()
 
+    def _warm_up(self) -> AbstractContextManager[None]:
+        """Context of a run without a graph before a capture."""
+        return self.engine.warm_up(self._maker.owned() if self._position.fresh else ())
+
     def _run_prepared(
         self, variant: Variant, run: Callable[[Call], R], position: PositionInAccumulation
     ) -> R:
         """An ordinary run with the kernels and the stream that the capture will use."""
-        with self._optimizer_context(), self.engine.warm_up(), self._clock.ungraphed():
+        with self._optimizer_context(), self._warm_up(), self._clock.ungraphed():
             result = run(self._marked(self._call_of(variant)))
         variant.seen_in_warmup(self.report.ungraphed_seconds[-1])
         variant.prepared_runs += 1

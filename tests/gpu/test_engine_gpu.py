@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -204,3 +205,56 @@ def test_the_other_pool_shares_no_memory_with_the_usual_one(engine: CudaEngine) 
         fourth, four = engine.capture(lambda: x * 7)
     fourth.replay()
     assert torch.equal(four, x * 7) and four.data_ptr() == address
+
+
+def streams_used(run: Callable[[], object]) -> set[int]:
+    """Streams in which `run()` has the device work."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    device = torch.autograd.DeviceType.CUDA
+    names = ("vectorized", "elementwise", "kernel", "Mem", "gemm", "reduce")
+    work = [e for e in events if e.device_type() == device and any(name in e.name() for name in names)]
+    assert work
+    return {e.device_resource_id() for e in work}
+
+
+def test_nothing_is_launched_in_another_stream(engine: CudaEngine) -> None:
+    """Some eight launches there, and kernels of every graph in the process start later from then on."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda()
+    x = torch.randn(64, 64, device="cuda")
+
+    def prepare_and_capture() -> None:
+        for _ in range(3):
+            net.zero_grad()
+            with engine.warm_up(net.parameters()):
+                net(x).sum().backward()
+        for _ in range(3):
+            graph, _ = engine.capture(lambda: net(x))
+            graph.replay()
+
+    usual = streams_used(lambda: x.mul_(1.0))
+    assert len(usual) == 1
+    assert streams_used(prepare_and_capture) == usual
+
+
+def test_autograd_graphs_that_somebody_keeps_do_not_break_a_capture(engine: CudaEngine) -> None:
+    net = nn.Linear(64, 64).cuda()
+    x = torch.randn(64, 64, device="cuda")
+    kept = torch.zeros((), device="cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            net.zero_grad()
+            with engine.warm_up(net.parameters()):
+                loss = net(x).sum()
+                loss.backward()
+            kept = kept + loss
+    want = [p.grad.clone() for p in net.parameters()]  # type: ignore[union-attr]
+    net.zero_grad()
+    graph, _ = engine.capture(lambda: net(x).sum().backward())
+    graph.replay()
+    assert all(torch.equal(p.grad, w) for p, w in zip(net.parameters(), want, strict=True))  # type: ignore[arg-type]
+    assert float(kept) == pytest.approx(2 * float(loss))
