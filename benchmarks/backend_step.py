@@ -22,8 +22,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -201,10 +202,12 @@ def measure_here(model: str, modes: Sequence[str], args: argparse.Namespace) -> 
             return
 
 
-def measure_apart(model: str, modes: Sequence[str], args: argparse.Namespace) -> Iterator[list[Row]]:
+def measure_apart(
+    model: str, modes: Sequence[str], args: argparse.Namespace, gpu: int = 0
+) -> Iterator[list[Row]]:
     """Each mode in a process of its own: what one leaves behind (a profiler slows launches) meets no other."""
     for mode in modes:
-        rows, status = _child(model, mode, args)
+        rows, status = _child(model, mode, args, gpu=gpu)
         if not rows:
             ended = {"model": model, "mode": mode, "skipped": None, "error": f"process ended: {status}"}
             rows = [{**ended, "kind": kind} for kind in args.kinds]
@@ -212,16 +215,54 @@ def measure_apart(model: str, modes: Sequence[str], args: argparse.Namespace) ->
         yield rows
 
 
+def measured(args: argparse.Namespace) -> Iterator[list[Row]]:
+    """The rows of everything that was asked for, as they come."""
+    if args.gpus > 1:
+        yield from measure_spread(args)
+        return
+    for model in args.models:
+        yield from (measure_here if args.in_process else measure_apart)(model, args.modes, args)
+        if args.in_process and _lost_device(args.device):
+            print("the CUDA context is lost: run the other workloads again, without --in-process")
+            return
+
+
+def measure_spread(args: argparse.Namespace) -> Iterator[list[Row]]:
+    """A workload on each of `args.gpus` GPUs at a time: its modes follow each other on the same one.
+
+    A GPU has its share of the processors.
+    """
+    free: SimpleQueue[int] = SimpleQueue()
+    for gpu in range(args.gpus):
+        free.put(gpu)
+    processors = sorted(os.sched_getaffinity(0))
+    share = len(processors) // args.gpus
+
+    def measure_model(model: str) -> list[Row]:
+        gpu = free.get()
+        os.sched_setaffinity(
+            0, processors[gpu * share : (gpu + 1) * share]
+        )  # of this thread and its processes
+        rows = [row for new in measure_apart(model, args.modes, args, gpu) for row in new]
+        free.put(gpu)
+        return rows
+
+    with ThreadPoolExecutor(args.gpus) as pool:
+        for done in as_completed([pool.submit(measure_model, model) for model in args.models]):
+            yield done.result()
+
+
 def compile_ahead(args: argparse.Namespace) -> None:
     """Compile every workload in every mode, several at a time, for the processes that measure them."""
     jobs = [(model, mode) for model in args.models for mode in args.modes if MODES[mode] is not None]
     with ThreadPoolExecutor(args.compile_jobs) as pool:
-        for _ in pool.map(lambda job: _child(*job, args, compile_only=True), jobs):
-            pass  # whatever is wrong, the rows will say it
+        for i, job in enumerate(jobs):
+            pool.submit(_child, *job, args, gpu=i % args.gpus, compile_only=True)
+        # whatever is wrong, the rows will say it
 
 
 def _child(
-    model: str, mode: str, args: argparse.Namespace, *, compile_only: bool = False
+    model: str, mode: str, args: argparse.Namespace, *, gpu: int = 0, compile_only: bool = False
 ) -> tuple[list[Row], int | str]:
     """Rows and exit status (or why it was ended) of a process that measures `mode`."""
     limit = args.timeout_s * 2 if args.timeout_s else None  # the process's own limit comes first
@@ -233,11 +274,15 @@ def _child(
         options = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
         command = [sys.executable, "-m", "benchmarks.backend_step", *options]
         output = subprocess.DEVNULL if compile_only else None
+        environ = dict(os.environ)
+        if args.gpus > 1:
+            visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(args.gpus))))
+            environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu]
         if compile_only:
             command.append("--compile-only")
         try:
             status: int | str = subprocess.run(
-                command, cwd=ROOT, timeout=limit, stdout=output, stderr=output
+                command, cwd=ROOT, timeout=limit, stdout=output, stderr=output, env=environ
             ).returncode
         except subprocess.TimeoutExpired:
             status = f"did not end after {limit} s"
@@ -305,6 +350,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=0,
         help="with --caches shared: compile so many at a time beforehand",
     )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        help="measure workloads on so many GPUs at a time, each one on one of them",
+    )
     parser.add_argument("--in-process", action="store_true", help="no process for each mode")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each mode")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -329,6 +380,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             setattr(args, name, values[on_cpu])
     if args.scale == "full" and args.windows < 3:
         parser.error("--scale full: a median needs at least 3 windows")
+    if args.gpus > 1 and (args.in_process or args.device != "cuda"):
+        parser.error("--gpus needs CUDA, and processes")
     if args.compile_jobs and (args.caches != "shared" or args.in_process):
         parser.error("--compile-jobs needs --caches shared, and processes")
     return args
@@ -348,18 +401,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     record: dict[str, Any] = {"benchmark": "backend_step", "timing_claim": claim, "device": args.device}
     record |= {"environment": environment(), "rows": rows, "summary": {}, "loss_tolerance": LOSS_TOLERANCE}
-    measure_model = measure_here if args.in_process else measure_apart
     with shared_caches() if args.caches == "shared" else contextlib.nullcontext():
         if args.compile_jobs:
             compile_ahead(args)
-        for model in args.models:
-            for new in measure_model(model, args.modes, args):
-                rows += new
-                record["summary"] = summarize(rows, args.device)
-                write_json(args.json, record)
-            if args.in_process and _lost_device(args.device):
-                print("the CUDA context is lost: run the other workloads again, without --in-process")
-                break
+        for new in measured(args):
+            rows += new
+            rows.sort(key=lambda row: args.models.index(row["model"]))
+            record["summary"] = summarize(rows, args.device)
+            write_json(args.json, record)
     _print_results(title, rows, record["summary"], args.device)
     return int(any(row["error"] for row in rows))
 

@@ -202,7 +202,7 @@ def test_a_cpu_makes_no_ratios():
 def test_a_mode_that_ends_its_process_costs_only_its_own_row(monkeypatch):
     asked = []
 
-    def child(model: str, mode: str, args: argparse.Namespace) -> tuple[list[Any], int]:
+    def child(model: str, mode: str, args: argparse.Namespace, **_: Any) -> tuple[list[Any], int]:
         asked.append(mode)
         return ([], -11) if mode == "pygraph" else ([row(model, mode, 1.0)], 0)
 
@@ -217,6 +217,23 @@ def test_a_mode_that_ends_its_process_costs_only_its_own_row(monkeypatch):
         "pygraph": "process ended: -11",
         "eager": None,
     }
+
+
+def test_workloads_on_several_gpus_keep_their_modes_together(monkeypatch):
+    order: dict[str, list[tuple[str, int]]] = {}
+
+    def child(model: str, mode: str, args: argparse.Namespace, *, gpu: int) -> tuple[list[Any], int]:
+        order.setdefault(model, []).append((mode, gpu))
+        return [row(model, mode, 1.0)], 0
+
+    monkeypatch.setattr(backend_step, "_child", child)
+    args = backend_step.parse(["--device=cuda", "--gpus=2", "--kinds=fb", "--models=mlp,bert,eos"])
+    rows = [r for new in backend_step.measured(args) for r in new]
+    assert sorted((r["model"], r["mode"]) for r in rows) == sorted(
+        (model, mode) for model in args.models for mode in args.modes
+    )
+    for asked in order.values():
+        assert [mode for mode, _ in asked] == args.modes and len({gpu for _, gpu in asked}) == 1
 
 
 def test_a_crash_is_a_row_and_the_next_mode_runs(monkeypatch):

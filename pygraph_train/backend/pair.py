@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["Pair", "Tangent"]
 
 WORTH_POINTING = 1 << 20  # bytes copied per step from which rewriting addresses may be cheaper
+EVEN = 1.003  # what differs by less takes the same time
 
 
 class Tangent(NamedTuple):
@@ -108,7 +109,7 @@ class Pair:
         copying = sum((r.choice["graph"] for r in regions), Cost(0.0, 0.0))
         pointing = sum((r.choice["indirect"] for r in regions), Cost(0.0, 0.0))
         told = f"{pointing.total * 1e6:.0f} µs with indirection, {copying.total * 1e6:.0f} µs with copies"
-        better = pointing.total < copying.total
+        better = pointing.total < copying.total * EVEN  # then the copies' memory decides
         self._indirection = "device" if better else "copy"
         twice = not better and len(regions) > 1 and all(r.serves for r in regions)
         self._point(regions, better, told)
