@@ -322,10 +322,11 @@ def against_reduce_overhead(args: argparse.Namespace, case: str) -> Iterator[dic
     eager = fit(args, case, bert_workload, **few)
     yield eager
     timing = {"warmup": args.warmup, "max_warmup": args.max_warmup, "steps": args.timed, "planned": FOREVER}
-    other = fit(args, case, bert_workload, mode="reduce-overhead", **timing)
-    yield other
     ours = fit(args, case, bert_workload, pygraph=True, **timing)
     yield ours
+    # last, because it warms up in a stream of its own, which slows every later graph of the process
+    other = fit(args, case, bert_workload, mode="reduce-overhead", **timing)
+    yield other
     ratio = _ratio(other, ours)
     yield _verdict(case, "speed-up over reduce-overhead", ratio, ">= 1.3", ratio is not None and ratio >= 1.3)
     split = "{O}" in ours.get("plan", "") and "B" in ours["plan"]
