@@ -734,3 +734,25 @@ def test_versions_for_what_does_not_come_back_make_room(monkeypatch: pytest.Monk
     (forward,), (backward,) = regions("forward"), regions("backward")
     assert forward.captures == 2 and forward.replays >= 40, forward
     assert backward.replays >= 40, backward
+
+
+def test_what_closed_graphs_left_makes_room_once_it_is_dead(hostile: Arena) -> None:
+    """Both of a pair are closed when their gradients exist, as after copies were chosen instead of indirection."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    compiled = torch.compile(lambda x: net(x).square().sum(), backend="pygraph", options=OPTIONS)
+
+    def step() -> None:
+        net.zero_grad()
+        compiled(torch.randn(4, 6)).backward()
+
+    for _ in range(4):
+        step()
+    regions = {o.owner for o in hostile._occupants}
+    assert {region.spec.phase for region in regions} == {"forward", "backward"}
+    gradients = {block_of(p.grad) for p in net.parameters()}
+    assert gradients & {block for o in hostile._occupants for block in o.blocks}
+    for region in regions:
+        region.capture_again()
+    step()
+    for region in regions:
+        assert region.last is not None and not gradients & region.last.occupant.keeps

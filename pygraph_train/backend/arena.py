@@ -271,6 +271,8 @@ class Arena:
         """
         if not self.engine.shares_memory:
             return frozenset()
+        # lets go of what closed graphs left, in memory that the capture may take
+        self._active = [o for o in self._active if o is consumed or o.alive()]
         self._release_pools()
         pool = self._pools[apart]
         for occupant in self._occupants:
