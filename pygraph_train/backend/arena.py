@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from operator import attrgetter
+from operator import attrgetter, eq
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -105,7 +105,8 @@ class Occupant:
         self.telling = saved if self._watch_all else saved[:1]  # every run gets objects of its own of these
         watched = [t for i, t in self.tensors.items() if i not in self.together or i in self.telling]
         self._objects = [t for i, t in self.handed.items() if i not in self.together]  # none of the visible
-        self._shapes = self._geometry()
+        self._sizes = list(map(torch.Tensor.size, self._objects))
+        self._strides = list(map(torch.Tensor.stride, self._objects))
         self._own_references = 0
         # autograd must not take our own reference for a reason to copy a gradient instead of keeping it
         cached_tensors(self._objects)
@@ -167,11 +168,13 @@ class Occupant:
         if not self._own_references:  # counted before the first run
             self._own_references = self._references()
         touched = any(map(_requires_grad, self._objects)) or any(map(_has_hooks, self._objects))
-        if touched or self._geometry() != self._shapes:
+        if touched or self._reshaped():
             self._hand_out()
 
-    def _geometry(self) -> list[Any]:
-        return [*map(torch.Tensor.size, self._objects), *map(torch.Tensor.stride, self._objects)]
+    def _reshaped(self) -> bool:
+        # one by one: lists of so many new tuples would call the garbage collector in every step
+        same = all(map(eq, map(torch.Tensor.size, self._objects), self._sizes))
+        return not (same and all(map(eq, map(torch.Tensor.stride, self._objects), self._strides)))
 
     def in_use_by(self, storages: set[int]) -> bool:
         """Whether one of these storages (their `_cdata`) is the memory of an output of this graph."""
