@@ -1,0 +1,45 @@
+"""What the private torch APIs are asked to do, where that can be seen without a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from pygraph_train import torch_internals
+
+
+class GraphOnTheCpu:
+    """Does what torch.cuda.CUDAGraph does when a capture begins."""
+
+    def __init__(self) -> None:
+        self.seed, self.other = torch.zeros(1, dtype=torch.int64), torch.zeros(3)
+        self.begun: list[Any] = []
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.seed.fill_(7)
+        self.other.add_(1)
+        self.begun.append((pool, capture_error_mode))
+
+
+def test_a_capture_begins_without_writing_the_random_generators_state() -> None:
+    graph: Any = GraphOnTheCpu()
+    torch_internals.begin_capture(graph, (0, 1))
+    assert graph.begun == [((0, 1), "thread_local")]
+    assert graph.seed.item() == 0 and graph.other.tolist() == [1, 1, 1]
+    graph.seed.fill_(7)  # and afterwards everything is as usual
+    assert graph.seed.item() == 7
+
+
+def test_the_warning_filter_goes_and_the_users_changes_stay() -> None:
+    message = "The AccumulateGrad node's stream does not match the stream of the node"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch_internals.accumulators_of_other_streams():
+            warnings.warn(message, stacklevel=1)
+            warnings.filterwarnings("ignore", "set by the user")
+        assert not caught
+        warnings.warn(message, stacklevel=1)
+        warnings.warn("set by the user", stacklevel=1)
+    assert [str(w.message) for w in caught] == [message]
