@@ -55,6 +55,10 @@ MODES: dict[str, dict[str, Any] | None] = {
     "pygraph-copy": {"backend": "pygraph", "options": {"indirection": "copy"}},
     "pygraph-host": {"backend": "pygraph", "options": {"indirection": "host"}},
     "pygraph-no-selection": {"backend": "pygraph", "options": {"selection": False}},
+    # Inductor's own switches, off by default in every mode
+    "pygraph-combo": {"backend": "pygraph", "options": {"inductor": {"combo_kernels": True}}},
+    "pygraph-pdl": {"backend": "pygraph", "options": {"inductor": {"triton.enable_pdl": True}}},
+    "reduce-overhead-combo": {"options": {"triton.cudagraphs": True, "combo_kernels": True}},
     "eager": None,
 }
 MAIN_MODES = {"cuda": ("default", "reduce-overhead", "pygraph"), "cpu": ("default", "eager", "pygraph")}
@@ -154,7 +158,7 @@ def warm_compiler(model: str, device: str) -> None:
 
 
 def _skip_reason(mode: str, device: str) -> str | None:
-    if mode == "reduce-overhead" and device == "cpu":
+    if mode.startswith("reduce-overhead") and device == "cpu":
         return "needs CUDA"
     if "pygraph" in mode:
         try:

@@ -38,7 +38,8 @@ class Trial:
         self.parameters = list(self.module.parameters())
         self.leaves = self.parameters or _require_gradients(self.batches)
         self.optimizer: torch.optim.Optimizer | None = None
-        self.marks_steps = options is not None and options.get("mode") == "reduce-overhead"
+        graphs = options is not None and options.get("options", {}).get("triton.cudagraphs")
+        self.marks_steps = bool(graphs) or (options or {}).get("mode") == "reduce-overhead"
         self.turn = 0
 
         def loss_of(batch: Batch) -> torch.Tensor:

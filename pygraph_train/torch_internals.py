@@ -491,10 +491,20 @@ class TracedGraph(NamedTuple):
 BuildRegion = Callable[..., Callable[[list[Any]], Any]]
 
 
+def inductor_settings() -> list[str]:
+    """Names of Inductor's settings, as its `options` have them. (2.11, 2.13)"""
+    import torch._inductor.config as config
+
+    return list(config.get_config_copy())
+
+
 def compile_with_inductor(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], build: BuildRegion | None
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    build: BuildRegion | None,
+    settings: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """`compile_fx` with `build(compile_kernels, gm, inputs, traced)` in place of its inner compiler.
+    """`compile_fx` under `settings`, with `build(compile_kernels, gm, inputs, traced)` as its inner compiler.
 
     AOTAutograd's own cache would hand back callables that never went through `build`: it is off;
     Inductor's cache of compiled graphs, where the time goes, is on. (2.11, 2.13)
@@ -502,7 +512,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     if build is None:
-        return compile_fx(gm, list(example_inputs))  # type: ignore[arg-type,return-value]
+        return compile_fx(gm, list(example_inputs), config_patches=dict(settings))  # type: ignore[arg-type,return-value]
 
     def inner_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         static = frozenset(kwargs.get("static_input_idxs") or ())
@@ -517,7 +527,12 @@ def compile_with_inductor(
         return build(compile_kernels, gm, inputs, _traced(gm, phase, static))
 
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile)  # type: ignore[arg-type,return-value]
+        return compile_fx(  # type: ignore[return-value]
+            gm,
+            list(example_inputs),  # type: ignore[arg-type]
+            inner_compile=inner_compile,  # type: ignore[arg-type]
+            config_patches=dict(settings),
+        )
 
 
 def compile_with_aten(

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_training import guard_what_is_read
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pygraph_train.backend as backend
+from pygraph_train import torch_internals
 from pygraph_train.backend import arena as arena_module
 from pygraph_train.backend import capture as capture_module
 from pygraph_train.backend import inductor
@@ -513,6 +515,33 @@ def test_unknown_options_name_the_allowed_ones() -> None:
         backend.compile(net(), engine="gpu")
     with pytest.raises(Exception, match="takes options, no mode"):
         torch.compile(net(), backend="pygraph", mode="reduce-overhead")(x)
+
+
+def test_settings_of_inductor_are_checked() -> None:
+    with pytest.raises(
+        ValueError, match="Inductor has no setting 'max_autotun'; did you mean 'max_autotune'"
+    ):
+        backend.compile(net(), inductor={"max_autotun": True})
+    with pytest.raises(ValueError, match="is not for you to set"):
+        backend.compile(net(), inductor={"triton.cudagraphs": True})
+
+
+def test_settings_of_inductor_hold_for_forward_and_backward() -> None:
+    import torch._inductor.config as config
+
+    seen: list[tuple[str, Any]] = []
+
+    def build(compile_kernels: Any, gm: Any, inputs: Any, traced: Any) -> Any:
+        seen.append((traced.phase, config.combo_kernels))
+        return make_boxed_func(gm.forward)
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return torch_internals.compile_with_inductor(gm, inputs, build, {"combo_kernels": True})
+
+    model = net()
+    torch.compile(model, backend=compiler)(batches(1)[0][0]).sum().backward()
+    assert seen == [("forward", True), ("backward", True)]
+    assert not config.combo_kernels
 
 
 def test_without_cuda_the_default_engine_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:

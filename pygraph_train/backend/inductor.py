@@ -34,7 +34,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph into a callable whose forwards and backwards are regions."""
     if options.engine == "off" or disabled_by_environment():
-        return torch_internals.compile_with_inductor(gm, example_inputs, None)
+        return torch_internals.compile_with_inductor(gm, example_inputs, None, options.inductor)
     measure = options.selection and options.engine != "emulated"  # which is slower by nature
     pair, number = Pair(options.indirection, measure), next(_numbers)
     build = functools.partial(_region, pair=pair, number=number, options=options)
@@ -42,7 +42,7 @@ def compile_graph(
     if options.engine == "emulated":
         compiled = torch_internals.compile_with_aten(gm, example_inputs, build)
     else:
-        compiled = torch_internals.compile_with_inductor(gm, example_inputs, build)
+        compiled = torch_internals.compile_with_inductor(gm, example_inputs, build, options.inductor)
     return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
 
 

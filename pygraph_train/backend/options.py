@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pygraph_train import torch_internals
 from pygraph_train.config import check_values
 
 __all__ = ["BackendOptions"]
@@ -39,6 +41,8 @@ class BackendOptions:
             wherever one can be captured. Always False under the emulation, which is slower by nature.
         warmup_runs: runs of a region before it may be captured (>= 1).
         max_signatures: sets of shapes of one region that keep graphs; the least recently used goes (>= 1).
+        inductor: settings of Inductor for what is compiled here, by the names that its own `options` have
+            ("max_autotune", "combo_kernels", ...). The emulation has no use for them.
         on_failure: "fallback" runs a region that cannot be captured without a graph and says why in the
             report; "raise" raises.
 
@@ -55,11 +59,14 @@ class BackendOptions:
     selection: bool = True
     warmup_runs: int = 3
     max_signatures: int = 8
+    inductor: Mapping[str, Any] = field(default_factory=dict)
     on_failure: Literal["fallback", "raise"] = "fallback"
 
     def __post_init__(self) -> None:
         least = {"warmup_runs": 1, "max_signatures": 1}
         check_values(self, _CHOICES, least, "option {}={!r} of backend 'pygraph'")
+        if self.inductor:
+            _check_settings(self.inductor)
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> BackendOptions:
@@ -71,3 +78,17 @@ class BackendOptions:
                     f"backend 'pygraph' has no option {name!r}; the options are: {', '.join(names)}"
                 )
         return cls(**(options or {}))
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    known = torch_internals.inductor_settings()
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise ValueError(f"option inductor of backend 'pygraph': Inductor has no setting {name!r}{hint}")
+        if name.startswith("triton.cudagraph"):
+            raise ValueError(
+                f"option inductor of backend 'pygraph': {name!r} is not for you to set: CUDA graphs are made by "
+                "the backend, not by Inductor"
+            )
