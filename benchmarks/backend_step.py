@@ -240,16 +240,15 @@ def measure_spread(args: argparse.Namespace) -> Iterator[list[Row]]:
     for gpu in range(args.gpus):
         free.put(gpu)
     processors = sorted(os.sched_getaffinity(0))
-    share = len(processors) // args.gpus
 
     def measure_model(model: str) -> list[Row]:
         gpu = free.get()
-        os.sched_setaffinity(
-            0, processors[gpu * share : (gpu + 1) * share]
-        )  # of this thread and its processes
-        rows = [row for new in measure_apart(model, args.modes, args, gpu) for row in new]
-        free.put(gpu)
-        return rows
+        # of this thread and its processes; halves of a core, often numbered far apart, stay together
+        os.sched_setaffinity(0, processors[gpu :: args.gpus])
+        try:
+            return [row for new in measure_apart(model, args.modes, args, gpu) for row in new]
+        finally:
+            free.put(gpu)
 
     with ThreadPoolExecutor(args.gpus) as pool:
         for done in as_completed([pool.submit(measure_model, model) for model in args.models]):
