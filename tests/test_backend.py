@@ -5,6 +5,7 @@ Every test runs on an engine that is worse than a GPU: whatever a replay might o
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -785,3 +786,26 @@ def test_what_closed_graphs_left_makes_room_once_it_is_dead(hostile: Arena) -> N
     step()
     for region in regions:
         assert region.last is not None and not gradients & region.last.occupant.keeps
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_whoever_still_needs_what_a_closed_graph_saved_is_seen(hostile: Arena, expanded: bool) -> None:
+    """What is saved lies in an input buffer, of which the graph may hold a second view."""
+    weight = nn.Parameter(torch.randn(6))
+    compiled = torch.compile(lambda x: (x * weight).square().sum(), backend="pygraph", options=OPTIONS)
+
+    def loss() -> torch.Tensor:
+        weight.grad = None
+        return compiled(torch.randn(1, 6).expand(4, 6) if expanded else torch.randn(4, 6))  # type: ignore[no-any-return]
+
+    for _ in range(5):
+        loss().backward()
+    pending = loss()
+    (saved,) = (o for o in hostile._active if o.buffers)
+    for region in {o.owner for o in hostile._occupants}:
+        region.capture_again()  # type: ignore[attr-defined]
+    gc.collect()  # the capture itself is gone
+    assert saved.alive()
+    pending.backward()
+    del pending
+    assert not saved.alive()

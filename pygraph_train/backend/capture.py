@@ -296,7 +296,12 @@ class RegionCapture:
                 stack.enter_context(occupant.recounting())
             if self.consumes is not None:  # the graph may hold what it read
                 stack.enter_context(self.consumes.recounting())
-            self._template.clear()  # now, while it is told from what others hold
+            # now, while it is told from what others hold
+            self._template.clear()
+            self._buffers.clear()
+            self._own.clear()
+            self._spare.clear()
+            self._write_back = ()
             self.graph.close()
 
 
