@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -259,9 +260,9 @@ def compile_ahead(args: argparse.Namespace) -> None:
     """Compile every workload in every mode, several at a time, for the processes that measure them."""
     jobs = [(model, mode) for model in args.models for mode in args.modes if MODES[mode] is not None]
     with ThreadPoolExecutor(args.compile_jobs) as pool:
-        for i, job in enumerate(jobs):
-            pool.submit(_child, *job, args, gpu=i % args.gpus, compile_only=True)
-        # whatever is wrong, the rows will say it
+        gpus = itertools.cycle(range(args.gpus))
+        for _ in pool.map(lambda job, gpu: _child(*job, args, gpu=gpu, compile_only=True), jobs, gpus):
+            pass  # whatever is wrong, the rows will say it
 
 
 def _child(

@@ -38,8 +38,10 @@ class Trial:
         self.parameters = list(self.module.parameters())
         self.leaves = self.parameters or _require_gradients(self.batches)
         self.optimizer: torch.optim.Optimizer | None = None
-        graphs = options is not None and options.get("options", {}).get("triton.cudagraphs")
-        self.marks_steps = bool(graphs) or (options or {}).get("mode") == "reduce-overhead"
+        given = options or {}
+        self.marks_steps = given.get("mode") == "reduce-overhead" or "triton.cudagraphs" in given.get(
+            "options", {}
+        )
         self.turn = 0
 
         def loss_of(batch: Batch) -> torch.Tensor:

@@ -142,6 +142,11 @@ def regions(phase: str) -> list[backend.RegionRecord]:
     return [r for r in backend.report().regions if r.phase == phase]
 
 
+def graphed_regions(arena: Arena) -> set[region_module.Region]:
+    """Those that have a graph."""
+    return {o.owner for o in arena._occupants if isinstance(o.owner, region_module.Region)}
+
+
 def replays(phase: str) -> int:
     return sum(r.replays for r in regions(phase))
 
@@ -768,23 +773,23 @@ def test_versions_for_what_does_not_come_back_make_room(monkeypatch: pytest.Monk
 
 def test_what_closed_graphs_left_makes_room_once_it_is_dead(hostile: Arena) -> None:
     """Both of a pair are closed when their gradients exist, as after copies were chosen instead of indirection."""
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    compiled = torch.compile(lambda x: net(x).square().sum(), backend="pygraph", options=OPTIONS)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    call = compiled(lambda x: model(x).square().sum())
 
     def step() -> None:
-        net.zero_grad()
-        compiled(torch.randn(4, 6)).backward()
+        model.zero_grad()
+        call(torch.randn(4, 6)).backward()
 
     for _ in range(4):
         step()
-    regions = {o.owner for o in hostile._occupants}
-    assert {region.spec.phase for region in regions} == {"forward", "backward"}
-    gradients = {block_of(p.grad) for p in net.parameters()}
+    graphed = graphed_regions(hostile)
+    assert {region.spec.phase for region in graphed} == {"forward", "backward"}
+    gradients = {block_of(p.grad) for p in model.parameters()}
     assert gradients & {block for o in hostile._occupants for block in o.blocks}
-    for region in regions:
+    for region in graphed:
         region.capture_again()
     step()
-    for region in regions:
+    for region in graphed:
         assert region.last is not None and not gradients & region.last.occupant.keeps
 
 
@@ -792,18 +797,18 @@ def test_what_closed_graphs_left_makes_room_once_it_is_dead(hostile: Arena) -> N
 def test_whoever_still_needs_what_a_closed_graph_saved_is_seen(hostile: Arena, expanded: bool) -> None:
     """What is saved lies in an input buffer, of which the graph may hold a second view."""
     weight = nn.Parameter(torch.randn(6))
-    compiled = torch.compile(lambda x: (x * weight).square().sum(), backend="pygraph", options=OPTIONS)
+    call = compiled(lambda x: (x * weight).square().sum())
 
     def loss() -> torch.Tensor:
         weight.grad = None
-        return compiled(torch.randn(1, 6).expand(4, 6) if expanded else torch.randn(4, 6))  # type: ignore[no-any-return]
+        return call(torch.randn(1, 6).expand(4, 6) if expanded else torch.randn(4, 6))  # type: ignore[no-any-return]
 
     for _ in range(5):
         loss().backward()
     pending = loss()
     (saved,) = (o for o in hostile._active if o.buffers)
-    for region in {o.owner for o in hostile._occupants}:
-        region.capture_again()  # type: ignore[attr-defined]
+    for region in graphed_regions(hostile):
+        region.capture_again()
     gc.collect()  # the capture itself is gone
     assert saved.alive()
     pending.backward()

@@ -485,14 +485,17 @@ def test_gradients_that_are_not_there_are_made_once(
         assert backward.copied_bytes <= 4, backward  # the gradient of the loss
 
 
+class Adds(Plain):
+    """The gradient of `bias` is that of the second output."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
+        return super().forward(x), bias + 1
+
+
 def test_a_gradient_that_is_handed_on_is_the_callers_own(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "LARGE", 1)
-
-    class Adds(Plain):
-        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
-            return super().forward(x), bias + 1  # the gradient of `bias` is that of the output
 
     model = Adds()
     call = compiled(model)
@@ -510,10 +513,6 @@ def test_zeros_that_a_later_graph_hands_on_are_the_callers_own(
 ) -> None:
     """The first run with them copies them, and shows nothing."""
     monkeypatch.setattr(direct, "LARGE", 1)
-
-    class Adds(Plain):
-        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
-            return super().forward(x), bias + 1
 
     model = Adds()
     call = compiled(model)

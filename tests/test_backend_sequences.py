@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_backend import OPTIONS, hostile  # noqa: F401
+from test_backend import compiled, graphed_regions, hostile  # noqa: F401
 from torch import nn
 
 import pygraph_train.backend as backend
 from pygraph_train.backend.arena import Arena
-from pygraph_train.backend.region import Region
 
 SEEDS = range(6)
 OPERATIONS = 40
@@ -161,7 +160,7 @@ def test_random_sequences(hostile: Arena, seed: int, kind: type[nn.Module]) -> N
         "direct": rng.random() < 0.8,
         "phases": rng.choice(["both", "both", "both", "forward", "backward"]),
     }
-    ours = World(model, torch.compile(model, backend="pygraph", options={**OPTIONS, **options}))
+    ours = World(model, compiled(model, **options))
     plain = copy.deepcopy(model)
     theirs = World(plain, plain)
     for i in range(OPERATIONS):
@@ -169,8 +168,8 @@ def test_random_sequences(hostile: Arena, seed: int, kind: type[nn.Module]) -> N
         if what == "collect garbage":
             gc.collect()
         elif what == "capture again":
-            for region in {o.owner for o in hostile._occupants}:
-                if isinstance(region, Region) and rng.random() < 0.6:
+            for region in sorted(graphed_regions(hostile), key=lambda region: region.spec.name):
+                if rng.random() < 0.6:
                     region.capture_again()
         else:
             given = (

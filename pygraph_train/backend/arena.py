@@ -281,7 +281,7 @@ class Arena:
         for occupant in self._occupants:
             if occupant.pool == pool and (occupant is consumed or not occupant.alive()):
                 occupant.disown()
-        if any(o.alive() and not o.owned and o is not consumed and o.pool == pool for o in self._active):
+        if any(not o.owned and o is not consumed and o.pool == pool for o in self._active):
             self._retired.append((pool, self.engine.fresh_pool()))
             pool = self._pools[apart] = next(self._numbers)
         # also those of closed graphs whose outputs somebody still holds
@@ -290,8 +290,7 @@ class Arena:
 
     def _release_pools(self) -> None:
         """Let go of pools without graphs. Their memory is not safe while somebody holds what they do not own."""
-        open_ = {o.pool for o in self._occupants}
-        used = open_.union(o.pool for o in self._active if o.alive())
+        used = {o.pool for o in (*self._occupants, *self._active)}
         for retired in [r for r in self._retired if r[0] not in used]:
             self._retired.remove(retired)
             retired[1]()

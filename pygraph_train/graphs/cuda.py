@@ -166,7 +166,7 @@ class CudaEngine:
         """See `graphs.engine.Engine.warm_up`. Runs in the caller's stream.
 
         Eight kernels or copies in any other stream than the default one, and from then on every kernel in a
-        graph of this process starts 0.2 to 0.35 µs later (H200, driver 580; `benchmarks/stream_cost.py`).
+        graph of this process starts 0.17 to 0.35 µs later (H200, driver 580; `benchmarks/stream_cost.py`).
         Gradient accumulators alone belong to the stream that captures: somebody may keep this run's autograd
         graph, and those of another stream would break the capture. Where a gradient is the first one they
         launch nothing.

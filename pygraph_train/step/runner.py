@@ -626,7 +626,7 @@ class StepRunner:
     def _run_prepared(
         self, variant: Variant, run: Callable[[Call], R], position: PositionInAccumulation
     ) -> R:
-        """An ordinary run with the kernels and the stream that the capture will use."""
+        """An ordinary run with the kernels that the capture will use."""
         with self._optimizer_context(), self._warm_up(), self._clock.ungraphed():
             result = run(self._marked(self._call_of(variant)))
         variant.seen_in_warmup(self.report.ungraphed_seconds[-1])
