@@ -498,6 +498,80 @@ def inductor_settings() -> list[str]:
     return list(config.get_config_copy())
 
 
+def products_take_neighbours_in() -> bool:
+    """Whether Inductor may write matrix products itself, and element-wise neighbours into them. (2.11, 2.13)"""
+    import torch._inductor.config as config
+
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+_SMALL = 1 << 20  # bytes that a kernel reads and writes: it is over before the next one can start
+_TOGETHER = 16  # kernels made into one
+_ONE_WAY = ("OUTER", "OUTER_TINY")  # names of `ReductionHint`
+
+
+@contextmanager
+def small_ends_together() -> Iterator[None]:
+    """Inductor makes one kernel of small ones that only write results of the graph. (2.11, 2.13)
+
+    It has that for whatever can run side by side ("combo kernels"), which makes large kernels slower. Where
+    that was asked for, it stays as it is.
+    """
+    import torch._inductor.config as config
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Together
+
+    if config.combo_kernels:
+        yield
+        return
+    before = Together.__dict__["group_algorithm_for_combo_kernels"]
+    Together.set_group_algorithm_for_combo_kernels(small_ends)
+    try:
+        # the number of arguments is part of Inductor's cache key, the grouping is not
+        with config.patch(combo_kernels=True, combo_kernel_max_num_args=240):
+            yield
+    finally:
+        Together.group_algorithm_for_combo_kernels = before
+
+
+def small_ends(scheduler: Any, device_type: str = "cuda") -> list[list[Any]]:
+    """Groups of small kernels whose results no other kernel reads: nothing depends on when they run. (2.11, 2.13)
+
+    Among sums only those that Inductor knows one way to compute, the last steps of large ones: where it tries
+    several ways, it might choose another one for the group, and the sum would be rounded in another way.
+    """
+    from torch._inductor.scheduler import FusedMixOrderReductions
+
+    special = set()  # what reads their results is written into them
+    for node in scheduler.nodes:
+        if isinstance(node, FusedMixOrderReductions):
+            special |= set(node.get_buffer_names())
+    alike: dict[Any, list[Any]] = {}
+    for node in scheduler.nodes:
+        device = node.get_device()
+        if device is not None and device.type == device_type and _is_small_end(node, special):
+            alike.setdefault((device, str(node.group)), []).append(node)
+    return [nodes[i : i + _TOGETHER] for nodes in alike.values() for i in range(0, len(nodes), _TOGETHER)]
+
+
+def _is_small_end(node: Any, special: set[str]) -> bool:
+    from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
+    from torch._inductor.scheduler import FusedSchedulerNode, OutputNode, SchedulerNode
+
+    if type(node) not in (SchedulerNode, FusedSchedulerNode) or special & set(node.used_buffer_names()):
+        return False
+    own = set(node.get_nodes())
+    sums = [step for step in own if step.is_reduction()]
+    if any(SIMDKernelFeatures.reduction_hint(step).name not in _ONE_WAY for step in sums):
+        return False
+    return node.get_read_write_buffers_sizes() <= _SMALL and all(
+        (isinstance(user.node, OutputNode) or user.node in own)
+        and not made.get_aliases()
+        and not made.get_mutations()
+        for made in node.get_outputs()
+        for user in made.users
+    )
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],

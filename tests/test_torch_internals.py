@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
+import torch._inductor.scheduler
 
 from pygraph_train import torch_internals
 
@@ -43,3 +45,75 @@ def test_the_warning_filter_goes_and_the_users_changes_stay() -> None:
         warnings.warn(message, stacklevel=1)
         warnings.warn("set by the user", stacklevel=1)
     assert [str(w.message) for w in caught] == [message]
+
+
+def _grouped(call: Any, *args: Any) -> list[list[set[str]]]:
+    """Groups that `small_ends` makes of a function's kernels on the CPU, each kernel with what it writes."""
+    found: list[list[set[str]]] = []
+
+    def grouping(scheduler: Any) -> list[Any]:
+        groups = torch_internals.small_ends(scheduler, "cpu")
+        found.extend([set(node.get_buffer_names()) for node in group] for group in groups)
+        returned = set(torch._inductor.virtualized.V.graph.get_output_names())
+        assert all(names <= returned for group in found for names in group)
+        return []
+
+    together = torch._inductor.scheduler.ForeachKernelSchedulerNode
+    before = together.__dict__["group_algorithm_for_combo_kernels"]
+    together.set_group_algorithm_for_combo_kernels(grouping)
+    try:
+        with torch._inductor.config.patch(combo_kernels=True, force_disable_caches=True):
+            torch.compile(call)(*args)
+    finally:
+        together.group_algorithm_for_combo_kernels = before
+        torch._dynamo.reset()
+    return found
+
+
+def test_small_kernels_that_nothing_waits_for_are_grouped_by_size() -> None:
+    def waves(small: list[torch.Tensor], other: torch.Tensor) -> list[torch.Tensor]:
+        softmax = torch.mm(small[0], small[1]).softmax(1)  # the next product waits for it
+        return [*(x.sin() for x in small), other.sin(), torch.mm(softmax, softmax)]
+
+    groups = _grouped(waves, [torch.randn(16, 16) for _ in range(20)], torch.randn(8, 16))
+    assert sorted(map(len, groups)) == [1, 4, 16]
+
+
+def test_large_kernels_are_not_grouped() -> None:
+    def waves(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.sin() for x in xs]
+
+    assert _grouped(waves, [torch.randn(1024, 1024) for _ in range(3)]) == []
+
+
+@pytest.mark.parametrize(
+    ("hint", "grouped"), [("DEFAULT", []), ("INNER", []), ("OUTER_TINY", [3]), ("OUTER", [3])]
+)
+def test_sums_that_may_be_rounded_in_another_way_are_not_grouped(
+    hint: str, grouped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sums(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.sum(0) for x in xs]
+
+    from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
+    from torch._inductor.runtime.hints import ReductionHint
+
+    hints = staticmethod(lambda node: ReductionHint[hint])  # Inductor has them on a GPU only
+    monkeypatch.setattr(SIMDKernelFeatures, "reduction_hint", hints)
+    assert list(map(len, _grouped(sums, [torch.randn(16, 16) for _ in range(3)]))) == grouped
+
+
+def test_grouping_ends_with_the_compile_and_leaves_a_users_own_setting() -> None:
+    config, together = torch._inductor.config, torch._inductor.scheduler.ForeachKernelSchedulerNode
+    before = together.group_nodes_for_combo_kernels, together.__dict__["group_algorithm_for_combo_kernels"]
+    with pytest.raises(ZeroDivisionError), torch_internals.small_ends_together():
+        assert config.combo_kernels
+        assert together.group_algorithm_for_combo_kernels is torch_internals.small_ends
+        raise ZeroDivisionError
+    assert not config.combo_kernels
+    with config.patch(combo_kernels=True), torch_internals.small_ends_together():
+        assert together.group_algorithm_for_combo_kernels is not torch_internals.small_ends
+    assert before == (
+        together.group_nodes_for_combo_kernels,
+        together.__dict__["group_algorithm_for_combo_kernels"],
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import fake_device
@@ -13,7 +14,7 @@ from fake_device import device, example_inputs, fake_tensors, graphs_of, on_fake
 from torch import fx, nn
 from torch._inductor.lowering import lowerings
 
-from pygraph_train.backend.passes import items, relocate
+from pygraph_train.backend.passes import batch, items, relocate
 from pygraph_train.backend.passes.draft import Draft
 from pygraph_train.backend.transform import Transformed, transform
 
@@ -716,8 +717,159 @@ def test_inductor_knows_every_operator_that_passes_insert() -> None:
         one_graph(tempered, x4(), lambda: there(), **ITEMS),
         one_graph(copies, x4(), cpu4(), cpu4(dtype=torch.int64)),
         one_graph(masks, lambda: there(2, 4, 4)),
+        *both_graphs(Layers(4, 8, 6), half5),
+        *both_graphs(Norms(), lambda: there(5, 4)),
     ]
     for gm in gms:
         result = transformed(gm)
         inserted = {n.target for n in result.gm.graph.nodes} - {n.target for n in gm.graph.nodes}
         assert not [op for op in inserted if isinstance(op, torch._ops.OpOverload) and op not in lowerings]
+
+
+# --- small operations run together ------------------------------------------------------------------
+
+
+class Layers(nn.Sequential):
+    """As under autocast: a cast for every weight and bias, and one for every weight's gradient."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            low = (layer.weight.to(torch.bfloat16), layer.bias.to(torch.bfloat16))
+            x = nn.functional.linear(x, *low).relu()
+        return x.float().sum()
+
+
+class Norms(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.BatchNorm1d(4) for _ in range(3)))
+
+
+def half5() -> torch.Tensor:
+    return there(5, 4, dtype=torch.bfloat16)
+
+
+FOREACH_COPY = torch.ops.aten._foreach_copy.default
+
+
+def batches(gm: fx.GraphModule, op: Any = FOREACH_COPY) -> list[int]:
+    """How many operations each launch stands for."""
+    return [len(node.args[0]) for node in gm.graph.nodes if node.target is op]
+
+
+def casts(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.target is torch.ops.prims.convert_element_type.default]
+
+
+def test_weights_are_cast_together_and_so_are_their_gradients() -> None:
+    forward, backward = both_graphs(Layers(4, 8, 6, 4), half5)
+    result = transformed(forward)
+    assert batches(result.gm) == [6]
+    assert [change.what for change in result.changes] == ["6 casts of inputs run in 1 launch"]
+    assert len(casts(result.gm)) == len(casts(forward)) - 6
+    result = transformed(backward)
+    assert batches(result.gm) == [3]
+    assert [change.what for change in result.changes] == ["3 casts of results run in 1 launch"]
+    assert result.left == ()
+
+
+def test_batches_are_limited_in_bytes_and_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = both_graphs(Layers(4, 8, 6, 4, 4, 4), half5)
+    monkeypatch.setattr(batch, "MANY", 4)
+    assert batches(transformed(forward).gm) == [4, 4, 2]
+    monkeypatch.setattr(batch, "MANY", 64)
+    # weights of 32, 48, 24, 16 and 16 numbers of two bytes; gradients come last layer first
+    monkeypatch.setattr(batch, "LARGE", 2 * (16 + 16 + 24))
+    assert batches(transformed(backward).gm) == [3]
+    monkeypatch.setattr(batch, "LARGE", 2 * (48 + 32))
+    assert batches(transformed(backward).gm) == [3, 2]
+    monkeypatch.setattr(batch, "LARGE", 1)
+    assert transformed(backward).gm is backward
+
+
+def test_views_of_a_gradient_that_is_cast_later_follow_it() -> None:
+    class Flat(nn.Module):
+        """As in XLNet: what is cast is looked at in another shape before it is returned."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(24) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = torch.mm(x, weight.view(3, 8).t().to(torch.bfloat16).t()).relu()[:, :3]
+            return x.float().sum()
+
+    _forward, backward = both_graphs(Flat(), lambda: there(5, 3, dtype=torch.bfloat16))
+    result = transformed(backward)
+    assert sum(batches(result.gm)) == 3
+    assert any(node.op == "call_function" and node.target.is_view for node in _after(result.gm, FOREACH_COPY))
+
+
+def _after(gm: fx.GraphModule, op: Any) -> list[fx.Node]:
+    nodes = list(gm.graph.nodes)
+    last = max(i for i, node in enumerate(nodes) if node.target is op)
+    return [node for node in nodes[last:] if isinstance(node.target, torch._ops.OpOverload)]
+
+
+def test_a_cast_that_a_fused_kernel_may_make_is_left_to_it() -> None:
+    class Shared(nn.Module):
+        """The cast weights are also read by kernels that Inductor writes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in (self.first, self.second):
+                low = weight.to(torch.bfloat16)
+                x = torch.mm(x, low) + low.sin()
+            return x.float().sum()
+
+    forward, _ = both_graphs(Shared(), lambda: there(4, 4, dtype=torch.bfloat16))
+    assert len(casts(forward)) > 1
+    assert transformed(forward).gm is forward
+
+
+def test_a_bias_that_is_added_after_the_product_is_cast_there() -> None:
+    def call(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        for bias in (a, b):
+            x = torch.addmm(bias.to(x.dtype), x, x)
+        return x
+
+    wide = one_graph(call, *[lambda: there(4, 4)] + [lambda: there(4, dtype=torch.bfloat16)] * 2)
+    assert len(casts(wide)) == 2 and transformed(wide).gm is wide
+    half = one_graph(call, *[lambda: there(4, 4, dtype=torch.bfloat16)] + [x4()] * 2)
+    assert batches(transformed(half).gm) == [2]
+
+
+def test_nothing_is_cast_together_with_a_size_that_is_not_known() -> None:
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x.to(torch.bfloat16), y.to(torch.bfloat16)).sum()
+
+    def inputs() -> list[Any]:
+        return [lambda: there(6, 6), lambda: there(6, 6)]
+
+    assert batches(transformed(one_graph(call, *inputs())).gm) == [2]
+    symbolic = one_graph(call, *inputs(), assume_static_by_default=False)
+    assert len(casts(symbolic)) == 2
+    assert transform(symbolic, example_inputs(symbolic), device()).gm is symbolic
+
+
+def test_nothing_is_cast_together_where_products_may_cast_on_the_way() -> None:
+    forward, _ = both_graphs(Layers(4, 8, 6), half5)
+    with torch._inductor.config.patch(max_autotune=True):
+        assert transformed(forward).gm is forward
+    assert batches(transformed(forward).gm) == [4]
+
+
+def test_counters_of_norms_are_one_launch() -> None:
+    forward, _ = both_graphs(Norms(), lambda: there(5, 4))
+    result = transformed(forward)
+    assert batches(result.gm, torch.ops.aten._foreach_add.Scalar) == [3]
+    assert "3 counters run in 1 launch" in [change.what for change in result.changes]
+    counters = [n for n in forward.graph.nodes if n.op == "placeholder" and n.meta["val"].dim() == 0]
+    copies = [n for n in result.gm.graph.nodes if n.target is torch.ops.aten.copy_.default]
+    assert {n.name for n in counters} <= {copy.args[0].name for copy in copies}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def _region(
     if options.transform:
         changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
     static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
-    compiled = compile_kernels(changed.gm, changed.example_inputs)
+    with torch_internals.small_ends_together() if options.transform else nullcontext():
+        compiled = compile_kernels(changed.gm, changed.example_inputs)
     spec = RegionSpec(
         record.name,
         traced.phase,

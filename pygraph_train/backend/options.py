@@ -33,7 +33,8 @@ class BackendOptions:
             Inductor's), "off" (Inductor alone); "auto" is "cuda" for regions on a CUDA device.
         phases: which ones may run from a graph; the other one runs its compiled kernels as they are. A
             callable that needs no gradients counts as a forward.
-        transform: rewrite what blocks capture (CPU scalars, host-to-device copies, CPU outputs).
+        transform: rewrite what blocks capture (CPU scalars, host-to-device copies, CPU outputs), and make one
+            kernel of several that are short (casts, counters, the last steps of sums).
         direct: call functions without aliases and mutations past AOTAutograd's runtime.
         indirection: how inputs at new addresses are served: "copy" into fixed buffers, or patch the
             addresses in the graph from the "device" or the "host"; "auto" measures.

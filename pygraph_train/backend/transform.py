@@ -1,6 +1,6 @@
-"""CUDA-graph-aware code transformation: rewrite what keeps a region from being captured.
+"""CUDA-graph-aware code transformation: rewrite what keeps a region from being captured, and launch less.
 
-The idea is CGCT of PyGraph/GraCE (Ghosh et al., arXiv 2503.19779, OSDI'26).
+The idea of the former is CGCT of PyGraph/GraCE (Ghosh et al., arXiv 2503.19779, OSDI'26).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pygraph_train.backend.passes.batch import batch
 from pygraph_train.backend.passes.blockers import blockers
 from pygraph_train.backend.passes.draft import CPU, Change, Draft, Left, Refused, is_on, value
 from pygraph_train.backend.passes.items import keep_items
@@ -23,6 +24,7 @@ _PASSES: tuple[tuple[str, Callable[[Draft], None]], ...] = (
     # a number that stays a tensor may then move with the rest
     ("items", keep_items),
     ("relocate", relocate),
+    ("batch", batch),
 )
 
 _TRIES = 8
@@ -129,7 +131,8 @@ def _left(draft: Draft) -> tuple[Left, ...]:
 
 
 def _failure(name: str, error: Exception) -> Left:
-    return Left(f"pass {name}", None, f"was undone: {type(error).__name__}: {error}")
+    told = str(error).partition("\n")[0]  # what fx has to say ends with the whole graph
+    return Left(f"pass {name}", None, f"was undone: {type(error).__name__}: {told}")
 
 
 def _with_inputs_on_device(draft: Draft, names: Collection[str]) -> Draft:
