@@ -9,11 +9,14 @@ import torch
 from torch import fx
 
 from pygraph_train.backend.arena import Occupant
+from pygraph_train.backend.capture import Handing, RegionCapture
 from pygraph_train.backend.choice import Choice, Cost, choose
 from pygraph_train.backend.pair import WORTH_POINTING, Pair
+from pygraph_train.backend.recording import record
 from pygraph_train.backend.report import RegionRecord
 from pygraph_train.backend.staging import Staged
 from pygraph_train.backend.transform import Transformed
+from pygraph_train.torch_internals import borrow_memory
 
 
 class Clock:
@@ -177,3 +180,65 @@ def test_a_saved_buffer_that_somebody_holds_when_its_pool_gets_memory_back() -> 
     assert occupant.alive()
     del pending
     assert not occupant.alive()
+
+
+class _Graph:
+    nodes = 1
+
+    def replay(self) -> None:
+        """Nothing happens."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Reuses:
+    """An engine whose allocator hands out freed memory again, as that of a pool does."""
+
+    name, device, shares_memory = "reuses", torch.device("cpu"), True
+
+    def capture(self, fn: Any, *, instantiate: bool = True) -> Any:
+        return _Graph(), fn()
+
+
+def test_an_output_at_the_place_of_what_was_freed_is_no_part_of_it() -> None:
+    """A gradient of the size of a saved tensor lies where that was: it is still to be guarded, and nobody's view."""
+    memory = [torch.full((4, 4), float(i)) for i in range(3)]  # keeps what the "pool" hands out
+    saved = [borrow_memory(x) for x in memory]
+    forward = Occupant(dict(enumerate(saved)), frozenset(), frozenset(), frozenset(), 0)
+    inputs: list[Any] = [x.detach() for x in saved]
+
+    def backward(given: list[Any]) -> list[Any]:
+        first, second, third = given
+        given.clear()
+        returned = third.t()  # a view of what was saved
+        del first, second, third
+        return [borrow_memory(memory[0]), torch.ones(2), returned]
+
+    engine: Any = _Reuses()
+    work = record(engine, backward, inputs, [], [], forward, [], None)
+    assert work.fresh == {0, 1}
+    capture = RegionCapture(
+        work.graph,
+        work.inputs,
+        work.buffers,
+        work.served,
+        work.spare,
+        {},
+        frozenset(),
+        work.result,
+        work.fresh,
+        Handing(frozenset(range(3)), frozenset()),
+        frozenset(),
+        0,
+        forward,
+    )
+    assert sorted(capture.occupant.tensors) == [0, 1]
+    taken, _, view = capture.replay(list(saved))
+    assert taken.data_ptr() == memory[0].data_ptr() and view.data_ptr() == memory[2].data_ptr()
+    assert capture.occupant.handed[0] is taken
+    kept = taken.detach()
+    del taken, view, _
+    assert capture.occupant.alive(), "somebody holds a gradient in reused memory"
+    del kept
+    assert not capture.occupant.alive()

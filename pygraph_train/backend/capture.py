@@ -70,6 +70,7 @@ class RegionCapture:
         settled: Mapping[int, Occupant],
         mutated: frozenset[int],
         result: Sequence[Any],
+        fresh: frozenset[int],
         handing: Handing,
         keeps: frozenset[Block],
         pool: int,
@@ -99,7 +100,7 @@ class RegionCapture:
         self.patched = 0
         # nobody else may hold them: alive until they are read
         self._held: tuple[int, ...] = (*served, *self.settled)
-        self._sort_outputs(inputs, buffers, result, handing, keeps, pool)
+        self._sort_outputs(inputs, buffers, result, fresh, handing, keeps, pool)
 
     def _arrange_buffers(self) -> None:
         buffers = self._own if self.pointing else {**self._own, **self._spare}
@@ -146,6 +147,7 @@ class RegionCapture:
         inputs: Sequence[Any],
         buffers: Mapping[int, torch.Tensor],
         result: Sequence[Any],
+        fresh: frozenset[int],
         handing: Handing,
         keeps: frozenset[Block],
         pool: int,
@@ -170,7 +172,8 @@ class RegionCapture:
                 self._template[index] = output
                 continue
             block = block_of(output)
-            owner = same_memory.get(block)
+            # what an input was may be freed by then, and an output may lie at its place
+            owner = None if index in fresh else same_memory.get(block)
             in_place = index in handing.in_place or block in large
             kind = (id(output), in_place, index in handing.together and block not in large)
             first = seen.setdefault(kind, index)

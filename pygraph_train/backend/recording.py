@@ -13,7 +13,7 @@ from pygraph_train.graphs import Engine, Graph
 from pygraph_train.graphs.engine import CaptureError, IndirectGraph, IndirectionUnavailable
 from pygraph_train.graphs.memory import bits, copy_elsewhere, span
 from pygraph_train.graphs.prove import poison, prove
-from pygraph_train.torch_internals import borrow_memory
+from pygraph_train.torch_internals import borrow_memory, storages
 
 __all__ = ["Recorded", "record"]
 
@@ -32,6 +32,7 @@ class Recorded:
         served: by index, position of inputs whose addresses can be rewritten (`IndirectGraph.retarget`).
         spare: by index, the buffers in which the graph reads these as long as nobody rewrote anything.
         unserved: by index, why an input that moves is copied.
+        fresh: outputs that are no part of an input, also where they took the place of one that was freed.
     """
 
     graph: Graph
@@ -41,6 +42,7 @@ class Recorded:
     served: dict[int, int] = field(default_factory=dict)
     spare: dict[int, torch.Tensor] = field(default_factory=dict)
     unserved: dict[int, str] = field(default_factory=dict)
+    fresh: frozenset[int] = frozenset()
 
 
 def record(
@@ -72,8 +74,7 @@ def record(
     buffers = {i: copy_elsewhere(inputs[i]) for i in moving}
     stand_in = {**buffers, **{i: borrow_memory(inputs[i]) for i in settled}}
     if prefer is None or not buffers:
-        graph, result, stood = _capture(engine, compiled, inputs, stand_in, consumed, instantiate=True)
-        return Recorded(graph, result, stood, buffers)
+        return _capture(engine, compiled, inputs, stand_in, buffers, consumed, instantiate=True)
     elsewhere = {i: copy_elsewhere(inputs[i]) for i in moving}
     others = {**stand_in, **elsewhere}
     with engine.scratch_pool():  # `inputs` keeps what this capture would free
@@ -81,12 +82,11 @@ def record(
             lambda: compiled([others.get(i, x) for i, x in enumerate(inputs)]), instantiate=False
         )
     del _
-    graph, result, stood = _capture(engine, compiled, inputs, stand_in, consumed, instantiate=False)
-    recorded = Recorded(graph, result, stood, buffers)
+    recorded = _capture(engine, compiled, inputs, stand_in, buffers, consumed, instantiate=False)
     order = list(buffers)
     try:
         indirect = engine.indirect(
-            first, graph, [elsewhere[i] for i in order], [buffers[i] for i in order], prefer=prefer
+            first, recorded.graph, [elsewhere[i] for i in order], [buffers[i] for i in order], prefer=prefer
         )
     except IndirectionUnavailable as unavailable:
         first.close()
@@ -110,10 +110,12 @@ def _capture(
     compiled: Compiled,
     inputs: list[Any],
     stand_in: dict[int, torch.Tensor],
+    buffers: dict[int, torch.Tensor],
     consumed: Occupant | None,
     instantiate: bool,
-) -> tuple[Graph, Sequence[Any], list[Any]]:
+) -> Recorded:
     given = [stand_in.get(i, x) for i, x in enumerate(inputs)]
+    theirs = set(storages(given))
     if consumed is not None and engine.shares_memory:
         inputs[:] = [
             borrow_memory(x) if isinstance(x, torch.Tensor) and block_of(x) in consumed.blocks else x
@@ -125,7 +127,9 @@ def _capture(
         if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
             graph.close()
             raise CaptureError(f"output {i} is conjugated or negated lazily")
-    return graph, list(result), stood
+    made = {i: x for i, x in enumerate(result) if isinstance(x, torch.Tensor)}
+    fresh = frozenset(i for i, x in made.items() if theirs.isdisjoint(storages([x])))
+    return Recorded(graph, list(result), stood, buffers, fresh=fresh)
 
 
 class _Repeatable:
@@ -167,8 +171,7 @@ def _unproven(
         if i not in buffers and x.numel() and (i in mutated or block_of(x) in mine)
     ]
     repeatable = _Repeatable(graph, written)
-    theirs = {block_of(x) for x in tensors.values()}
-    own = [x for x in recorded.result if isinstance(x, torch.Tensor) and block_of(x) not in theirs]
+    own = [recorded.result[i] for i in sorted(recorded.fresh)]
 
     def results() -> list[torch.Tensor]:
         with torch.random.fork_rng(sorted({x.device.index for x in own if x.device.type == "cuda"})):

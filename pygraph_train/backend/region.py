@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -412,6 +412,7 @@ class Region:
                 settled,
                 self.spec.mutated,
                 work.result,
+                work.fresh,
                 self._handing(len(work.result)),
                 keeps=keeps,
                 pool=arena.pool(self._apart),
@@ -499,6 +500,10 @@ class Region:
     def capturing(self) -> bool:
         """Whether somebody else captures what runs now."""
         return self._arena.engine.capturing()
+
+    def lasting_memory(self) -> AbstractContextManager[None]:
+        """Context for allocating tensors that stay."""
+        return self._arena.engine.lasting_memory()
 
     @property
     def serves(self) -> bool:

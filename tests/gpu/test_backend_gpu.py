@@ -342,3 +342,71 @@ def test_what_a_backward_reads_was_guarded_until_then(
     seen = guard_what_is_read(monkeypatch)
     same_as_without_graphs(lambda model, call, opt: train(call, opt, 32, 4), kind)
     assert len(seen) >= 20
+
+
+def test_small_kernels_run_together() -> None:
+    """Casts of weights, casts of their gradients, and the last step of the sums that are biases' gradients."""
+    layers, depth = nn.Sequential(), 12
+    for _ in range(depth):
+        layers.append(nn.Linear(64, 64)).append(nn.GELU())
+    layers.cuda()
+    x = torch.randn(4096, 64, device="cuda")
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return layers(x).float().square().mean()
+
+    launches, gradients = [], []
+    for transform in (False, True):
+        torch.compiler.reset()
+        call = torch.compile(loss_of, backend="pygraph", options={"transform": transform, "engine": "cuda"})
+        for _ in range(8):
+            layers.zero_grad()
+            call(x).backward()
+        gradients.append([p.grad.clone() for p in layers.parameters()])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            layers.zero_grad()
+            call(x).backward()
+            torch.cuda.synchronize()
+        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        launches.append(len(kernels))
+    assert launches[1] <= launches[0] - (2 * depth - 2) - (depth - 2) - (depth - 3), launches
+    for before, after in zip(*gradients, strict=True):
+        if before.dim() == 2:
+            assert torch.equal(before, after)
+        else:  # a sum: its blocks may be of another size
+            torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6)
+
+
+class Square(nn.Module):
+    """What is saved is as large as gradients of weights: those come to lie where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def test_gradients_at_the_place_of_what_was_saved_are_guarded_and_not_copied() -> None:
+    torch.manual_seed(0)
+    model = Square().cuda()
+    parameters = list(model.parameters())
+    call = torch.compile(model, backend="pygraph", options={"selection": False})
+    data = [torch.randn(256, 256, device="cuda") for _ in range(16)]
+    kept = [torch.autograd.grad(call(x), parameters) for x in data]
+    for x, found in zip(data, kept, strict=True):
+        torch.testing.assert_close(found, torch.autograd.grad(model(x), parameters), rtol=1e-4, atol=1e-4)
+    del kept, found
+    for _ in range(12):
+        model.zero_grad()
+        call(data[0]).backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    model.zero_grad()
+    call(data[0]).backward()
+    made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    assert made <= 4, made  # the loss and its gradient, and no gradient of a parameter
