@@ -485,6 +485,43 @@ def test_gradients_that_are_not_there_are_made_once(
         assert backward.copied_bytes <= 4, backward  # the gradient of the loss
 
 
+class WithCache(Plain):
+    """As a decoder returns it: besides the loss, logits, and keys and values of every layer."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = super().forward(x)
+        return logits.square().mean(), logits, logits[:, 1:] * 2, logits.t().double() + 1
+
+
+def test_gradients_that_are_not_there_share_their_memory(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "LARGE", 1)
+    made: list[torch.Tensor] = []
+    shared = direct.Zeros._shared
+
+    def recorded(zeros: direct.Zeros, tangent: Any) -> torch.Tensor:
+        made.append(shared(zeros, tangent))
+        return made[-1]
+
+    monkeypatch.setattr(direct.Zeros, "_shared", recorded)
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for step, (x, _) in enumerate(batches(24)):
+            loss, logits, keys, cached = call(x)
+            loss = loss + cached.float().sum() if step in (12, 13) else loss
+            values += [update(loss, opt), logits.detach(), keys.detach(), cached.detach()]
+        return values
+
+    same_as_plain(body, WithCache, warmup_runs=4)
+    assert replays("backward") >= 16
+    assert len(made) == 3 and not any(zeros.any() for zeros in made)
+    memory = {zeros.untyped_storage().data_ptr(): zeros.untyped_storage().nbytes() for zeros in made}
+    assert len(memory) <= 2 and max(memory.values()) == max(zeros.nbytes for zeros in made)
+    assert {tuple(zeros.shape) for zeros in made} == {(5, 3), (5, 2), (3, 5)}
+
+
 class Adds(Plain):
     """The gradient of `bias` is that of the second output."""
 

@@ -66,7 +66,8 @@ class Route:
 class Zeros:
     """Gradients of outputs that nothing depends on, such as logits beside a loss.
 
-    Large ones are made once: a graph reads them where they are, where it would have to copy new ones.
+    Large ones are made once, in memory that they share: a graph reads them where they are, where it would have
+    to copy new ones.
 
     Args:
         backward: the region that takes them.
@@ -74,6 +75,7 @@ class Zeros:
 
     def __init__(self, backward: Region) -> None:
         self._backward = backward
+        self._memory: torch.Tensor | None = None
         self._lasting: dict[int, torch.Tensor] = {}
         self._seen: Callable[[], object] = lambda: None  # the graph whose outputs were looked at
         self._returned = False  # an output of the backward lies in their memory
@@ -81,15 +83,21 @@ class Zeros:
     def of(self, i: int, tangent: Tangent) -> torch.Tensor:
         """For the output with this number."""
         zeros = self._lasting.get(i)
-        if zeros is None:
-            device = self._backward.device
-            zeros = torch.empty_strided(
-                tangent.size, tangent.stride, dtype=tangent.dtype, device=device
-            ).zero_()
-            # what somebody else captures just now holds nothing before his graph runs
-            if zeros.nbytes >= LARGE and not self._returned and not self._backward.capturing:
-                self._lasting[i] = zeros
-        return zeros
+        if zeros is not None:
+            return zeros
+        # what somebody else captures just now holds nothing before his graph runs
+        if tangent.nbytes >= LARGE and not self._returned and not self._backward.capturing:
+            self._lasting[i] = zeros = self._shared(tangent)
+            return zeros
+        device = self._backward.device
+        return torch.empty_strided(tangent.size, tangent.stride, dtype=tangent.dtype, device=device).zero_()
+
+    def _shared(self, tangent: Tangent) -> torch.Tensor:
+        """A view of as many zeros as were ever needed at once; earlier ones keep theirs."""
+        if self._memory is None or self._memory.nbytes < tangent.nbytes:
+            with self._backward.lasting_memory():
+                self._memory = torch.zeros(tangent.nbytes, dtype=torch.uint8, device=self._backward.device)
+        return self._memory[: tangent.nbytes].view(tangent.dtype).as_strided(tangent.size, tangent.stride)
 
     def look(self, outputs: Sequence[Any]) -> None:
         """After a run with them: where the caller gets them, each run needs its own."""
@@ -100,6 +108,7 @@ class Zeros:
             if not set(memory).isdisjoint(torch_internals.storages(outputs)):
                 self._returned = True
                 self._lasting.clear()
+                self._memory = None
             self._backward.standing = tuple(self._lasting.values())
 
 

@@ -23,6 +23,14 @@ class Tangent(NamedTuple):
     stride: tuple[int, ...]
     dtype: Any
 
+    @property
+    def nbytes(self) -> int:
+        """From its first to its last element."""
+        if 0 in self.size:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (last + 1) * int(self.dtype.itemsize)
+
 
 class Pair:
     """A forward and its backward, or an inference region alone.

@@ -85,8 +85,8 @@ class CudaGraph:
             _finish_replays()
             graph.reset()
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # a default, as `sys` may be gone by then
             self.close()
 
 
@@ -123,6 +123,7 @@ class CudaEngine:
         # the object keeps the pool alive while no graph uses it, with the gradients that live there
         self._pool = torch.cuda.MemPool()
         self._other: torch.cuda.MemPool | None = None
+        self._lasting: torch.cuda.MemPool | None = None
         # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
         # one small graph stays in each
         self._anchors: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -156,6 +157,13 @@ class CudaEngine:
         finally:
             self._pool = usual
             self._let_go(scratch)
+
+    @contextmanager
+    def lasting_memory(self) -> Iterator[None]:
+        """See `graphs.engine.Engine.lasting_memory`."""
+        self._lasting = self._lasting or torch.cuda.MemPool()
+        with torch_internals.expandable_segments(), torch.cuda.use_mem_pool(self._lasting, self.device):
+            yield
 
     def synchronize(self) -> None:
         """See `graphs.engine.Engine.synchronize`."""
@@ -295,10 +303,10 @@ class CudaEngine:
         for graph in self._anchors.values():
             graph.reset()
         self._anchors.clear()
-        self._pool = self._other = None
+        self._pool = self._other = self._lasting = None
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # a default, as `sys` may be gone by then
             self.close()
 
 

@@ -87,6 +87,10 @@ class EmulatedEngine:
         """Nothing to do: every graph has its own memory."""
         return nullcontext()
 
+    def lasting_memory(self) -> AbstractContextManager[None]:
+        """Nothing to do: memory is not kept in segments."""
+        return nullcontext()
+
     def synchronize(self) -> None:
         """Nothing to wait for."""
 

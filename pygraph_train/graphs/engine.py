@@ -110,6 +110,9 @@ class Engine(Protocol):
     def scratch_pool(self) -> AbstractContextManager[None]:
         """Context in which captures allocate from a pool that is gone once their graphs are closed."""
 
+    def lasting_memory(self) -> AbstractContextManager[None]:
+        """Context for allocating tensors that stay: they share no segment with what comes and goes."""
+
     def synchronize(self) -> None:
         """Wait until the device has done everything that was enqueued."""
 
