@@ -35,7 +35,8 @@ OPTIONS = {"engine": "emulated", "warmup_runs": 1}
 class HostileEngine(EmulatedEngine):
     """Claims to share memory between graphs, so that the arena hands dead memory on.
 
-    As on a GPU a graph holds no tensor: what its tape holds does not count.
+    As on a GPU a graph holds no tensor: what its tape holds does not count. And what a backward returns lies
+    where something of that size was that it had finished to read, if there is such a thing.
     """
 
     shares_memory = True
@@ -43,11 +44,38 @@ class HostileEngine(EmulatedEngine):
     def __init__(self) -> None:
         super().__init__()
         self._pool: list[Any] = []  # outlives its graphs, as a memory pool does
+        self.freed: frozenset[Block] = frozenset()  # what the next capture may free
+        self.reused = 0
 
     def capture(self, fn: Callable[[], Any], *, instantiate: bool = True) -> Any:
         graph, result = super().capture(fn, instantiate=instantiate)
+        if self.freed and instantiate:
+            self._reuse(graph, [t for t in result if isinstance(t, torch.Tensor)])
         self._pool.append(list(result))
         return graph, result
+
+    def _reuse(self, graph: Any, outputs: list[torch.Tensor]) -> None:
+        taped = [t for operation in graph._operations for t in operation.tensors()]
+        returned = {t.untyped_storage()._cdata for t in outputs}
+        made: dict[int, int] = {}  # by storage: the operation that writes it first
+        read: dict[Block, int] = {}  # the last one that uses it
+        for number, operation in enumerate(graph._operations):
+            made |= {t.untyped_storage()._cdata: number for _, t in reversed(operation.results)} | made
+            read |= {block_of(t): number for t in operation.tensors()}
+        kept = {block_of(t) for t in outputs}
+        places = sorted(self.freed - kept)
+        for storage in sorted(returned & made.keys(), key=made.__getitem__):
+            aliases = [t for t in (*taped, *outputs) if t.untyped_storage()._cdata == storage]
+            nbytes = aliases[0].untyped_storage().nbytes()
+            fitting = [p for p in places if p.nbytes == nbytes and read.get(p, -1) < made[storage]]
+            if fitting:
+                places.remove(fitting[0])
+                lent = torch._C._construct_storage_from_data_pointer(fitting[0].address, self.device, nbytes)
+                for t in aliases:
+                    t.data = torch.empty(0, dtype=t.dtype).set_(
+                        lent, t.storage_offset(), t.size(), t.stride()
+                    )
+                self.reused += 1
 
     def use_count(self, storage: int) -> int:
         """Of a storage, without the tapes."""
@@ -71,6 +99,15 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     monkeypatch.setitem(inductor._arenas, ("emulated", torch.device("cpu")), arena)
     ever: list[Occupant] = []
     add, plain_replay = arena.add, capture_module.RegionCapture.replay
+    before_capture = arena.before_capture
+
+    def making_room(consumed: Occupant | None, apart: bool) -> frozenset[Block]:
+        owned = consumed is not None and consumed.owned
+        keeps = before_capture(consumed, apart)
+        engine.freed = (
+            consumed.blocks if consumed is not None and owned and not consumed.owned else frozenset()
+        )
+        return keeps
 
     def noted(occupants: tuple[Occupant, ...]) -> None:
         ever.extend(occupants)
@@ -83,7 +120,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
         for occupant in ever:  # also what the arena has forgotten
             if occupant.pool == self.occupant.pool and not occupant.blocks <= spared:
                 for index, tensor in occupant.tensors.items():
-                    if index not in occupant.buffers:
+                    if index not in occupant.buffers and block_of(tensor) not in spared:
                         poison(tensor)
         outputs = plain_replay(self, inputs)
         if self.consumes is not None:
@@ -93,6 +130,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
         return outputs
 
     monkeypatch.setattr(arena, "add", noted)
+    monkeypatch.setattr(arena, "before_capture", making_room)
     monkeypatch.setattr(capture_module.RegionCapture, "replay", replay)
     yield arena
     torch.compiler.reset()
@@ -235,6 +273,57 @@ def test_gradients_of_autograd_grad_kept_for_many_steps_keep_their_values() -> N
     # the gradients of the step before are alive in each step: after four graphs for as many addresses,
     # copies are handed out
     assert replays("backward") >= 20
+
+
+class Square(nn.Module):
+    """What is saved is as large as the gradients of weights: those come to lie where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize("direct", [True, False])
+def test_gradients_in_reused_memory_may_be_kept(hostile: Arena, direct: bool, kept: int) -> None:
+    """How many steps they are kept for: the very objects that the backward returned."""
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        alive: list[Any] = []
+        values = []
+        for x, _ in batches(32, size=6):
+            alive.append(torch.autograd.grad(call(x).square().sum(), list(model.parameters())))
+            if len(alive) > kept:
+                values += [gradient.clone() for gradient in alive.pop(0)]
+        return values
+
+    same_as_plain(body, Square, direct=direct)
+    assert hostile.engine.reused >= 2  # type: ignore[attr-defined]
+    assert replays("backward") >= 10
+
+
+def test_gradients_in_reused_memory_are_taken_without_a_copy(hostile: Arena) -> None:
+    taken: list[int] = []
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        losses = []
+        for x, _ in batches(12, size=6):
+            losses.append(update(call(x).square().sum(), opt))
+            x.requires_grad_(False)
+        call(x).square().sum().backward()
+        taken.extend(p.grad.data_ptr() for p in model.parameters())  # type: ignore[union-attr]
+        return losses
+
+    same_as_plain(body, Square)
+    assert hostile.engine.reused >= 2  # type: ignore[attr-defined]
+    (backward,) = [o for o in hostile._occupants if o.owner.record.phase == "backward"]  # type: ignore[attr-defined]
+    assert len(backward.tensors) == len(list(Square().parameters()))
+    assert set(taken[-len(backward.tensors) :]) == {t.data_ptr() for t in backward.tensors.values()}
 
 
 def test_inputs_served_by_indirection_are_not_copied() -> None:
