@@ -564,11 +564,10 @@ def _is_small_end(node: Any, special: set[str]) -> bool:
     if any(SIMDKernelFeatures.reduction_hint(step).name not in _ONE_WAY for step in sums):
         return False
     return node.get_read_write_buffers_sizes() <= _SMALL and all(
-        (isinstance(user.node, OutputNode) or user.node in own)
-        and not made.get_aliases()
+        not made.get_aliases()
         and not made.get_mutations()
+        and all(isinstance(user.node, OutputNode) or user.node in own for user in made.users)
         for made in node.get_outputs()
-        for user in made.users
     )
 
 

@@ -79,6 +79,15 @@ def test_small_kernels_that_nothing_waits_for_are_grouped_by_size() -> None:
     assert sorted(map(len, groups)) == [1, 4, 16]
 
 
+def test_kernels_that_write_inputs_are_not_grouped() -> None:
+    def waves(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        for x in xs[:3]:
+            x.sin_()
+        return [x.cos() for x in xs[3:]]
+
+    assert list(map(len, _grouped(waves, [torch.randn(16, 16) for _ in range(5)]))) == [2]
+
+
 def test_large_kernels_are_not_grouped() -> None:
     def waves(xs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [x.sin() for x in xs]
