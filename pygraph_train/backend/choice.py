@@ -25,6 +25,11 @@ class Cost:
     total: float
     host: float
 
+    @property
+    def device(self) -> float:
+        """What the device still worked on when the call had returned: a graph is launched at its end."""
+        return self.total - self.host
+
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.total + other.total, self.host + other.host)
 
