@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from pygraph_train.backend.passes.batch import batch
+from pygraph_train.backend.passes.batch import batch, may_batch
 from pygraph_train.backend.passes.blockers import blockers
 from pygraph_train.backend.passes.draft import CPU, Change, Draft, Left, Refused, is_on, value
-from pygraph_train.backend.passes.items import keep_items
-from pygraph_train.backend.passes.relocate import relocate
+from pygraph_train.backend.passes.items import has_items, keep_items
+from pygraph_train.backend.passes.relocate import has_cpu_tensors, relocate
 
 __all__ = ["Change", "Left", "Transformed", "transform"]
 
-_PASSES: tuple[tuple[str, Callable[[Draft], None]], ...] = (
+# name, what it does, and whether that is worth a copy of the graph
+_PASSES: tuple[tuple[str, Callable[[Draft], None], Callable[[Draft], bool]], ...] = (
     # a number that stays a tensor may then move with the rest
-    ("items", keep_items),
-    ("relocate", relocate),
-    ("batch", batch),
+    ("items", keep_items, has_items),
+    ("relocate", relocate, has_cpu_tensors),
+    ("batch", batch, may_batch),
 )
 
 _TRIES = 8
@@ -88,8 +89,9 @@ def transform(
     taken = frozenset(node.name for node in draft.placeholders if node.name in arriving)
     if taken:
         draft = _with_inputs_on_device(draft, taken)
-    for name, rewrite in _PASSES:
-        draft = _attempt(draft, name, rewrite)
+    for name, rewrite, applies in _PASSES:
+        if applies(draft):
+            draft = _attempt(draft, name, rewrite)
     left = _left(draft)
     if not draft.changes and not taken:
         return Transformed(gm, example_inputs, left=left)

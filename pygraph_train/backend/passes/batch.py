@@ -38,10 +38,14 @@ _PRODUCTS = (
 )
 
 
+def may_batch(draft: Draft) -> bool:
+    if torch_internals.products_take_neighbours_in():
+        return False  # where a cast may cost nothing
+    return any(_is_cast(draft, node) or _is_counter(draft, node) for node in draft.graph.nodes)
+
+
 def batch(draft: Draft) -> None:
     """Batch casts of inputs for matrix products, casts of products that are returned, and counters."""
-    if torch_internals.products_take_neighbours_in():
-        return  # where a cast may cost nothing
     casts = [node for node in draft.graph.nodes if _is_cast(draft, node)]
     early = [cast for cast in casts if _feeds_products(cast)]
     late = [cast for cast in casts if _returns_product(cast)]
@@ -67,7 +71,6 @@ def _is_cast(draft: Draft, node: fx.Node) -> bool:
         return False
     if not set(node.kwargs) <= {"dtype", "layout", "device"}:
         return False
-    # both on one device, with strides as a copy has them: `_hand_out` compares
     return all(_is_plain(draft, tensor) for tensor in (value(node), value(node.args[0])))
 
 
@@ -192,16 +195,17 @@ def _cast(draft: Draft, casts: Sequence[fx.Node], at: fx.Node) -> None:
     places = [
         draft.emit(
             aten.empty_strided.default,
-            list(result.size()),
-            list(result.stride()),
-            dtype=result.dtype,
-            device=result.device,
+            list(place.size()),
+            list(place.stride()),
+            dtype=place.dtype,
+            device=place.device,
             at=at,
+            known=place,
         )
-        for result in results
+        for place in draft.fakes(results, draft.device)
     ]
-    together = draft.emit(aten._foreach_copy.default, places, sources, at=at)
-    _hand_out(draft, together, casts, at)
+    known = draft.fakes(results, draft.device)
+    _hand_out(draft, draft.emit(aten._foreach_copy.default, places, sources, at=at, known=known), casts, at)
 
 
 def _count(draft: Draft, counters: Sequence[fx.Node]) -> None:
@@ -212,7 +216,10 @@ def _count(draft: Draft, counters: Sequence[fx.Node]) -> None:
 
 
 def _hand_out(draft: Draft, together: fx.Node, nodes: Sequence[fx.Node], at: fx.Node) -> None:
-    results = [draft.emit(operator.getitem, together, i, at=at, like=node) for i, node in enumerate(nodes)]
+    results = [
+        draft.emit(operator.getitem, together, i, at=at, like=node, known=together.meta["val"][i])
+        for i, node in enumerate(nodes)
+    ]
     for node, result in zip(nodes, results, strict=True):
         if description(node.meta["val"]) != description(result.meta["val"]):
             raise Refused(node, f"would be {description(result.meta['val'])}")

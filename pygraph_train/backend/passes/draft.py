@@ -107,15 +107,24 @@ class Draft:
         return self.graph.output_node().args[0]  # type: ignore[return-value]
 
     def emit(
-        self, op: Callable[..., Any], *args: Any, at: fx.Node, like: fx.Node | None = None, **kwargs: Any
+        self,
+        op: Callable[..., Any],
+        *args: Any,
+        at: fx.Node,
+        like: fx.Node | None = None,
+        known: Any = None,
+        **kwargs: Any,
     ) -> fx.Node:
-        """Insert a call before `at`, with the meta of what it computes and `like`'s place in the user's code."""
+        """Insert a call before `at`, with the meta of what it computes and `like`'s place in the user's code.
+
+        `known` is what it returns for the fake values of its inputs, where that need not be evaluated.
+        """
         with self.graph.inserting_before(at):
             node = self.graph.call_function(op, args, kwargs)
         for key in ("stack_trace", "nn_module_stack", "original_aten", "seq_nr"):
             if key in (like or at).meta:
                 node.meta[key] = (like or at).meta[key]
-        node.meta["val"] = self.evaluate(node)
+        node.meta["val"] = self.evaluate(node) if known is None else known
         return node
 
     def evaluate(self, node: fx.Node) -> Any:
@@ -128,8 +137,12 @@ class Draft:
 
     def fake(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A fake tensor with the dtype, sizes and strides of another."""
+        return self.fakes([like], device)[0]
+
+    def fakes(self, like: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """Fake tensors with the dtypes, sizes and strides of others."""
         with torch_internals.fake_evaluation(self.gm):
-            return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+            return [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device) for t in like]
 
     def refresh(self, changed: set[fx.Node]) -> None:
         """Propagate the metas of `changed` nodes.

@@ -58,6 +58,10 @@ _NUMBER_NOT_ROUNDED = frozenset(
 )
 
 
+def has_items(draft: Draft) -> bool:
+    return any(node.target in ITEM_OPS for node in draft.graph.nodes)
+
+
 def keep_items(draft: Draft) -> None:
     """Replace every `.item()` whose readers all take a tensor as well."""
     for node in list(draft.graph.nodes):

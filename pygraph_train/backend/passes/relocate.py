@@ -38,6 +38,10 @@ LARGE = 4 << 20
 SCALARS, TENSORS, INPUTS, OUTPUTS = "cpu_scalars", "cpu_tensors", "cpu_inputs", "cpu_outputs"
 
 
+def has_cpu_tensors(draft: Draft) -> bool:
+    return any(is_on(value(node), CPU) or node.op == "get_attr" for node in draft.graph.nodes)
+
+
 def relocate(draft: Draft) -> None:
     """Move every CPU tensor of the graph that can move."""
     why: dict[fx.Node, str] = {}
