@@ -845,6 +845,25 @@ def test_a_bias_that_is_added_after_the_product_is_cast_there() -> None:
     assert batches(transformed(half).gm) == [2]
 
 
+def test_a_bias_of_a_convolution_is_cast_where_it_is_added() -> None:
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv1d(4, 4, 3) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                low = (layer.weight.to(torch.bfloat16), layer.bias.to(torch.bfloat16))  # type: ignore[union-attr]
+                x = nn.functional.conv1d(x, *low)
+            return x.float().sum()
+
+    forward, _ = both_graphs(Convolutions(), lambda: there(2, 4, 9, dtype=torch.bfloat16))
+    result = transformed(forward)
+    assert batches(result.gm) == [2]
+    (together,) = [node for node in result.gm.graph.nodes if node.target is FOREACH_COPY]
+    assert all(source.meta["val"].dim() == 3 for source in together.args[1])
+
+
 def test_nothing_is_cast_together_with_a_size_that_is_not_known() -> None:
     def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.mm(x.to(torch.bfloat16), y.to(torch.bfloat16)).sum()

@@ -51,6 +51,7 @@ class RegionCapture:
             outputs. They move when that graph is captured again.
         mutated: inputs that the region writes to.
         result: what the region returned during the capture.
+        fresh: outputs that are no part of an input (see `recording.Recorded`).
         handing: how outputs are handed out.
         keeps, pool: see `arena.Occupant`.
         consumes: outputs of another graph that this one reads and frees.

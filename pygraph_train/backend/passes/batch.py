@@ -36,6 +36,7 @@ _PRODUCTS = (
     aten.convolution.default,
     aten.convolution_backward.default,
 )
+_BIAS = {aten.addmm.default: 0, aten.baddbmm.default: 0, aten.convolution.default: 2}
 
 
 def may_batch(draft: Draft) -> bool:
@@ -137,10 +138,10 @@ def _reads_memory(reader: fx.Node, read: fx.Node) -> bool:
     """Whether a reader needs a tensor in memory, where a fused kernel would compute it on the way."""
     if reader.op == "output":
         return True
-    if reader.target is aten.addmm.default and reader.args[0] is read:
-        return (
-            read.meta["val"].dtype in _HALF
-        )  # Inductor may add any other bias in a kernel after the product
+    bias = _BIAS.get(reader.target)  # type: ignore[call-overload]
+    if bias is not None and len(reader.args) > bias and reader.args[bias] is read:
+        # Inductor adds others in a kernel after the product, and does not round them to half precision first
+        return reader.target is aten.addmm.default and read.meta["val"].dtype in _HALF
     return reader.target in _PRODUCTS
 
 
