@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -588,6 +589,27 @@ def test_what_cannot_be_captured_runs_as_compiled_and_says_why() -> None:
     (region,) = regions("inference")
     assert region.decision == "plain" and region.plain_runs == 5
     assert "nonzero" in region.reason and "test_backend.py" in region.reason
+
+
+def test_a_compile_that_fails_with_kernels_together_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextmanager
+    def failing() -> Iterator[None]:
+        entered.append(True)
+        yield
+        raise AssertionError("no such tiling\nand a page about it")
+
+    monkeypatch.setattr(inductor.torch_internals, "small_ends_together", failing)
+    same_as_plain(lambda model, call, opt: train(call, opt))
+    rows = backend.report().regions
+    assert len(entered) == len(rows) == 2
+    assert all(row.decision == "graph" and row.replays >= 4 for row in rows)
+    told = "small kernels were not put together, which failed: AssertionError: no such tiling"
+    assert all(told in row.left for row in rows)
+    entered.clear()
+    same_as_plain(lambda model, call, opt: train(call, opt), transform=False)
+    assert not entered
 
 
 def test_on_failure_raise_raises() -> None:

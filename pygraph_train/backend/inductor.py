@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from pygraph_train.backend.arena import Arena
 from pygraph_train.backend.direct import Direct
 from pygraph_train.backend.options import BackendOptions
 from pygraph_train.backend.pair import Pair, Tangent
+from pygraph_train.backend.passes.draft import copy_module
 from pygraph_train.backend.region import Region, RegionSpec
 from pygraph_train.backend.report import BackendReport, RegionRecord
 from pygraph_train.backend.staging import Staged
@@ -69,7 +69,9 @@ def _region(
     if options.transform:
         changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
     static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
-    with torch_internals.small_ends_together() if options.transform else nullcontext():
+    if options.transform:
+        compiled = _with_small_ends_together(compile_kernels, changed, record)
+    else:
         compiled = compile_kernels(changed.gm, changed.example_inputs)
     spec = RegionSpec(
         record.name,
@@ -86,6 +88,25 @@ def _region(
         return Staged(region, changed, device)
     _name_ends(gm, traced.phase, traced.saved_from, pair)
     return region
+
+
+def _with_small_ends_together(
+    compile_kernels: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+    changed: Transformed,
+    record: RegionRecord,
+) -> Callable[[list[Any]], Any]:
+    """Compile with `small_ends_together`, and without it where that fails: few use that part of Inductor."""
+    spare = copy_module(changed.gm)
+    try:
+        with torch_internals.small_ends_together():
+            return compile_kernels(changed.gm, changed.example_inputs)
+    except torch_internals.dynamo_restart():  # not a failure: Dynamo traces once more
+        raise
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+    compiled = compile_kernels(spare, changed.example_inputs)
+    record.left.append(f"small kernels were not put together, which failed: {failure}")
+    return compiled
 
 
 def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair) -> None:
