@@ -243,21 +243,8 @@ def test_an_output_at_the_place_of_what_was_freed_is_no_part_of_it() -> None:
     engine: Any = _Reuses()
     work = record(engine, backward, inputs, [], [], forward, [], None)
     assert work.fresh == {0, 1}
-    capture = RegionCapture(
-        work.graph,
-        work.inputs,
-        work.buffers,
-        work.served,
-        work.spare,
-        {},
-        frozenset(),
-        work.result,
-        work.fresh,
-        Handing(frozenset(range(3)), frozenset()),
-        frozenset(),
-        0,
-        forward,
-    )
+    handing = Handing(frozenset(range(3)), frozenset())
+    capture = RegionCapture(work, {}, frozenset(), handing, frozenset(), 0, forward)
     assert sorted(capture.occupant.tensors) == [0, 1]
     taken, _, view = capture.replay(list(saved))
     assert taken.data_ptr() == memory[0].data_ptr() and view.data_ptr() == memory[2].data_ptr()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pygraph_train.backend.arena import Block, Occupant, block_of
-from pygraph_train.graphs import Graph
+from pygraph_train.backend.recording import Recorded
 from pygraph_train.graphs.memory import copy_elsewhere, span
 from pygraph_train.torch_internals import borrow_memory, reinterpret_tensor, saved_tensors_hooks_active
 
@@ -42,16 +42,10 @@ class RegionCapture:
     """A graph of one region for one set of shapes and addresses.
 
     Args:
-        graph: reads and writes the addresses below.
-        inputs: the inputs during the capture.
-        buffers: by index, fixed buffers that stood for inputs during the capture: copied into.
-        served: by index, the position of inputs whose addresses may be rewritten instead.
-        spare: by index, buffers for the served, where the graph reads them while `pointing` is False.
+        work: what was recorded. The graph reads spare buffers for the served while `pointing` is False.
         settled: inputs that are outputs of another graph, and are read where it wrote them; with all of these
             outputs. They move when that graph is captured again.
         mutated: inputs that the region writes to.
-        result: what the region returned during the capture.
-        fresh: outputs that are no part of an input (see `recording.Recorded`).
         handing: how outputs are handed out.
         keeps, pool: see `arena.Occupant`.
         consumes: outputs of another graph that this one reads and frees.
@@ -63,21 +57,16 @@ class RegionCapture:
 
     def __init__(
         self,
-        graph: Graph,
-        inputs: Sequence[Any],
-        buffers: Mapping[int, torch.Tensor],
-        served: Mapping[int, int],
-        spare: Mapping[int, torch.Tensor],
+        work: Recorded,
         settled: Mapping[int, Occupant],
         mutated: frozenset[int],
-        result: Sequence[Any],
-        fresh: frozenset[int],
         handing: Handing,
         keeps: frozenset[Block],
         pool: int,
         consumes: Occupant | None,
     ) -> None:
-        self.graph = graph
+        inputs, buffers, served = work.inputs, work.buffers, work.served
+        self.graph = work.graph
         self.consumes = consumes
         tensors = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)]
         self.fixed = tuple(i for i in tensors if i not in buffers and i not in served)
@@ -91,8 +80,8 @@ class RegionCapture:
         self.producers = {i: weakref.ref(o) for i, o in settled.items()}
         self._strides = [inputs[i].stride() for i in self.settled]
         self._served = tuple(served.items())
-        self._spare = dict(spare)
-        self.pointing = not spare
+        self._spare = dict(work.spare)
+        self.pointing = not work.spare
         self.served_at = [inputs[i].data_ptr() for i in served]
         self._own = dict(buffers)
         self._mutated = mutated
@@ -101,7 +90,7 @@ class RegionCapture:
         self.patched = 0
         # nobody else may hold them: alive until they are read
         self._held: tuple[int, ...] = (*served, *self.settled)
-        self._sort_outputs(inputs, buffers, result, fresh, handing, keeps, pool)
+        self._sort_outputs(work, handing, keeps, pool)
 
     def _arrange_buffers(self) -> None:
         buffers = self._own if self.pointing else {**self._own, **self._spare}
@@ -143,16 +132,8 @@ class RegionCapture:
             self._held = self.settled
             self._arrange_buffers()
 
-    def _sort_outputs(
-        self,
-        inputs: Sequence[Any],
-        buffers: Mapping[int, torch.Tensor],
-        result: Sequence[Any],
-        fresh: frozenset[int],
-        handing: Handing,
-        keeps: frozenset[Block],
-        pool: int,
-    ) -> None:
+    def _sort_outputs(self, work: Recorded, handing: Handing, keeps: frozenset[Block], pool: int) -> None:
+        inputs, buffers, result = work.inputs, work.buffers, work.result
         # inputs that the graph uses where they are; of those that share memory, what may move speaks for it
         callers = [*(i for i in self.fixed if i not in self.settled), *self._held]
         same_object = {id(inputs[i]): i for i in callers}
@@ -174,7 +155,7 @@ class RegionCapture:
                 continue
             block = block_of(output)
             # what an input was may be freed by then, and an output may lie at its place
-            owner = None if index in fresh else same_memory.get(block)
+            owner = None if index in work.fresh else same_memory.get(block)
             in_place = index in handing.in_place or block in large
             kind = (id(output), in_place, index in handing.together and block not in large)
             first = seen.setdefault(kind, index)

@@ -404,15 +404,9 @@ class Region:
             self._failed(f"{type(error).__name__} during capture: {error}", error)
         else:
             capture = RegionCapture(
-                work.graph,
-                work.inputs,
-                work.buffers,
-                work.served,
-                work.spare,
+                work,
                 settled,
                 self.spec.mutated,
-                work.result,
-                work.fresh,
                 self._handing(len(work.result)),
                 keeps=keeps,
                 pool=arena.pool(self._apart),
