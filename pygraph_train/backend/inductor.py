@@ -14,7 +14,7 @@ from pygraph_train.backend.arena import Arena
 from pygraph_train.backend.direct import Direct
 from pygraph_train.backend.options import BackendOptions
 from pygraph_train.backend.pair import Pair, Tangent
-from pygraph_train.backend.passes.draft import copy_module
+from pygraph_train.backend.passes.draft import copy_module, in_one_line
 from pygraph_train.backend.region import Region, RegionSpec
 from pygraph_train.backend.report import BackendReport, RegionRecord
 from pygraph_train.backend.staging import Staged
@@ -103,7 +103,7 @@ def _with_small_ends_together(
     except torch_internals.dynamo_restart():  # not a failure: Dynamo traces once more
         raise
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+        failure = in_one_line(error)
     compiled = compile_kernels(spare, changed.example_inputs)
     record.left.append(f"small kernels were not put together, which failed: {failure}")
     return compiled

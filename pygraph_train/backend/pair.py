@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pygraph_train.backend.choice import Cost, Way, choose
+from pygraph_train.graphs.memory import extent
 
 if TYPE_CHECKING:
     from pygraph_train.backend.region import Region
@@ -39,10 +40,7 @@ class Tangent(NamedTuple):
     @property
     def nbytes(self) -> int:
         """From its first to its last element."""
-        if 0 in self.size:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        return (last + 1) * int(self.dtype.itemsize)
+        return extent(self.size, self.stride) * int(self.dtype.itemsize)
 
 
 class Pair:

@@ -14,7 +14,7 @@ from torch import fx
 
 from pygraph_train.backend.passes.batch import batch, may_batch
 from pygraph_train.backend.passes.blockers import blockers
-from pygraph_train.backend.passes.draft import CPU, Change, Draft, Left, Refused, is_on, value
+from pygraph_train.backend.passes.draft import CPU, Change, Draft, Left, Refused, in_one_line, is_on, value
 from pygraph_train.backend.passes.items import has_items, keep_items
 from pygraph_train.backend.passes.relocate import has_cpu_tensors, relocate
 
@@ -133,8 +133,7 @@ def _left(draft: Draft) -> tuple[Left, ...]:
 
 
 def _failure(name: str, error: Exception) -> Left:
-    told = str(error).partition("\n")[0]  # what fx has to say ends with the whole graph
-    return Left(f"pass {name}", None, f"was undone: {type(error).__name__}: {told}")
+    return Left(f"pass {name}", None, f"was undone: {in_one_line(error)}")
 
 
 def _with_inputs_on_device(draft: Draft, names: Collection[str]) -> Draft:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["AddressRange", "address_range", "bits", "copy_elsewhere", "span"]
+__all__ = ["AddressRange", "address_range", "bits", "copy_elsewhere", "extent", "span"]
 
 
 class AddressRange(NamedTuple):
@@ -16,12 +17,18 @@ class AddressRange(NamedTuple):
     nbytes: int
 
 
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements lie from the first to the last one, with those of others in between."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
 def span(tensor: torch.Tensor) -> torch.Tensor:
     """The memory from a tensor's first to its last element: writable also where elements overlap."""
     if not tensor.numel():
         return tensor.reshape(-1)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1,), (1,), tensor.storage_offset())
+    return tensor.as_strided((extent(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,10 +38,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def address_range(tensor: torch.Tensor) -> AddressRange:
     """First byte and number of bytes of `span(tensor)`."""
-    if not tensor.numel():
-        return AddressRange(tensor.data_ptr(), 0)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return AddressRange(tensor.data_ptr(), (last + 1) * tensor.element_size())
+    return AddressRange(tensor.data_ptr(), extent(tensor.shape, tensor.stride()) * tensor.element_size())
 
 
 def copy_elsewhere(tensor: torch.Tensor) -> torch.Tensor:

@@ -235,6 +235,11 @@ def is_written(node: fx.Node) -> bool:
     )
 
 
+def in_one_line(error: Exception) -> str:
+    """An error as a note in a report: what fx and Inductor have to say goes on with whole graphs."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def name_of(node: fx.Node) -> str:
     """The operator as the user knows it: before decompositions, where that was kept."""
     if node.op != "call_function":
