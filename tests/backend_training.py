@@ -12,7 +12,20 @@ from torch import nn
 
 from pygraph_train.backend import region
 
-__all__ = ["emptied_after_the_forward", "guard_what_is_read"]
+__all__ = ["Square", "emptied_after_the_forward", "guard_what_is_read"]
+
+
+class Square(nn.Module):
+    """With as many rows as it is wide, what is saved is as large as gradients of weights: those come to lie there."""
+
+    def __init__(self, width: int = 6, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
 def emptied_after_the_forward(

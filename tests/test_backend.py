@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backend_training import guard_what_is_read
+from backend_training import Square, guard_what_is_read
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +28,7 @@ from pygraph_train.backend import region as region_module
 from pygraph_train.backend.arena import Arena, Block, Occupant, block_of
 from pygraph_train.graphs import CaptureError
 from pygraph_train.graphs.emulated import EmulatedEngine
-from pygraph_train.torch_internals import storage_use_count
+from pygraph_train.torch_internals import borrow_memory, storage_use_count
 
 OPTIONS = {"engine": "emulated", "warmup_runs": 1}
 
@@ -45,7 +45,7 @@ class HostileEngine(EmulatedEngine):
     def __init__(self) -> None:
         super().__init__()
         self._pool: list[Any] = []  # outlives its graphs, as a memory pool does
-        self.freed: frozenset[Block] = frozenset()  # what the next capture may free
+        self.freed: dict[Block, torch.Tensor] = {}  # what the next capture may free
         self.reused = 0
 
     def capture(self, fn: Callable[[], Any], *, instantiate: bool = True) -> Any:
@@ -61,17 +61,17 @@ class HostileEngine(EmulatedEngine):
         made: dict[int, int] = {}  # by storage: the operation that writes it first
         read: dict[Block, int] = {}  # the last one that uses it
         for number, operation in enumerate(graph._operations):
-            made |= {t.untyped_storage()._cdata: number for _, t in reversed(operation.results)} | made
+            for _, t in operation.results:
+                made.setdefault(t.untyped_storage()._cdata, number)
             read |= {block_of(t): number for t in operation.tensors()}
-        kept = {block_of(t) for t in outputs}
-        places = sorted(self.freed - kept)
+        places = sorted(self.freed.keys() - {block_of(t) for t in outputs})
         for storage in sorted(returned & made.keys(), key=made.__getitem__):
             aliases = [t for t in (*taped, *outputs) if t.untyped_storage()._cdata == storage]
             nbytes = aliases[0].untyped_storage().nbytes()
             fitting = [p for p in places if p.nbytes == nbytes and read.get(p, -1) < made[storage]]
             if fitting:
                 places.remove(fitting[0])
-                lent = torch._C._construct_storage_from_data_pointer(fitting[0].address, self.device, nbytes)
+                lent = borrow_memory(self.freed[fitting[0]]).untyped_storage()
                 for t in aliases:
                     t.data = torch.empty(0, dtype=t.dtype).set_(
                         lent, t.storage_offset(), t.size(), t.stride()
@@ -105,9 +105,10 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     def making_room(consumed: Occupant | None, apart: bool) -> frozenset[Block]:
         owned = consumed is not None and consumed.owned
         keeps = before_capture(consumed, apart)
-        engine.freed = (
-            consumed.blocks if consumed is not None and owned and not consumed.owned else frozenset()
-        )
+        engine.freed = {}
+        if consumed is not None and owned and not consumed.owned:
+            pooled = (t for i, t in consumed.tensors.items() if i not in consumed.buffers)
+            engine.freed = {block_of(t): t for t in pooled}
         return keeps
 
     def noted(occupants: tuple[Occupant, ...]) -> None:
@@ -276,19 +277,6 @@ def test_gradients_of_autograd_grad_kept_for_many_steps_keep_their_values() -> N
     assert replays("backward") >= 20
 
 
-class Square(nn.Module):
-    """What is saved is as large as the gradients of weights: those come to lie where it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 @pytest.mark.parametrize("kept", [0, 1, 3])
 @pytest.mark.parametrize("direct", [True, False])
 def test_gradients_in_reused_memory_may_be_kept(hostile: Arena, direct: bool, kept: int) -> None:
@@ -315,7 +303,6 @@ def test_gradients_in_reused_memory_are_taken_without_a_copy(hostile: Arena) -> 
         losses = []
         for x, _ in batches(12, size=6):
             losses.append(update(call(x).square().sum(), opt))
-            x.requires_grad_(False)
         call(x).square().sum().backward()
         taken.extend(p.grad.data_ptr() for p in model.parameters())  # type: ignore[union-attr]
         return losses

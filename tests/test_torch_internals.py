@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,22 +52,22 @@ def _grouped(call: Any, *args: Any) -> list[list[set[str]]]:
     """Groups that `small_ends` makes of a function's kernels on the CPU, each kernel with what it writes."""
     found: list[list[set[str]]] = []
 
+    small_ends = torch_internals.small_ends
+
     def grouping(scheduler: Any) -> list[Any]:
-        groups = torch_internals.small_ends(scheduler, "cpu")
+        groups = small_ends(scheduler, "cpu")
         found.extend([set(node.get_buffer_names()) for node in group] for group in groups)
         returned = set(torch._inductor.virtualized.V.graph.get_output_names())
         assert all(names <= returned for group in found for names in group)
         return []
 
-    together = torch._inductor.scheduler.ForeachKernelSchedulerNode
-    before = together.__dict__["group_algorithm_for_combo_kernels"]
-    together.set_group_algorithm_for_combo_kernels(grouping)
-    try:
-        with torch._inductor.config.patch(combo_kernels=True, force_disable_caches=True):
-            torch.compile(call)(*args)
-    finally:
-        together.group_algorithm_for_combo_kernels = before
-        torch._dynamo.reset()
+    with (
+        mock.patch.object(torch_internals, "small_ends", grouping),
+        torch._inductor.config.patch(force_disable_caches=True),
+        torch_internals.small_ends_together(),
+    ):
+        torch.compile(call)(*args)
+    torch._dynamo.reset()
     return found
 
 

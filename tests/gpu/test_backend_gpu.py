@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from backend_training import emptied_after_the_forward, guard_what_is_read
+from backend_training import Square, emptied_after_the_forward, guard_what_is_read
 
 import pygraph_train.backend as backend
 from pygraph_train.backend import direct
@@ -378,28 +378,19 @@ def test_small_kernels_run_together() -> None:
             torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6)
 
 
-class Square(nn.Module):
-    """What is saved is as large as gradients of weights: those come to lie where it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().sum()
-
-
 def test_gradients_at_the_place_of_what_was_saved_are_guarded_and_not_copied() -> None:
     torch.manual_seed(0)
-    model = Square().cuda()
+    model = Square(256, 6).cuda()
     parameters = list(model.parameters())
-    call = torch.compile(model, backend="pygraph", options={"selection": False})
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().sum()
+
+    call = torch.compile(loss_of, backend="pygraph", options={"selection": False})
     data = [torch.randn(256, 256, device="cuda") for _ in range(16)]
     kept = [torch.autograd.grad(call(x), parameters) for x in data]
     for x, found in zip(data, kept, strict=True):
-        torch.testing.assert_close(found, torch.autograd.grad(model(x), parameters), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, torch.autograd.grad(loss_of(x), parameters), rtol=1e-4, atol=1e-4)
     del kept, found
     for _ in range(12):
         model.zero_grad()
