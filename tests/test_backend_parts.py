@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from pygraph_train.backend.arena import Occupant
+from pygraph_train.backend.arena import Arena, Occupant
 from pygraph_train.backend.capture import Handing, RegionCapture
 from pygraph_train.backend.choice import Choice, Cost, choose
 from pygraph_train.backend.pair import WORTH_POINTING, Pair
@@ -224,6 +224,44 @@ class _Reuses:
 
     def capture(self, fn: Any, *, instantiate: bool = True) -> Any:
         return _Graph(), fn()
+
+
+class _CountsPools(_Reuses):
+    """Notes which pools were let go of."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.gone: list[int] = []
+
+    def fresh_pool(self) -> Any:
+        self.made += 1
+        return lambda number=self.made: self.gone.append(number)
+
+
+def test_an_old_pool_goes_when_its_last_tensor_does_also_when_nothing_is_captured_any_more() -> None:
+    engine: Any = _CountsPools()
+    arena = Arena(engine)
+
+    def occupant() -> Occupant:
+        return Occupant({0: torch.randn(4)}, frozenset(), frozenset(), frozenset(), arena.pool(False))
+
+    old = occupant()
+    arena.add((old,))
+    arena.before_capture(None, False)  # dead: its memory goes back to the pool
+    old.tidy()
+    held = old.tensors[0].detach()
+    arena.ran((old,), None)
+    arena.before_capture(None, False)
+    assert engine.made == 1 and not engine.gone, "alive, and not its own: captures go on elsewhere"
+    new = occupant()
+    arena.add((new,))
+    arena.remove((old,))
+    assert not arena.in_the_way((new,), None) and not engine.gone, "somebody holds a tensor in the old pool"
+    del held
+    assert not arena.in_the_way((new,), None)
+    assert engine.gone == [1]
+    arena.in_the_way((new,), None)
+    assert engine.gone == [1]
 
 
 def test_an_output_at_the_place_of_what_was_freed_is_no_part_of_it() -> None:

@@ -238,6 +238,8 @@ class Arena:
                 if other in occupants or not self._spares(occupants[0], other):
                     blocking.append(other)
         self._active = active
+        if self._retired:
+            self._release_pools()
         return blocking
 
     def _spares(self, occupant: Occupant, other: Occupant) -> bool:

@@ -245,6 +245,7 @@ class CudaEngine:
     def _let_go(self, pool: torch.cuda.MemPool) -> None:
         anchor = self._anchors.pop(pool.id, None)
         if anchor is not None:
+            _finish_replays()
             anchor.reset()
 
     def _anchor(self, pool: torch.cuda.MemPool) -> None:
