@@ -43,6 +43,7 @@ from benchmarks.limit import StepTimeout, time_limit
 from benchmarks.paper_workloads import ALL_WORKLOADS, build
 from benchmarks.record import environment, print_table, write_json
 from benchmarks.workloads import WorkloadUnavailable
+from pygraph_train.torch_internals import clear_cublas_workspaces
 
 Row = dict[str, Any]
 
@@ -147,6 +148,7 @@ def forget(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
+        clear_cublas_workspaces()  # else one mode uses them, and another one keeps them next to its own
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
