@@ -55,6 +55,7 @@ MODES: dict[str, dict[str, Any] | None] = {
     "pygraph-no-transform": {"backend": "pygraph", "options": {"transform": False}},
     "pygraph-no-direct": {"backend": "pygraph", "options": {"direct": False}},
     "pygraph-copy": {"backend": "pygraph", "options": {"indirection": "copy"}},
+    "pygraph-device": {"backend": "pygraph", "options": {"indirection": "device"}},
     "pygraph-host": {"backend": "pygraph", "options": {"indirection": "host"}},
     "pygraph-no-selection": {"backend": "pygraph", "options": {"selection": False}},
     # Inductor's own switches, off by default in every mode

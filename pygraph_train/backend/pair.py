@@ -15,16 +15,14 @@ __all__ = ["Pair", "Tangent"]
 WORTH_POINTING = 1 << 20  # bytes copied per step from which rewriting addresses may be cheaper
 EVEN = 1.003  # what differs by less takes the same time
 EVEN_DEVICE = 1.01  # and by this on the device alone, of which less is known
-HIDDEN = (
-    0.5  # a host that is done in so much of the device's time waits for it, whatever else the step has it do
-)
+HIDDEN = 0.5  # of the device's time: a host that is done by then waits, whatever else the step has it do
 
 
 def _is_better(pointing: Cost, copying: Cost) -> bool:
     """Whether indirection is the better way. Where both take the same time, the copies' memory decides.
 
     Each run was measured with nothing else on the device: all of the host's time counts, where a loop hides what
-    the device takes longer than. (The equation of state, H200: 4.5% longer by itself, and 4% faster in the loop.)
+    the device takes longer than.
     """
     if pointing.total < copying.total * EVEN:
         return True
