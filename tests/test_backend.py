@@ -184,7 +184,7 @@ def regions(phase: str) -> list[backend.RegionRecord]:
 
 def graphed_regions(arena: Arena) -> set[region_module.Region]:
     """Those that have a graph."""
-    return {o.owner for o in arena._occupants if isinstance(o.owner, region_module.Region)}
+    return {o for o in arena.owners() if isinstance(o, region_module.Region)}
 
 
 def replays(phase: str) -> int:

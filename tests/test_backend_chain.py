@@ -166,6 +166,9 @@ def test_a_gradient_that_is_read_in_place_is_kept_by_the_graph_that_reads_it(hos
     (producer,) = [p() for p in reader.producers.values()]
     assert {block_of(t) for t in producer.tensors.values()} <= reader.occupant.keeps
     assert reader.addresses[reader.fixed.index(tangent)] in {t.data_ptr() for t in producer.tensors.values()}
+    model_backward, loss_backward = (o for o in hostile.owners() if o.spec.phase == "backward")  # type: ignore[attr-defined]
+    assert model_backward.feeds != loss_backward.feeds, "one hands the other its gradient"
+    assert producer.owner.feeds and not any(o.owner.feeds for o in reader.occupants)
 
 
 def graphs(region: Any) -> list[capture_module.RegionCapture]:

@@ -34,7 +34,7 @@ class Stub:
 
     def __init__(self, phase: str, pair: Pair, serves: bool = False) -> None:
         self.clock = Clock()
-        self.plain_only = False
+        self.plain_only = self.feeds = False
         self.serves = serves
         self.points: list[tuple[bool, bool]] = []
         self.record = RegionRecord(phase, phase, plain_runs=1)
@@ -97,6 +97,22 @@ def test_pair_keeps_what_is_fastest(
     plain: tuple[float, float], graph: tuple[float, float], decisions: list[str]
 ) -> None:
     assert [stub.record.decision for stub in both(plain, graph)] == decisions
+
+
+@pytest.mark.parametrize(
+    ("feeds", "graph", "decision"), [(True, 1.0, "graph"), (True, 1.05, "plain"), (False, 1.0, "plain")]
+)
+def test_a_graph_that_another_one_reads_from_is_kept_unless_it_is_slower(
+    feeds: bool, graph: float, decision: str
+) -> None:
+    pair = Pair("auto", True)
+    forward, backward = Stub("forward", pair), Stub("backward", pair)
+    backward.feeds = feeds  # a gradient that the backward before it would have to copy
+    for stub in (forward, backward):
+        stub.measure("plain", 1.0)
+        stub.measure("graph", graph)
+    assert forward.record.decision == backward.record.decision == decision
+    assert ("another graph reads" in forward.record.reason) == (decision == "graph")
 
 
 def test_slow_runs_do_not_decide() -> None:

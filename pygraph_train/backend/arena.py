@@ -304,6 +304,10 @@ class Arena:
         """The graph was closed. What it handed out stays guarded until it is dead."""
         self._occupants = [o for o in self._occupants if o not in occupants]
 
+    def owners(self) -> set[object]:
+        """The regions of all open graphs."""
+        return {occupant.owner for occupant in self._occupants}
+
     def producer(self, tensor: torch.Tensor) -> Occupant | None:
         """The outputs, handed out in place by a graph that is still open, in whose memory a tensor lies."""
         block = block_of(tensor)

@@ -93,16 +93,23 @@ class Choice:
         }
 
 
-def choose(plain: Cost, graph: Cost) -> tuple[bool, str]:
+def choose(plain: Cost, graph: Cost, feeds: bool = False) -> tuple[bool, str]:
     """Whether to keep the graph, and why in words.
 
     A graph is kept when it is not slower and saves something worth the trouble. Time of the host counts
     like time of the device: in isolation both ways may take equally long, and the host may still be what
     the whole step waits for.
+
+    Args:
+        plain, graph: costs without and with a graph.
+        feeds: another graph reads what this one writes, where it lies, and would have to copy it otherwise: not
+            being slower is enough.
     """
     told = f"{graph.total * 1e6:.0f} µs with a graph, {plain.total * 1e6:.0f} µs without"
     if graph.total > plain.total * TOLERANCE:
         return False, f"slower as a graph: {told}"
-    if (plain.total - graph.total) + (plain.host - graph.host) < GAIN * plain.total:
-        return False, f"nothing to gain: {told}"
-    return True, told
+    if (plain.total - graph.total) + (plain.host - graph.host) >= GAIN * plain.total:
+        return True, told
+    if feeds:
+        return True, f"{told}, and another graph reads what it writes"
+    return False, f"nothing to gain: {told}"

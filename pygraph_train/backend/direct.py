@@ -27,7 +27,7 @@ _version = attrgetter("_version")
 _LOOKS = 3  # calls that are watched before a function counts as one that needs AOTAutograd's runtime
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Route:
     """How a call gets to the regions and back.
 
@@ -294,20 +294,20 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         return None  # an alias of an argument: it has to share its version
     back = {pick: j + 1 for j, pick in enumerate(picks)}
     return Route(
-        forward,
-        backward,
-        _picker([p for p in picks if p is not None]),
-        tuple(i for i, p in enumerate(picks) if p is not None and inputs[i] is not args[p]),
-        returns,
-        tuple(i for i, x in enumerate(result) if not x.requires_grad),
-        tuple(i for i, x in enumerate(result) if x is not outputs[i]),
-        _picker([order.index(name) for name in pair.arriving]),
-        expected,
-        pair.shared,
-        tuple(sorted(pair.kept)),
-        _picker([0, *(back.get(k, 0) for k in range(len(args)))]),
-        pair.donates,
-        Zeros(backward),
+        forward=forward,
+        backward=backward,
+        pick=_picker([p for p in picks if p is not None]),
+        detached=tuple(i for i, p in enumerate(picks) if p is not None and inputs[i] is not args[p]),
+        returns=returns,
+        constant=tuple(i for i, x in enumerate(result) if not x.requires_grad),
+        viewed=tuple(i for i, x in enumerate(result) if x is not outputs[i]),
+        arrange=_picker([order.index(name) for name in pair.arriving]),
+        tangents=expected,
+        shared=pair.shared,
+        checked=tuple(sorted(pair.kept)),
+        gradients=_picker([0, *(back.get(k, 0) for k in range(len(args)))]),
+        donates=pair.donates,
+        zeros=Zeros(backward),
     )
 
 

@@ -103,17 +103,18 @@ class Pair:
         forward, backward = regions[0], regions[1] if len(regions) > 1 else None
         plain, graph = forward.choice["plain"], forward.choice["graph"]
         if backward is not None:
-            keep, why = choose(backward.choice["plain"], backward.choice["graph"])
+            keep, why = choose(backward.choice["plain"], backward.choice["graph"], backward.feeds)
             plain += backward.choice["plain"]
             graph += backward.choice["graph" if keep else "plain"]
             if not keep:
                 backward.give_up(why)
-        keep, why = choose(plain, graph)
+        feeds = forward.feeds or (backward is not None and backward.feeds)
+        keep, why = choose(plain, graph, feeds)
         if not keep:
             forward.give_up(why)  # without its graph the backward has none either
         kept = [r for r in regions if not r.plain_only]
         for region in kept:
-            region.decide("graph", choose(region.choice["plain"], region.choice["graph"])[1])
+            region.decide("graph", choose(region.choice["plain"], region.choice["graph"], feeds)[1])
         self.way = None
         serving = [r for r in kept if r.serves]
         if serving and self._indirection == "auto":

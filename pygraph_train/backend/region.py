@@ -364,11 +364,10 @@ class Region:
         if forward is None or forward.last is None:
             return None
         storages = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
-        for key in forward._keys.values():
-            for capture in key.captures:
-                tensors = capture.occupant.tensors
-                if capture.occupant.in_use_by(storages) or (not tensors and capture is forward.last):
-                    return capture
+        for capture in forward._captures():
+            tensors = capture.occupant.tensors
+            if capture.occupant.in_use_by(storages) or (not tensors and capture is forward.last):
+                return capture
         return None
 
     def _capture(self, key: _Key, inputs: list[Any]) -> RegionCapture | None:
@@ -502,14 +501,24 @@ class Region:
     @property
     def serves(self) -> bool:
         """Whether a graph of this region can read moving inputs where they are."""
-        return any(capture.serves for key in self._keys.values() for capture in key.captures)
+        return any(capture.serves for capture in self._captures())
+
+    @property
+    def feeds(self) -> bool:
+        """Whether a graph of another pair reads, where it lies, what one of this region's hands out."""
+        mine = {o for capture in self._captures() for o in capture.occupants}
+        others = self._arena.owners() - {self._pair.forward, self._pair.backward}
+        regions = [other for other in others if isinstance(other, Region)]
+        return any(at() in mine for r in regions for c in r._captures() for at in c.producers.values())
+
+    def _captures(self) -> list[RegionCapture]:
+        return [capture for key in self._keys.values() for capture in key.captures]
 
     def point(self, pointing: bool, for_good: bool) -> None:
         """See `RegionCapture.point`, for all graphs."""
-        for key in self._keys.values():
-            for capture in key.captures:
-                capture.point(pointing, for_good)
-                self.record.copied_bytes = capture.copied_bytes
+        for capture in self._captures():
+            capture.point(pointing, for_good)
+            self.record.copied_bytes = capture.copied_bytes
 
     def capture_again(self) -> None:
         """Close every graph; the next runs capture anew."""
