@@ -91,7 +91,10 @@ def poison(tensor: torch.Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
-    """Before a replay, everything that its graph may overwrite is overwritten; after it, what it consumed."""
+    """Before a replay, everything that its graph may overwrite is overwritten; after it, what it consumed.
+
+    So is the memory of a pool that is given back.
+    """
     torch.compiler.reset()
     backend.reset()
     engine = HostileEngine()
@@ -110,6 +113,18 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
             pooled = (t for i, t in consumed.tensors.items() if i not in consumed.buffers)
             engine.freed = {block_of(t): t for t in pooled}
         return keeps
+
+    release = arena._release_pools
+
+    def releasing() -> None:
+        before = {pool for pool, _ in arena._retired}
+        release()
+        gone = before - {pool for pool, _ in arena._retired}
+        for occupant in ever:
+            if occupant.pool in gone:
+                for index, tensor in occupant.tensors.items():
+                    if index not in occupant.buffers:
+                        poison(tensor)
 
     def noted(occupants: tuple[Occupant, ...]) -> None:
         ever.extend(occupants)
@@ -133,6 +148,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
 
     monkeypatch.setattr(arena, "add", noted)
     monkeypatch.setattr(arena, "before_capture", making_room)
+    monkeypatch.setattr(arena, "_release_pools", releasing)
     monkeypatch.setattr(capture_module.RegionCapture, "replay", replay)
     yield arena
     torch.compiler.reset()

@@ -268,10 +268,19 @@ def test_an_input_that_is_saved_is_copied_once(monkeypatch: pytest.MonkeyPatch) 
         lambda self, way: Cost(seconds[way], seconds[way]) if len(self._costs[way]) >= self.samples else None,
     )
 
+    captures_when_settled: list[int] = []
+
     def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
-        return [update(F.cross_entropy(call(x), y), opt) for x, y in batches(40)]
+        losses = []
+        for x, y in batches(40):
+            losses.append(update(F.cross_entropy(call(x), y), opt))
+            found = backend.report()
+            if call is not model and found.settled:
+                captures_when_settled.append(min(r.captures for r in found.regions))
+        return losses
 
     same_as_plain(body, Tanh)
+    assert captures_when_settled and set(captures_when_settled) == {2}
     (forward,), (backward,) = regions("forward"), regions("backward")
     assert forward.decision == backward.decision == "graph" and "with indirection" in forward.reason
     x, _ = batches(1)[0]

@@ -37,6 +37,7 @@ WEIGHTS = {
     "change gradients in place": 1,
     "update parameters": 2,
     "capture again": 1,
+    "go without a graph": 0.4,
     "collect garbage": 1,
 }
 
@@ -60,6 +61,21 @@ class Normed(nn.Module):
 
 class TwoRegions(Normed):
     breaks = True
+
+
+class ThreeRegions(nn.Module):
+    """The one in the middle hands a large tensor on, and its gradient back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 600), nn.Linear(600, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.tanh(self.first(x)).repeat(100, 1)
+        torch._dynamo.graph_break()
+        hidden = torch.sin(wide) * 2
+        torch._dynamo.graph_break()
+        return self.last(hidden).square(), hidden
 
 
 class SavesItsInput(nn.Module):
@@ -160,7 +176,7 @@ def a_batch(rng: random.Random) -> torch.Tensor:
     return torch.randn(1, 6).expand(rows, 6) if rng.random() < 0.15 else torch.randn(rows, 6)
 
 
-@pytest.mark.parametrize("kind", [Normed, TwoRegions, SavesItsInput, InReusedMemory, Large])
+@pytest.mark.parametrize("kind", [Normed, TwoRegions, ThreeRegions, SavesItsInput, InReusedMemory, Large])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_sequences(hostile: Arena, seed: int, kind: type[nn.Module]) -> None:  # noqa: F811
     rng = random.Random(seed)
@@ -182,6 +198,10 @@ def test_random_sequences(hostile: Arena, seed: int, kind: type[nn.Module]) -> N
             for region in sorted(graphed_regions(hostile), key=lambda region: region.spec.name):
                 if rng.random() < 0.6:
                     region.capture_again()
+        elif what == "go without a graph":
+            graphed = sorted(graphed_regions(hostile), key=lambda region: region.spec.name)
+            if len(graphed) > 2:
+                rng.choice(graphed).give_up("for the test")
         else:
             given = (
                 a_batch(rng),

@@ -138,6 +138,7 @@ class Pair:
         if twice:  # captured with copies, a forward saves its copy of an input, and the backward needs none
             for region in regions:
                 region.capture_again()
+                region.record.decision = "measuring"  # until it has its graph
 
     def _point(self, regions: list[Region], pointing: bool, told: str) -> None:
         for region in regions:
