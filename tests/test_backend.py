@@ -109,7 +109,8 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
         owned = consumed is not None and consumed.owned
         keeps = before_capture(consumed, apart)
         engine.freed = {}
-        if consumed is not None and owned and not consumed.owned:
+        here = consumed is not None and consumed.pool == arena.pool(apart)  # not in a pool that was given up
+        if consumed is not None and owned and not consumed.owned and here:
             pooled = (t for i, t in consumed.tensors.items() if i not in consumed.buffers)
             engine.freed = {block_of(t): t for t in pooled}
         return keeps
