@@ -108,7 +108,7 @@ def _measure(model: str, mode: str, args: argparse.Namespace, left: list[Row]) -
     trial.synchronize()
     before = memory_mib("memory_reserved", device)
     ours = "pygraph" in mode
-    facts = settle(trial, _settled if ours else lambda: True)
+    facts = settle(trial, _choices if ours else lambda: "none to make")
     _fill(left, reserved_before_mib=before, **facts)
     if not trial.parameters:
         unfit = [row for row in left if row["kind"] == "step"]
@@ -174,8 +174,10 @@ def _skip_reason(mode: str, device: str) -> str | None:
     return None
 
 
-def _settled() -> bool:
-    return bool(_report()["settled"])
+def _choices() -> object:
+    """Decisions and captures of all regions, None while something is still being measured."""
+    report = _report()
+    return [(r["decision"], r["captures"]) for r in report["regions"]] if report["settled"] else None
 
 
 def _report() -> dict[str, Any]:

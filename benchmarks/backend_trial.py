@@ -19,6 +19,7 @@ Row = dict[str, Any]
 
 WARMUP = 5  # iterations until default and reduce-overhead have compiled and recorded
 MAX_SETTLE = 60  # iterations that pygraph has for measuring and choosing
+LASTING = 5  # iterations that choices stand before the measurement begins: a capture may follow from one
 COMPARED = 3  # losses and gradient norms that are compared with default's
 BURST, BURSTS = 4, 10
 MIB = 2**20
@@ -95,8 +96,12 @@ def _require_gradients(batches: list[Batch]) -> list[torch.Tensor]:
     return [t.requires_grad_() for batch in batches for t in batch.values() if t.is_floating_point()]
 
 
-def settle(trial: Trial, settled: Callable[[], bool]) -> Row:
-    """Compile and warm up until `settled()`: `compile_s` is the first iteration, `settle_s` all of them."""
+def settle(trial: Trial, choices: Callable[[], object]) -> Row:
+    """Compile and warm up until `choices()` last: `compile_s` is the first iteration, `settle_s` all of them.
+
+    Args:
+        choices: what was chosen so far; None while something is still open.
+    """
     start = time.perf_counter()
     trial.iterate()
     trial.synchronize()
@@ -104,11 +109,14 @@ def settle(trial: Trial, settled: Callable[[], bool]) -> Row:
     trial.turn = 0
     first_losses, _ = trial.compared_iterations()
     done, ready = 1 + COMPARED, False
+    seen: list[object] = []
     while done < MAX_SETTLE and not ready:
         trial.iterate()
         trial.synchronize()
         done += 1
-        ready = done >= WARMUP and settled()
+        seen = [*seen, choices()][-LASTING:]
+        last = seen[-1]
+        ready = done >= WARMUP and last is not None and seen == [last] * LASTING
     return {
         "compile_s": compile_s,
         "settle_s": time.perf_counter() - start,

@@ -151,3 +151,31 @@ def test_more_shapes_in_turn_than_are_kept_are_not_captured_again_and_again() ->
         model.zero_grad()
     captures = sum(r.captures for r in backend.report().regions)
     assert captures <= 40, backend.report()  # 5 shapes, forward and backward, four rounds at most
+
+
+def test_without_memory_for_a_second_capture_inputs_are_copied(
+    hostile: Arena,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Indirection captures twice. A device that has room for one graph gets that one."""
+    capture, refused = hostile.engine.capture, []
+
+    def full(fn: Any, *, instantiate: bool = True) -> Any:
+        if not instantiate:
+            refused.append(fn())
+            raise torch.OutOfMemoryError("no room")
+        return capture(fn, instantiate=instantiate)
+
+    monkeypatch.setattr(hostile.engine, "capture", full)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    run = compiled(model, indirection="device")
+    for x, _ in batches(10):
+        model.zero_grad()
+        want = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        run(x).square().sum().backward()
+        for a, p in zip(want, model.parameters(), strict=True):
+            assert torch.equal(a, p.grad)
+    assert refused
+    for region in backend.report().regions:
+        assert region.decision == "graph" and region.replays >= 6 and region.copied_bytes, region
+        assert any("no memory left to capture twice" in why for why in region.unserved), region

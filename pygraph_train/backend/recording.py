@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -75,13 +75,15 @@ def record(
     stand_in = {**buffers, **{i: borrow_memory(inputs[i]) for i in settled}}
     if prefer is None or not buffers:
         return _capture(engine, compiled, inputs, stand_in, buffers, consumed, instantiate=True)
-    elsewhere = {i: copy_elsewhere(inputs[i]) for i in moving}
-    others = {**stand_in, **elsewhere}
-    with engine.scratch_pool():  # `inputs` keeps what this capture would free
-        first, _ = engine.capture(
-            lambda: compiled([others.get(i, x) for i, x in enumerate(inputs)]), instantiate=False
-        )
-    del _
+    try:
+        first, elsewhere = _capture_elsewhere(engine, compiled, inputs, stand_in, moving)
+    except torch.OutOfMemoryError:
+        first = None
+    if first is None:  # not below `except`: the error holds what there was no room for
+        engine.trim()
+        recorded = _capture(engine, compiled, inputs, stand_in, buffers, consumed, instantiate=True)
+        recorded.unserved = dict.fromkeys(buffers, "the device has no memory left to capture twice")
+        return recorded
     recorded = _capture(engine, compiled, inputs, stand_in, buffers, consumed, instantiate=False)
     order = list(buffers)
     try:
@@ -103,6 +105,23 @@ def record(
         else:
             recorded.unserved[index] = indirect.unserved.get(position, "no node reads it")
     return recorded
+
+
+def _capture_elsewhere(
+    engine: Engine,
+    compiled: Compiled,
+    inputs: Sequence[Any],
+    stand_in: Mapping[int, torch.Tensor],
+    moving: Collection[int],
+) -> tuple[Graph, dict[int, torch.Tensor]]:
+    """A graph that is never replayed, and the moving inputs that it reads."""
+    elsewhere = {i: copy_elsewhere(inputs[i]) for i in moving}
+    others = {**stand_in, **elsewhere}
+    with engine.scratch_pool():  # `inputs` keeps what this capture would free
+        graph, _ = engine.capture(
+            lambda: compiled([others.get(i, x) for i, x in enumerate(inputs)]), instantiate=False
+        )
+    return graph, elsewhere
 
 
 def _capture(
