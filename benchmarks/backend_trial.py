@@ -17,9 +17,8 @@ __all__ = ["Trial", "memory_mib", "profile_kind", "settle", "time_kind"]
 
 Row = dict[str, Any]
 
-WARMUP = 5  # iterations until default and reduce-overhead have compiled and recorded
 MAX_SETTLE = 60  # iterations that pygraph has for measuring and choosing
-LASTING = 5  # iterations that choices stand before the measurement begins: a capture may follow from one
+LASTING = 5  # iterations that choices stand before the measurement begins: captures follow from them
 COMPARED = 3  # losses and gradient norms that are compared with default's
 BURST, BURSTS = 4, 10
 MIB = 2**20
@@ -116,7 +115,7 @@ def settle(trial: Trial, choices: Callable[[], object]) -> Row:
         done += 1
         seen = [*seen, choices()][-LASTING:]
         last = seen[-1]
-        ready = done >= WARMUP and last is not None and seen == [last] * LASTING
+        ready = last is not None and seen == [last] * LASTING
     return {
         "compile_s": compile_s,
         "settle_s": time.perf_counter() - start,

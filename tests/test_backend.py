@@ -89,6 +89,11 @@ def poison(tensor: torch.Tensor) -> None:
     raw.fill_(0xFF)  # NaN in every floating type, -1 in the others
 
 
+def in_the_pool(occupant: Occupant) -> list[torch.Tensor]:
+    """Outputs that a graph may lose to another one; its buffers are its own."""
+    return [t for i, t in occupant.tensors.items() if i not in occupant.buffers]
+
+
 @pytest.fixture(autouse=True)
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     """Before a replay, everything that its graph may overwrite is overwritten; after it, what it consumed.
@@ -111,8 +116,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
         engine.freed = {}
         here = consumed is not None and consumed.pool == arena.pool(apart)  # not in a pool that was given up
         if consumed is not None and owned and not consumed.owned and here:
-            pooled = (t for i, t in consumed.tensors.items() if i not in consumed.buffers)
-            engine.freed = {block_of(t): t for t in pooled}
+            engine.freed = {block_of(t): t for t in in_the_pool(consumed)}
         return keeps
 
     release = arena._release_pools
@@ -123,9 +127,8 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
         gone = before - {pool for pool, _ in arena._retired}
         for occupant in ever:
             if occupant.pool in gone:
-                for index, tensor in occupant.tensors.items():
-                    if index not in occupant.buffers:
-                        poison(tensor)
+                for tensor in in_the_pool(occupant):
+                    poison(tensor)
 
     def noted(occupants: tuple[Occupant, ...]) -> None:
         ever.extend(occupants)
@@ -137,13 +140,13 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
             spared |= self.consumes.blocks
         for occupant in ever:  # also what the arena has forgotten
             if occupant.pool == self.occupant.pool and not occupant.blocks <= spared:
-                for index, tensor in occupant.tensors.items():
-                    if index not in occupant.buffers and block_of(tensor) not in spared:
+                for tensor in in_the_pool(occupant):
+                    if block_of(tensor) not in spared:
                         poison(tensor)
         outputs = plain_replay(self, inputs)
         if self.consumes is not None:
-            for index, tensor in self.consumes.tensors.items():
-                if index not in self.consumes.buffers and block_of(tensor) not in self.occupant.blocks:
+            for tensor in in_the_pool(self.consumes):
+                if block_of(tensor) not in self.occupant.blocks:
                     poison(tensor)  # what is a gradient now is its own
         return outputs
 
@@ -199,9 +202,10 @@ def regions(phase: str) -> list[backend.RegionRecord]:
     return [r for r in backend.report().regions if r.phase == phase]
 
 
-def graphed_regions(arena: Arena) -> set[region_module.Region]:
-    """Those that have a graph."""
-    return {o for o in arena.owners() if isinstance(o, region_module.Region)}
+def graphed_regions(arena: Arena) -> list[region_module.Region]:
+    """Those that have a graph, by name."""
+    owners = [o for o in arena.owners() if isinstance(o, region_module.Region)]
+    return sorted(owners, key=lambda region: region.spec.name)
 
 
 def replays(phase: str) -> int:

@@ -65,14 +65,13 @@ def _region(
     if device is None or arena is None:
         record.decision, record.reason = "plain", reason or "no CUDA device"
         return compile_kernels(gm, example_inputs)
-    changed = Transformed(gm, example_inputs)
-    if options.transform:
-        changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
     static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
     if options.transform:
+        changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
         compiled = _with_small_ends_together(compile_kernels, changed, record)
     else:
-        compiled = compile_kernels(changed.gm, changed.example_inputs)
+        changed = Transformed(gm, example_inputs)
+        compiled = compile_kernels(gm, example_inputs)
     spec = RegionSpec(
         record.name,
         traced.phase,

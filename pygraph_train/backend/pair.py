@@ -113,18 +113,16 @@ class Pair:
         if not keep:
             forward.give_up(why)  # without its graph the backward has none either
         kept = [r for r in regions if not r.plain_only]
-        for region in kept:
-            region.decide("graph", choose(region.choice["plain"], region.choice["graph"], feeds)[1])
-        self.way = None
         serving = [r for r in kept if r.serves]
-        if serving and self._indirection == "auto":
-            self.way = "indirect"
-            for region in serving:
-                region.point(True, for_good=False)
-            for region in kept:
-                region.record.decision = "measuring"
-        else:
+        self.way = "indirect" if serving and self._indirection == "auto" else None
+        for region in kept:
+            why = choose(region.choice["plain"], region.choice["graph"], feeds)[1]
+            region.decide("measuring" if self.way else "graph", why)
+        if self.way is None:
             self._point(kept, self._indirection != "copy", "")
+            return
+        for region in serving:
+            region.point(True, for_good=False)
 
     def _choose_indirection(self, regions: list[Region]) -> None:
         self.way = None

@@ -75,17 +75,13 @@ def record(
     stand_in = {**buffers, **{i: borrow_memory(inputs[i]) for i in settled}}
     if prefer is None or not buffers:
         return _capture(engine, compiled, inputs, stand_in, buffers, consumed, instantiate=True)
-    try:
-        first, elsewhere = _capture_elsewhere(engine, compiled, inputs, stand_in, moving)
-    except torch.OutOfMemoryError:
-        first = None
-    if first is None:  # not below `except`: the error holds what there was no room for
-        engine.trim()
-        recorded = _capture(engine, compiled, inputs, stand_in, buffers, consumed, instantiate=True)
-        recorded.unserved = dict.fromkeys(buffers, "the device has no memory left to capture twice")
-        return recorded
-    recorded = _capture(engine, compiled, inputs, stand_in, buffers, consumed, instantiate=False)
+    before = _capture_elsewhere(engine, compiled, inputs, stand_in, moving)
+    recorded = _capture(engine, compiled, inputs, stand_in, buffers, consumed, instantiate=before is None)
     order = list(buffers)
+    if before is None:
+        recorded.unserved = dict.fromkeys(order, "the device has no memory left to capture twice")
+        return recorded
+    first, elsewhere = before
     try:
         indirect = engine.indirect(
             first, recorded.graph, [elsewhere[i] for i in order], [buffers[i] for i in order], prefer=prefer
@@ -113,14 +109,17 @@ def _capture_elsewhere(
     inputs: Sequence[Any],
     stand_in: Mapping[int, torch.Tensor],
     moving: Collection[int],
-) -> tuple[Graph, dict[int, torch.Tensor]]:
-    """A graph that is never replayed, and the moving inputs that it reads."""
-    elsewhere = {i: copy_elsewhere(inputs[i]) for i in moving}
-    others = {**stand_in, **elsewhere}
-    with engine.scratch_pool():  # `inputs` keeps what this capture would free
-        graph, _ = engine.capture(
-            lambda: compiled([others.get(i, x) for i, x in enumerate(inputs)]), instantiate=False
-        )
+) -> tuple[Graph, dict[int, torch.Tensor]] | None:
+    """A graph that is never replayed, and the moving inputs that it reads; None where there is no room for them."""
+    try:
+        elsewhere = {i: copy_elsewhere(inputs[i]) for i in moving}
+        others = {**stand_in, **elsewhere}
+        with engine.scratch_pool():  # `inputs` keeps what this capture would free
+            graph, _ = engine.capture(
+                lambda: compiled([others.get(i, x) for i, x in enumerate(inputs)]), instantiate=False
+            )
+    except torch.OutOfMemoryError:
+        return None
     return graph, elsewhere
 
 
