@@ -2,6 +2,7 @@
 
     python -m benchmarks.backend_step --json backend.json                     # one CUDA GPU, the main modes
     python -m benchmarks.backend_step --models speech,dlrm --modes all --kinds fb
+    python -m benchmarks.backend_step --json backend.json --resume            # the workloads that it lacks
     python -m benchmarks.backend_step --scale tiny --models mlp               # does the script work? (CPU)
 
 The loss function of a workload is compiled as one function of the batch, with bf16 autocast inside; backward is
@@ -41,7 +42,7 @@ from benchmarks.backend_summary import (
 from benchmarks.backend_trial import Trial, memory_mib, profile_kind, settle, time_kind
 from benchmarks.limit import StepTimeout, time_limit
 from benchmarks.paper_workloads import ALL_WORKLOADS, build
-from benchmarks.record import environment, print_table, write_json
+from benchmarks.record import environment, print_table, scrub, write_json
 from benchmarks.workloads import WorkloadUnavailable
 from pygraph_train.torch_internals import clear_cublas_workspaces
 
@@ -367,6 +368,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--in-process", action="store_true", help="no process for each mode")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each mode")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows of the --json file; measure the other workloads"
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -393,6 +397,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--gpus needs CUDA, and processes")
     if args.compile_jobs and (args.caches != "shared" or args.in_process):
         parser.error("--compile-jobs needs --caches shared, and processes")
+    if args.resume and not args.json:
+        parser.error("--resume needs --json FILE, the record of the run to go on with")
     return args
 
 
@@ -407,19 +413,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not claim:
         title = "NO TIMING CLAIM (tiny models, emulated on a CPU or too small for a GPU): only that the script runs"
         print(title)
-    rows: list[Row] = []
     record: dict[str, Any] = {"benchmark": "backend_step", "timing_claim": claim, "device": args.device}
-    record |= {"environment": environment(), "rows": rows, "summary": {}, "loss_tolerance": LOSS_TOLERANCE}
+    record |= {"environment": environment(), "rows": [], "summary": {}, "loss_tolerance": LOSS_TOLERANCE}
+    wanted = args.models
+    order = {model: i for i, model in enumerate(wanted)}
+    rows: list[Row] = record["rows"]
+    if args.resume and args.json.exists():
+        rows += _rows_so_far(args, record["environment"])
+        args.models = [model for model in wanted if all(row["model"] != model for row in rows)]
+        record["summary"] = summarize(rows, args.device)
     with shared_caches() if args.caches == "shared" else contextlib.nullcontext():
         if args.compile_jobs:
             compile_ahead(args)
         for new in measured(args):
             rows += new
-            rows.sort(key=lambda row: args.models.index(row["model"]))
+            rows.sort(key=lambda row: order.get(row["model"], -1))
             record["summary"] = summarize(rows, args.device)
             write_json(args.json, record)
     _print_results(title, rows, record["summary"], args.device)
     return int(any(row["error"] for row in rows))
+
+
+def _rows_so_far(args: argparse.Namespace, here: dict[str, Any]) -> list[Row]:
+    """The rows of the workloads that the run in `args.json` ended with all of `args.modes`.
+
+    Ends the program where another machine, version or commit measured them.
+    """
+    before = json.loads(args.json.read_text())
+    free = ("date", "argv")
+    theirs = before["environment"]
+    if other := [name for name, value in scrub(here).items() if name not in free and theirs[name] != value]:
+        raise SystemExit(
+            f"--resume: {args.json} was measured with another {', '.join(other)}; name another --json file"
+        )
+    rows: list[Row] = before["rows"]
+    measured = {(row["model"], row["mode"], row["kind"]) for row in rows}
+    asked = set(itertools.product(args.modes, args.kinds))
+    return [row for row in rows if all((row["model"], *one) in measured for one in asked)]
 
 
 def _be_child(args: argparse.Namespace) -> int:

@@ -252,3 +252,33 @@ def test_a_workload_without_parameters_has_no_optimizer_step():
     args = backend_step.parse(["--scale=tiny", "--device=cpu", "--timeout-s=0"])
     forward_backward, step = backend_step.measure("eos", "eager", args)
     assert forward_backward["ms"] > 0 and "no parameters" in step["skipped"]
+
+
+def test_a_run_that_was_ended_goes_on_with_the_workloads_it_lacks(monkeypatch, tmp_path):
+    asked = []
+    ends = [("mlp", "pygraph")]  # the last mode of the second workload
+
+    def child(model: str, mode: str, args: argparse.Namespace, **_: Any) -> tuple[list[Any], int]:
+        if (model, mode) in ends:
+            raise KeyboardInterrupt(ends.pop())
+        asked.append((model, mode))
+        return [row(model, mode, 1.0)], 0
+
+    monkeypatch.setattr(backend_step, "_child", child)
+    path = tmp_path / "rows.json"
+    command = ["--scale=tiny", "--device=cpu", "--kinds=fb", "--models=bert,mlp"]
+    command += ["--modes=default,eager,pygraph", f"--json={path}"]
+    with pytest.raises(KeyboardInterrupt):
+        backend_step.main([*command, "--resume"])  # there is no file yet: it begins
+    del asked[3:]
+    whole = [(model, mode) for model in ("bert", "mlp") for mode in ("default", "eager", "pygraph")]
+    for _ in range(2):  # the second time nothing is left to measure
+        backend_step.main([*command, "--resume"])
+        assert asked == whole
+    assert [(r["model"], r["mode"]) for r in json.loads(path.read_text())["rows"]] == whole
+
+    record = json.loads(path.read_text())
+    record["environment"]["torch"] = "1.0"
+    path.write_text(json.dumps(record))
+    with pytest.raises(SystemExit, match="measured with another torch; name another --json file"):
+        backend_step.main([*command, "--resume"])
