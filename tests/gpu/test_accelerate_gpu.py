@@ -158,8 +158,11 @@ def test_memory_of_a_released_loop_is_returned() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_transformers_trainer_logs_the_same_losses(whole: bool, tmp_path: Path) -> None:
+def test_transformers_trainer_logs_the_same_losses(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # the Trainer would take all: DataParallel
     from pygraph_train import PyGraphConfig, PyGraphTrainer, PyGraphTrainerCallback
 
     def run(make: Callable[..., Any], **options: Any) -> tuple[Any, list[Any]]:
