@@ -8,7 +8,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -488,6 +488,7 @@ class TracedGraph(NamedTuple):
     saved_from: int
 
 
+CompileKernels = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 BuildRegion = Callable[..., Callable[[list[Any]], Any]]
 
 
@@ -507,6 +508,8 @@ def products_take_neighbours_in() -> bool:
 
 _SMALL = 1 << 20  # bytes that a kernel reads and writes: it is over before the next one can start
 _TOGETHER = 16  # kernels made into one
+# part of the keys of Inductor's caches and AOTAutograd's, which what is made of a graph here is not
+_TOGETHER_KEY: dict[str, Any] = {"combo_kernel_max_num_args": 240}
 _ONE_WAY = ("OUTER", "OUTER_TINY")  # names of `ReductionHint`
 
 
@@ -526,8 +529,7 @@ def small_ends_together() -> Iterator[None]:
     before = Together.__dict__["group_algorithm_for_combo_kernels"]
     Together.set_group_algorithm_for_combo_kernels(small_ends)
     try:
-        # the number of arguments is part of Inductor's cache key, the grouping is not
-        with config.patch(combo_kernels=True, combo_kernel_max_num_args=240):
+        with config.patch(combo_kernels=True, **_TOGETHER_KEY):
             yield
     finally:
         Together.group_algorithm_for_combo_kernels = before
@@ -576,11 +578,14 @@ def compile_with_inductor(
     example_inputs: Sequence[Any],
     build: BuildRegion | None,
     settings: Mapping[str, Any],
+    *,
+    cached: bool = False,
 ) -> Callable[..., Any]:
     """`compile_fx` under `settings`, with `build(compile_kernels, gm, inputs, traced)` as its inner compiler.
 
-    AOTAutograd's own cache would hand back callables that never went through `build`: it is off;
-    Inductor's cache of compiled graphs, where the time goes, is on. (2.11, 2.13)
+    AOTAutograd's own cache hands back callables that never went through `build`. It is off, unless `build`
+    only rewrites graphs (`cached`): then it is not shared with those who do not. Inductor's cache of
+    compiled graphs, where the time goes, is on. (2.11, 2.13)
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -599,7 +604,10 @@ def compile_with_inductor(
         _note_what_is_donated()
         return build(compile_kernels, gm, inputs, _traced(gm, phase, static))
 
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    autograd_cache = nullcontext() if cached else torch._functorch.config.patch(enable_autograd_cache=False)
+    if cached:
+        settings = {**settings, **_TOGETHER_KEY}
+    with autograd_cache:
         return compile_fx(  # type: ignore[return-value]
             gm,
             list(example_inputs),  # type: ignore[arg-type]

@@ -18,12 +18,12 @@ from pygraph_train.backend.passes.draft import copy_module, in_one_line
 from pygraph_train.backend.region import Region, RegionSpec
 from pygraph_train.backend.report import BackendReport, RegionRecord
 from pygraph_train.backend.staging import Staged
-from pygraph_train.backend.transform import Transformed, transform
+from pygraph_train.backend.transform import Transformed, batched, transform
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.graphs.location import user_line_in
 
-__all__ = ["compile_graph", "report", "reset"]
+__all__ = ["compile_graph", "compile_whole", "report", "reset"]
 
 _arenas: dict[tuple[str, torch.device], Arena] = {}
 _records: list[RegionRecord] = []
@@ -48,7 +48,7 @@ def compile_graph(
 
 
 def _region(
-    compile_kernels: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+    compile_kernels: torch_internals.CompileKernels,
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     traced: torch_internals.TracedGraph,
@@ -68,7 +68,7 @@ def _region(
     static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
     if options.transform:
         changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
-        compiled = _with_small_ends_together(compile_kernels, changed, record)
+        compiled = _with_small_ends_together(compile_kernels, changed.gm, changed.example_inputs, record.left)
     else:
         changed = Transformed(gm, example_inputs)
         compiled = compile_kernels(gm, example_inputs)
@@ -89,22 +89,48 @@ def _region(
     return region
 
 
+def compile_whole(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], left: list[str]
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph as Inductor does, small kernels put together: somebody else captures it.
+
+    Args:
+        left: what could not be done is added to it.
+    """
+
+    def build(
+        compile_kernels: torch_internals.CompileKernels,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        traced: torch_internals.TracedGraph,
+    ) -> Callable[[list[Any]], Any]:
+        device, _ = _device(gm)
+        if device is None:
+            return compile_kernels(gm, example_inputs)
+        gm, failures = batched(gm, device)
+        left.extend(_told(f"{failure.op}: {failure.why}", failure.where) for failure in failures)
+        return _with_small_ends_together(compile_kernels, gm, example_inputs, left)
+
+    return torch_internals.compile_with_inductor(gm, example_inputs, build, {}, cached=True)
+
+
 def _with_small_ends_together(
-    compile_kernels: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
-    changed: Transformed,
-    record: RegionRecord,
+    compile_kernels: torch_internals.CompileKernels,
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    left: list[str],
 ) -> Callable[[list[Any]], Any]:
     """Compile with `small_ends_together`, and without it where that fails: few use that part of Inductor."""
-    spare = copy_module(changed.gm)
+    spare = copy_module(gm)
     try:
         with torch_internals.small_ends_together():
-            return compile_kernels(changed.gm, changed.example_inputs)
+            return compile_kernels(gm, example_inputs)
     except torch_internals.dynamo_restart():  # not a failure: Dynamo traces once more
         raise
     except Exception as error:
         failure = in_one_line(error)
-    compiled = compile_kernels(spare, changed.example_inputs)
-    record.left.append(f"small kernels were not put together, which failed: {failure}")
+    compiled = compile_kernels(spare, example_inputs)
+    left.append(f"small kernels were not put together, which failed: {failure}")
     return compiled
 
 

@@ -18,7 +18,7 @@ from pygraph_train.backend.passes.draft import CPU, Change, Draft, Left, Refused
 from pygraph_train.backend.passes.items import has_items, keep_items
 from pygraph_train.backend.passes.relocate import has_cpu_tensors, relocate
 
-__all__ = ["Change", "Left", "Transformed", "transform"]
+__all__ = ["Change", "Left", "Transformed", "batched", "transform"]
 
 # name, what it does, and whether that is worth a copy of the graph
 _PASSES: tuple[tuple[str, Callable[[Draft], None], Callable[[Draft], bool]], ...] = (
@@ -98,6 +98,14 @@ def transform(
     # a backward's inputs have the names that the forward's outputs had before the passes
     outputs = Draft(gm, device).outputs
     return _finished(draft, example_inputs, taken, left, [outputs[i].name for i in draft.handed_over])
+
+
+def batched(gm: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, tuple[Left, ...]]:
+    """`gm`, or a copy of it in which small operations on `device` run together; and what failed."""
+    draft = Draft(gm, device)
+    if may_batch(draft):
+        draft = _attempt(draft, "batch", batch)
+    return draft.gm, draft.failures
 
 
 def _attempt(draft: Draft, name: str, rewrite: Callable[[Draft], None]) -> Draft:

@@ -159,6 +159,8 @@ class Trace:
         """Expressions of the tensors that the step reads besides its arguments (parameters, attributes)."""
         self.latest_tensors: tuple[Tensor, ...] = ()
         """These tensors, as `holds` saw them last."""
+        self.left: list[str] = []
+        """What the compilation could not do."""
         self._arguments: list[str] = []
         self._read: _Read = lambda L, G: ()
         self._recorder = recorder
@@ -257,10 +259,9 @@ class Trace:
         if self._compiles == 1:
             self._read_inputs(graph)
         if self.inductor:
-            from torch._inductor.compile_fx import compile_fx
+            from pygraph_train.backend.inductor import compile_whole  # which imports much
 
-            compiled: Any = compile_fx(graph, example_inputs)
-            return compiled  # type: ignore[no-any-return]
+            return compile_whole(graph, example_inputs, self.left)
         return as_eager(graph).forward
 
     def _side_effects(self) -> Problem | None:

@@ -682,7 +682,7 @@ class StepRunner:
         gradients.isolate()
         try:
             with self._clock.compiling():
-                return self._run_prepared(variant, run, position)
+                result = self._run_prepared(variant, run, position)
         except Exception as error:
             problem = compiler_problem(error)
             if problem is None:
@@ -697,6 +697,9 @@ class StepRunner:
             variant.arm = self._decisions.arms(variant, self._plans())[0]
             self._note_fallback(problem)
             return self._run_prepared(variant, run, position)
+        for text in variant.compiled.left:
+            self.report.note(text)
+        return result
 
     def _capture(
         self,

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 
 from pygraph_train import GraphedStep, PyGraphConfig
+from pygraph_train.backend import inductor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -147,6 +149,42 @@ def test_inductor_kernels_replayed_equal_compiled_run_bit_for_bit() -> None:
     expected = plain(a, opts[0], data[warm:], compiled)
     assert [float(x) for x in losses[warm:]] == [float(x) for x in expected]
     assert any(c.compiled for c in step.report().captures)
+
+
+def test_small_kernels_of_a_compiled_step_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts of weights and of their gradients, and the last step of sums; no bit changes."""
+    torch.manual_seed(0)
+    depth = 12
+    layers = [module for _ in range(depth) for module in (nn.Linear(64, 64), nn.GELU())]
+    x = torch.randn(4096, 64, device="cuda")
+    launches, results = [], []
+    for together in (False, True):
+        torch._dynamo.reset()
+        net = copy.deepcopy(nn.Sequential(*layers)).cuda()
+        opt = torch.optim.AdamW(net.parameters(), lr=LR, fused=True)
+
+        def loss_of(x: Tensor, net: nn.Module = net) -> Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return net(x).float().square().mean()
+
+        with monkeypatch.context() as patch:
+            if not together:
+                patch.setattr(
+                    inductor, "compile_whole", lambda gm, inputs, left: compile_fx(gm, list(inputs))
+                )
+            step = GraphedStep(loss_of, model=net, optimizer=opt, config=PyGraphConfig(compile=True))
+            losses = [float(step(x)) for _ in range(20)]
+        report = step.report()
+        assert report.steps_replayed >= 10 and report.captures[-1].compiled and not report.notes, str(report)
+        results.append([torch.tensor(losses), *(p.detach().cpu() for p in net.parameters())])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step(x)
+            torch.cuda.synchronize()
+        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        launches.append(len(kernels))
+        step.close()
+    assert launches[1] <= launches[0] - 3 * depth, launches
+    assert all(map(torch.equal, *results))
 
 
 def test_batches_from_pinned_host_memory_are_staged() -> None:
