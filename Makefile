@@ -8,6 +8,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+OLDEST_TORCH ?= 2.11.0
+OLDEST_VENV ?= .venv-oldest
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -24,7 +26,7 @@ BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 # one process for each core, and the tests of a file together, where pytest-xdist is installed
 PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
 
-.PHONY: help demo test lint gpu-test bench clean in-place
+.PHONY: help demo test test-oldest lint gpu-test bench clean in-place
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +41,12 @@ lint: $(READY) ## formatting, lint and types only
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+test-oldest: ## the tests on the oldest torch that is supported, in an environment of its own
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	grep -vE '^(torch|setuptools)==' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	$(OLDEST_VENV)/bin/python $(PIP) -c $(OLDEST_VENV)/constraints.txt -e '.[dev]' 'torch==$(OLDEST_TORCH)'
+	$(OLDEST_VENV)/bin/python -m pytest $$($(OLDEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
 
 gpu-test: $(READY) ## the tests that need a CUDA device
 	$(PY) -m pytest tests/gpu $(ARGS)

@@ -124,27 +124,83 @@ def dynamo_cache_entries(code: types.CodeType) -> list[Any]:
 
 
 @contextmanager
-def _settings(config: Any, **changes: Any) -> Iterator[None]:
-    """Context: a config module of torch's with other values.
+def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Context: (owner, attribute, value), as many as there are.
 
-    Its own `patch` leaves a variable in the thread's context each time that it is called, and this is for every step.
+    The `patch` of torch's config modules leaves a variable in the thread's context each time that it is called,
+    and this is for every step.
     """
-    before = {name: getattr(config, name) for name in changes}
+    before = []
     try:
-        for name, value in changes.items():
-            setattr(config, name, value)
+        for owner, name, value in changes:
+            before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)
+
+
+def _tracing(**settings: Any) -> AbstractContextManager[None]:
+    """Dynamo with these settings, and with what torch 2.11 lacks."""
+    import torch._dynamo.config as config
+
+    return _changed([*((config, name, value) for name, value in settings.items()), *_mends()])
+
+
+@functools.cache
+def _mends() -> tuple[tuple[Any, str, Any], ...]:
+    """Methods of Dynamo's that set too few guards in torch 2.11, or fail for some; 2.13 needs none."""
+    if torch.__version__ >= "2.13":  # compares versions, not text
+        return ()
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+    from torch._guards import Guard
+
+    return (
+        (UserDefinedClassVariable, "var_getattr", _guarding(UserDefinedClassVariable.var_getattr)),
+        (Guard, "set_export_info", _for_new_objects(Guard.set_export_info)),
+    )
+
+
+def _guarding(var_getattr: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a guard stand for a number, string or enum that is read from a class, as in `type(self).scale`.
+
+    (2.11: pytorch #176851)
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, EnumVariable  # type: ignore[attr-defined]
+
+    def guarded(self: Any, tx: Any, name: str) -> Any:
+        found = var_getattr(self, tx, name)
+        if self.source is not None and found.source is None and not name.startswith("__"):
+            if isinstance(found, ConstantVariable):
+                install_guard(AttrSource(self.source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
+            elif isinstance(found, EnumVariable):
+                install_guard(AttrSource(self.source, name).make_guard(GuardBuilder.ID_MATCH))
+        return found
+
+    return guarded
+
+
+def _for_new_objects(set_export_info: Callable[..., None]) -> Callable[..., None]:
+    """Let guards be for a property that returns a new object each time, as some of transformers' configs have.
+
+    With a filter guards are made twice, and torch wants the same object then. (2.11)
+    """
+
+    def set_anew(self: Any, *args: Any) -> None:
+        self.obj_weakref = None
+        set_export_info(self, *args)
+
+    return set_anew
 
 
 def dynamo_step_config() -> AbstractContextManager[None]:
     """Trace with every Python number specialised, so that a guard stands for it (torch 2.11, 2.13)."""
     import torch._dynamo.config as config
 
-    return _settings(
-        config,
+    return _tracing(
         specialize_int=True,
         specialize_float=True,
         allow_unspec_int_on_nn_module=False,
@@ -791,18 +847,45 @@ tensor_use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # typ
 """References to the tensor from C++, its Python object being one. (2.11, 2.13)"""
 
 
-def dynamo_region_config() -> AbstractContextManager[None]:
+@contextmanager
+def dynamo_region_config() -> Iterator[list[BaseException]]:
     """Compile so that module hooks registered later are noticed, and for every caller (torch 2.11, 2.13).
 
-    The limit counts what all callers compiled of one function, and those that are gone.
-    """
-    import torch._dynamo.config as config
+    The limit counts what all callers compiled of one function, and those that are gone. A function for which
+    Dynamo itself fails runs as it is, because half of the step may have been made by then.
 
-    return _settings(config, skip_nnmodule_hook_guards=False, recompile_limit=64)
+    Yields:
+        These failures, for which torch would log pages.
+    """
+    failures: list[BaseException] = []
+
+    def take(record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING or not record.exc_info or record.exc_info[1] is None:
+            return True
+        failures.append(record.exc_info[1])
+        return False
+
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    log.addFilter(take)
+    try:
+        with _tracing(skip_nnmodule_hook_guards=False, recompile_limit=64, suppress_errors=True):
+            yield failures
+    finally:
+        log.removeFilter(take)
 
 
 CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 """What Dynamo makes of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` and the like. (2.11, 2.13)"""
+
+
+def raised_while_tracing(error: BaseException) -> bool:
+    """Whether Dynamo raised this before anything of what it traced was executed. (2.11, 2.13)"""
+    import torch._dynamo.convert_frame as convert_frame
+
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # the frames of Dynamo are cut out of it
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename == convert_frame.__file__ for frame, _ in frames)
 
 
 def dynamo_restart() -> type[BaseException]:

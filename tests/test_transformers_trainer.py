@@ -117,7 +117,10 @@ def test_callback_trains_the_same(options: dict[str, Any], tmp_path: Path) -> No
 def test_trainer_that_fuses_the_step_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     report: Any = both(whole(), tmp_path, **options).report()
     step = report.whole_steps["training_step"]
-    assert step.plan == "{F B O}" and step.steps_replayed > 18, str(report)
+    if "label_smoothing_factor" in options and torch.__version__ < "2.13":  # Dynamo stops at `find_spec`
+        assert report.present_plan() == "{F} {B} {O}" and report.steps_replayed > 18, str(report)
+    else:
+        assert step.plan == "{F B O}" and step.steps_replayed > 18, str(report)
 
 
 def test_callback_with_accumulation(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "PyGraphError",
     "Trace",
     "backward_hook",
+    "compiler_failed",
     "guard_constants",
     "hooked",
     "readable",
@@ -133,7 +134,10 @@ def guard_constants(tree: Any) -> None:
     elif isinstance(tree, Mapping):
         for item in tree.values():
             guard_constants(item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    elif tree is None or isinstance(tree, (Tensor, type, types.FunctionType, types.BuiltinFunctionType)):
+        return
+    # not `dataclasses.is_dataclass`: Dynamo of torch 2.11 asks no class for attributes, and no function
+    elif hasattr(tree, "__dataclass_fields__"):
         for field in dataclasses.fields(tree):
             guard_constants(getattr(tree, field.name))
 
@@ -194,8 +198,10 @@ class Trace:
                 result = self._call(fn, args, kwargs)
         except torch._dynamo.exc.Unsupported as error:
             raise NotLegal(_problem_of_break(error)) from None
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise NotLegal(Problem(f"the compiler failed: {_first_line(error)}")) from None
+        except Exception as error:
+            if not torch_internals.raised_while_tracing(error):
+                raise  # of the step itself
+            raise NotLegal(compiler_failed(error)) from None
         entries = torch_internals.dynamo_cache_entries(self._code.__code__)
         if not entries:
             self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
@@ -445,6 +451,12 @@ def readable(expression: str, fn: Any = None) -> str:
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
     text = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
     return text.replace("L['args']", "args").replace("L['kwargs']", "kwargs")
+
+
+def compiler_failed(error: BaseException) -> Problem:
+    """What Dynamo raised while it traced, in one line."""
+    kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else f"{type(error).__name__}: "
+    return Problem(f"the compiler failed: {kind}{_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.graphs.location import user_location
-from pygraph_train.step.legality import Problem, PyGraphError
+from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.recompute import as_eager
 
@@ -113,7 +113,7 @@ class Regions:
         before = self._traced
         self._before = {id(r): _work(r) for r in self.records()} if watched else {}
         try:
-            with torch_internals.dynamo_region_config():
+            with torch_internals.dynamo_region_config() as failures:
                 result = self._level.run(run)
         except RuntimeError as error:
             if not self.found or not torch_internals.compiled_kernels_refuse(error):
@@ -123,6 +123,8 @@ class Regions:
                 f"this step does with gradients what compiled kernels cannot, and none of the first steps did: "
                 f"{first}{f' ({where})' if where else ''}. Fix: forward='off', backward='off' leaves both as they are"
             ) from error
+        if failures:
+            self.problem = self.problem or compiler_failed(failures[0])
         self._quiet = 0 if self._traced > before else self._quiet + 1
         if not self.found:
             self._probes += 1
