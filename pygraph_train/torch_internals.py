@@ -163,21 +163,26 @@ def _mends() -> tuple[tuple[Any, str, Any], ...]:
 
 
 def _guarding(var_getattr: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a guard stand for a number, string or enum that is read from a class, as in `type(self).scale`.
+    """Let guards stand for numbers, strings, enums and lists of them that are read from a class.
 
-    (2.11: pytorch #176851)
+    As in `type(self).scale`. (2.11: pytorch #176851)
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables import ConstantVariable, EnumVariable  # type: ignore[attr-defined]
+    from torch._dynamo.variables.base import VariableTracker
 
     def guarded(self: Any, tx: Any, name: str) -> Any:
         found = var_getattr(self, tx, name)
-        if self.source is not None and found.source is None and not name.startswith("__"):
-            if isinstance(found, ConstantVariable):
-                install_guard(AttrSource(self.source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
-            elif isinstance(found, EnumVariable):
-                install_guard(AttrSource(self.source, name).make_guard(GuardBuilder.ID_MATCH))
+        if self.source is None or found.source is not None or name.startswith("__"):
+            return found
+        source = AttrSource(self.source, name)
+        if isinstance(found, ConstantVariable):
+            install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+        elif isinstance(found, EnumVariable):
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+        elif ConstantVariable.is_literal(value := getattr(self.value, name, None)):  # a list, tuple or set
+            return VariableTracker.build(tx, value, source)
         return found
 
     return guarded

@@ -8,7 +8,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -50,6 +50,9 @@ class Stateful(Net):
     total = 0
     scale = 1.0
     mode = Mode.TWICE
+    history: ClassVar[list[int]] = []
+    scales: ClassVar[list[float]] = [1.0]
+    pair = (1.0, 1.0)
 
     @classmethod
     def scale_of_the_class(cls) -> float:
@@ -225,8 +228,10 @@ def test_attribute_read_that_changes_once_an_epoch():
         lambda model: model.__class__.scale,
         lambda model: model.scale_of_the_class(),
         lambda model: type(model).mode.value,
+        lambda model: type(model).scales[0],
+        lambda model: Stateful.pair[1],
     ],
-    ids=["type", "__class__", "classmethod", "enum"],
+    ids=["type", "__class__", "classmethod", "enum", "list", "tuple"],
 )
 def test_attribute_of_a_class_that_changes_once_an_epoch(read, config, monkeypatch):
     """torch 2.11 sets no guard for these (pytorch #176851)."""
@@ -235,11 +240,26 @@ def test_attribute_of_a_class_that_changes_once_an_epoch(read, config, monkeypat
         return lambda batch: loss_of(model)(batch) * read(model)
 
     def between(model, index):
-        monkeypatch.setattr(Stateful, "scale", 1.0 + index // 20)
+        factor = 1.0 + index // 20
+        monkeypatch.setattr(Stateful, "scale", factor)
+        monkeypatch.setattr(Stateful, "pair", (1.0, factor))
+        Stateful.scales[0] = factor
         monkeypatch.setattr(Stateful, "mode", Mode.TWICE if index < 20 else Mode.THRICE)
 
     report = train(make, between=between, **config)
     assert report.steps_replayed >= (25 if not config else 0), str(report)
+
+
+def test_forward_of_a_class_replaced_in_mid_run(monkeypatch):
+    def tripled(self, x):
+        return Net.forward(self, x) * 3
+
+    def between(model, index):
+        monkeypatch.setattr(Stateful, "forward", tripled if index >= 20 else Net.forward)
+
+    report = train(loss_of, between=between)
+    assert report.steps_replayed >= 25, str(report)
+    assert len(report.captures) == 2
 
 
 def test_branch_on_the_batch_index():
@@ -354,6 +374,10 @@ def _class_attribute(model, index):
     type(model).total += 1
 
 
+def _class_list(model, index):
+    type(model).history.append(1)
+
+
 def _global(model, index):
     global COUNT
     COUNT += 1
@@ -385,6 +409,7 @@ def _buffer_attribute(model, index):
         (_deque, "queue"),
         (_counter, "counter"),
         (_class_attribute, "total"),
+        (_class_list, "history"),
         (_global, "COUNT"),
         (_endless, ""),
         (_cycle, ""),
@@ -397,6 +422,7 @@ def test_python_state_written_by_the_step(write, name):
         global COUNT
         COUNT = 0
         Stateful.total = 0
+        Stateful.history.clear()
 
     def make(model):
         def step_fn(batch):
@@ -409,7 +435,7 @@ def test_python_state_written_by_the_step(write, name):
     def observe(model):
         return [
             *(model.count, list(model.values), dict(model.table), sorted(model.seen), len(model.queue)),
-            *(dict(model.counter), model.total, COUNT, model.last),
+            *(dict(model.counter), model.total, list(model.history), COUNT, model.last),
         ]
 
     report = train(make, prepare=prepare, observe=observe)

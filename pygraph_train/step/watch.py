@@ -22,6 +22,7 @@ _MODULE_TABLES = ("._modules", "._parameters", "._buffers")
 _HOOK_GUARD = "EMPTY_NN_MODULE_HOOKS_DICT"
 
 _requires_grad = operator.attrgetter("requires_grad")
+_forward = operator.attrgetter("forward")
 
 
 def is_watched(guard: Any) -> bool:
@@ -40,9 +41,10 @@ def is_watched(guard: Any) -> bool:
 class ModuleWatch:
     """What modules and tensors looked like when a step was traced.
 
-    A module is unchanged when it is the same object, of the same class, with as many attributes as before
-    (a new one could shadow a method) and the same number of hooks. A parameter is unchanged when it wants
-    a gradient as before; that it is the same object is known by its address, which captures check.
+    A module is unchanged when it is the same object, of the same class, whose forward is the same function, with
+    as many attributes as before (a new one could shadow a method) and the same number of hooks. A parameter is
+    unchanged when it wants a gradient as before; that it is the same object is known by its address, which
+    captures check.
 
     Args:
         tensors: what the step reads.
@@ -52,6 +54,8 @@ class ModuleWatch:
     def __init__(self, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
         self._modules = tuple(modules)
         self._classes = list(map(type, modules))
+        self._kinds = tuple(dict.fromkeys(self._classes))
+        self._forwards = list(map(_forward, self._kinds))
         self._attributes: list[dict[str, Any]] = list(map(vars, modules))
         self._attribute_counts = list(map(len, self._attributes))
         self._wanted = list(map(_requires_grad, tensors))
@@ -64,6 +68,7 @@ class ModuleWatch:
         return (
             modules == self._modules  # modules are equal when they are the same object
             and list(map(type, modules)) == self._classes
+            and list(map(_forward, self._kinds)) == self._forwards
             and list(map(len, self._attributes)) == self._attribute_counts
             and list(map(_requires_grad, tensors)) == self._wanted
             and self._no_new_hooks()
@@ -91,6 +96,8 @@ class ModuleWatch:
                 return name, "was replaced"
             if type(now) is not kind:
                 return name, "has another class now"
+            if _forward(kind) != self._forwards[self._kinds.index(kind)]:
+                return name, "has another forward now"
         for name, attributes, count in zip(names, self._attributes, self._attribute_counts, strict=False):
             if len(attributes) != count:
                 return name, "gained or lost an attribute"
