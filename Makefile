@@ -29,7 +29,7 @@ PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile
 .PHONY: help demo test test-oldest lint gpu-test bench clean in-place
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## train the digits example with PyGraph in a Lightning Trainer and print its report
 	$(PY) examples/lightning_digits.py $(ARGS)
@@ -42,10 +42,7 @@ lint: $(READY) ## formatting, lint and types only
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-test-oldest: ## the tests on the oldest torch that is supported, in an environment of its own
-	$(PYTHON) -m venv $(OLDEST_VENV)
-	grep -vE '^(torch|setuptools)==' constraints.txt > $(OLDEST_VENV)/constraints.txt
-	$(OLDEST_VENV)/bin/python $(PIP) -c $(OLDEST_VENV)/constraints.txt -e '.[dev]' 'torch==$(OLDEST_TORCH)'
+test-oldest: $(OLDEST_VENV)/.installed ## the tests on the oldest torch that is supported, in an environment of its own
 	$(OLDEST_VENV)/bin/python -m pytest $$($(OLDEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
 
 gpu-test: $(READY) ## the tests that need a CUDA device
@@ -67,6 +64,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 ifneq ($(HAS_GPU),)
 	@$(VENV)/bin/python -c 'import torch; torch.cuda.is_available() or print("note: there is an NVIDIA GPU, but torch", torch.__version__, "cannot use it: see Installing in README.md")'
 endif
+	@touch $@
+
+$(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	@grep -vE '^(torch|setuptools)==' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	@$(OLDEST_VENV)/bin/python $(PIP) -c $(OLDEST_VENV)/constraints.txt -e ".[dev]" "torch==$(OLDEST_TORCH)"
 	@touch $@
 
 in-place:

@@ -442,7 +442,9 @@ def _rows_so_far(args: argparse.Namespace, here: dict[str, Any]) -> list[Row]:
     before = json.loads(args.json.read_text())
     free = ("date", "argv")
     theirs = before["environment"]
-    if other := [name for name, value in scrub(here).items() if name not in free and theirs[name] != value]:
+    if other := [
+        name for name, value in scrub(here).items() if name not in free and theirs.get(name) != value
+    ]:
         raise SystemExit(
             f"--resume: {args.json} was measured with another {', '.join(other)}; name another --json file"
         )

@@ -8,7 +8,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -569,7 +569,8 @@ def products_take_neighbours_in() -> bool:
 
 _SMALL = 1 << 20  # bytes that a kernel reads and writes: it is over before the next one can start
 _TOGETHER = 16  # kernels made into one
-# part of the keys of Inductor's caches and AOTAutograd's, which what is made of a graph here is not
+# The caches of Inductor and AOTAutograd know a compilation by its graph and these settings; what else is done
+# to the graph here they don't see. The number is nobody's default, so that nobody else's entries are taken.
 _TOGETHER_KEY: dict[str, Any] = {"combo_kernel_max_num_args": 240}
 _ONE_WAY = ("OUTER", "OUTER_TINY")  # names of `ReductionHint`
 
@@ -665,10 +666,10 @@ def compile_with_inductor(
         _note_what_is_donated()
         return build(compile_kernels, gm, inputs, _traced(gm, phase, static))
 
-    autograd_cache = nullcontext() if cached else torch._functorch.config.patch(enable_autograd_cache=False)
+    cached = cached and torch._functorch.config.enable_autograd_cache
     if cached:
         settings = {**settings, **_TOGETHER_KEY}
-    with autograd_cache:
+    with torch._functorch.config.patch(enable_autograd_cache=cached):
         return compile_fx(  # type: ignore[return-value]
             gm,
             list(example_inputs),  # type: ignore[arg-type]

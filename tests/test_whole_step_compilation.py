@@ -11,6 +11,7 @@ import torch
 import torch._inductor.compile_fx
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from training import differs
 
 from pygraph_train import torch_internals
 from pygraph_train.step.legality import Trace
@@ -68,10 +69,6 @@ def trained(call: Any, model: nn.Module, *args: Any) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
 def compiled(model: nn.Module, fn: Any, *args: Any) -> tuple[list[Tensor], Trace]:
     torch._dynamo.reset()
     trace = Trace(torch.device("cpu"), inductor=True)
@@ -84,7 +81,7 @@ def test_casts_of_weights_and_of_their_gradients_run_together(batches: list[int]
     assert not batches
     found, trace = compiled(model, under_autocast, model, x)
     assert batches == [9, 4] and not trace.left and trace.problem is None
-    assert same(found, expected)
+    assert differs(expected, found) is None
 
 
 def test_caches_are_not_shared_with_those_who_compile_plainly(batches: list[int]) -> None:
@@ -96,7 +93,7 @@ def test_caches_are_not_shared_with_those_who_compile_plainly(batches: list[int]
     assert batches and all(batches), "what plain torch.compile made of it came from the cache"
     again, _ = compiled(model, model, x)
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
-    assert same(found, expected) and same(again, expected)
+    assert differs(expected, found) is None and differs(expected, again) is None
 
 
 def test_a_compilation_that_fails_with_kernels_together_is_done_without(
@@ -111,4 +108,4 @@ def test_a_compilation_that_fails_with_kernels_together_is_done_without(
     found, trace = compiled(model, under_autocast, model, x)
     told = "small kernels were not put together, which failed: AssertionError: no such tiling"
     assert trace.left == [told, told]  # forward and backward
-    assert same(found, expected)
+    assert differs(expected, found) is None

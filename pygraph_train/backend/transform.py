@@ -21,11 +21,13 @@ from pygraph_train.backend.passes.relocate import has_cpu_tensors, relocate
 __all__ = ["Change", "Left", "Transformed", "batched", "transform"]
 
 # name, what it does, and whether that is worth a copy of the graph
-_PASSES: tuple[tuple[str, Callable[[Draft], None], Callable[[Draft], bool]], ...] = (
+_Pass = tuple[str, Callable[[Draft], None], Callable[[Draft], bool]]
+_BATCH: _Pass = ("batch", batch, may_batch)
+_PASSES: tuple[_Pass, ...] = (
     # a number that stays a tensor may then move with the rest
     ("items", keep_items, has_items),
     ("relocate", relocate, has_cpu_tensors),
-    ("batch", batch, may_batch),
+    _BATCH,
 )
 
 _TRIES = 8
@@ -89,9 +91,7 @@ def transform(
     taken = frozenset(node.name for node in draft.placeholders if node.name in arriving)
     if taken:
         draft = _with_inputs_on_device(draft, taken)
-    for name, rewrite, applies in _PASSES:
-        if applies(draft):
-            draft = _attempt(draft, name, rewrite)
+    draft = _run(draft, _PASSES)
     left = _left(draft)
     if not draft.changes and not taken:
         return Transformed(gm, example_inputs, left=left)
@@ -102,10 +102,15 @@ def transform(
 
 def batched(gm: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, tuple[Left, ...]]:
     """`gm`, or a copy of it in which small operations on `device` run together; and what failed."""
-    draft = Draft(gm, device)
-    if may_batch(draft):
-        draft = _attempt(draft, "batch", batch)
+    draft = _run(Draft(gm, device), (_BATCH,))
     return draft.gm, draft.failures
+
+
+def _run(draft: Draft, passes: Sequence[_Pass]) -> Draft:
+    for name, rewrite, applies in passes:
+        if applies(draft):
+            draft = _attempt(draft, name, rewrite)
+    return draft
 
 
 def _attempt(draft: Draft, name: str, rewrite: Callable[[Draft], None]) -> Draft:

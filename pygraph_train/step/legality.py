@@ -134,10 +134,10 @@ def guard_constants(tree: Any) -> None:
     elif isinstance(tree, Mapping):
         for item in tree.values():
             guard_constants(item)
+    # the next line would ask the classes of these for an attribute, which Dynamo of torch 2.11 does not trace
     elif tree is None or isinstance(tree, (Tensor, type, types.FunctionType, types.BuiltinFunctionType)):
         return
-    # not `dataclasses.is_dataclass`: Dynamo of torch 2.11 asks no class for attributes, and no function
-    elif hasattr(tree, "__dataclass_fields__"):
+    elif dataclasses.is_dataclass(tree):
         for field in dataclasses.fields(tree):
             guard_constants(getattr(tree, field.name))
 
