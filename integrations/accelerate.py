@@ -174,6 +174,9 @@ class PyGraph:
         loop = self._the_loop()
         if not isinstance(optimizer, AcceleratedOptimizer) or not loop.active:
             return
+        if type(optimizer) is not AcceleratedOptimizer and "step" not in vars(optimizer):
+            name = type(optimizer).__name__
+            return loop.refuse(f"the optimizer runs outside of graphs: {name} has a step of its own")
         graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
         self._undo.append(route_step(optimizer, functools.partial(loop.step, graph)))
 

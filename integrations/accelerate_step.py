@@ -38,7 +38,7 @@ from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.step.legality import Problem, PyGraphError
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.program import Call, at_work, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.step.signature import map_leaves
 
@@ -170,6 +170,8 @@ class _StepFunctionProgram:
     """`StepProgram` over a function that makes a whole step of an Accelerate loop."""
 
     recorder: str | None = ".put_off"
+    empties_first: bool = False
+    detaches_results: bool = True
 
     def __init__(
         self, fn: Callable[..., Any], accelerator: Any, accelerated: Any, *, accumulates_inside: bool
@@ -227,8 +229,9 @@ class _StepFunctionProgram:
         clipped = clips(self._present)
         for event, norm in zip(clipped, self._norms, strict=True):
             self._clip(event, norm)
-        scaler = self._accelerator.scaler
+        scaler = at_work(self._accelerator.scaler)
         if scaler is not None and not clipped and not in_kernels:  # clipping unscales, and so do the kernels
+            assert self.optimizer is not None
             scaler.unscale_(self.optimizer)
 
     def update(self) -> None:
@@ -236,7 +239,7 @@ class _StepFunctionProgram:
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        if self._accelerator.scaler is not None and not (
+        if at_work(self._accelerator.scaler) is not None and not (
             self._unscales_itself and preparation.step_supports_scaler
         ):
             return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
@@ -249,12 +252,12 @@ class _StepFunctionProgram:
         return None
 
     def abandon(self) -> None:
-        if self._accelerator.scaler is not None:
+        if at_work(self._accelerator.scaler) is not None:
             for optimizer in self._accelerator._optimizers:  # clipping unscales for all of them
                 torch_internals.refresh_scaler_state(self._accelerator.scaler, optimizer.optimizer)
 
     def extra_state(self) -> Iterable[Tensor]:
-        scaler = self._accelerator.scaler
+        scaler = at_work(self._accelerator.scaler)
         return torch_internals.scaler_tensors(scaler) if scaler is not None else ()
 
     # -- the step without a graph, and the rest of a replayed one --------------------------------------
@@ -278,6 +281,8 @@ class _StepFunctionProgram:
     def finish(self, result: Any, number: int, *, updated: bool) -> Any:
         """What remains to be done in Python after a replay."""
         script, norm_leaves = self._scripts[number]
+        if updated:
+            torch_internals.count_optimizer_step(self.accelerated)
         norms: list[Tensor] = []
         self._norms = []
         for event in after_backward(script):

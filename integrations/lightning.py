@@ -32,6 +32,7 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.graphs.location import defined_at
 from pygraph_train.integrations.lightning_log import LogBook, Recorder
 from pygraph_train.integrations.lightning_transfer import overlapped_transfer
+from pygraph_train.random_state import random_numbers_kept
 from pygraph_train.selection.arms import (
     BACKWARD,
     BACKWARD_AND_OPTIMIZER,
@@ -179,9 +180,10 @@ class PyGraphCallback(Callback):
         """Give everything back, and show what happened."""
         self._detach()
         if stage == "fit" and trainer.is_global_zero and (self._report.steps or self._report.fallbacks):
-            import rich
+            with random_numbers_kept():
+                import rich
 
-            rich.print(self._report)
+                rich.print(self._report)
 
     def _detach(self) -> None:
         if self._step is not None:
@@ -361,6 +363,8 @@ class _LightningProgram:
     """`StepProgram` over a LightningModule."""
 
     recorder: str | None = ".log.records"
+    empties_first: bool = False
+    detaches_results: bool = False
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.model: LightningModule = module

@@ -5,8 +5,10 @@ What Accelerate and the transformers Trainer share. Nothing here knows either of
 
 from __future__ import annotations
 
+import logging
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -18,14 +20,24 @@ from pygraph_train import backend, torch_internals
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import Engine, make_engine
+from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.loop_report import LoopReport
-from pygraph_train.step.legality import PyGraphError
+from pygraph_train.step.dry_trace import DryTrace
+from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, innermost
 from pygraph_train.step.optimizer_graph import OptimizerGraph
+from pygraph_train.step.recompute import as_eager
+from pygraph_train.step.refusals import GLOBAL_HOOK
 
 __all__ = ["Loop", "RegionedCall", "never_replays"]
 
+log = logging.getLogger("pygraph_train")
+
 _PATIENCE = 40
 """Steps without a replay, and with a reason, after which a step is not graphed as a whole any more."""
+
+
+_SILENCE = 20
+"""Steps in which no region of forward or backward came from a graph, and none says why, after which it is found out."""
 
 
 class RegionedCall:
@@ -37,24 +49,59 @@ class RegionedCall:
     Args:
         module: called like this from now on, until `remove`.
         options: of the backend.
+        first: makes what watches the first calls, which run as they are: once for calls whose inputs require a
+            gradient (a penalty on it often comes in few steps only), and once for the others.
+        tell: is told why calls run as they are later on.
         **compile_options: further arguments of `torch.compile`.
     """
 
-    def __init__(self, module: nn.Module, options: dict[str, Any], **compile_options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        options: dict[str, Any],
+        first: Callable[[str], FirstCalls],
+        tell: Callable[[Problem], None],
+        **compile_options: Any,
+    ) -> None:
         self.module = module
+        self._tell = tell
+        self._hooks_on_all = torch_internals.global_module_hook_tables()
+        name = type(module).__name__
+        self._first: list[FirstCalls | None] = [
+            first(name),
+            first(f"{name}, where its inputs require a gradient,"),
+        ]
         self.paused = False
         # a code object of its own: Dynamo counts compiled variants per code object
         code = _call.__code__.replace(co_name="regions_of_module")
         function = types.FunctionType(code, _call.__globals__)
         self._compiled: Any = torch.compile(
-            function, backend=backend.pygraph, options=options, **compile_options
+            function, backend=_backend(name, tell), options=options, **compile_options
         )
         torch_internals.set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return _call(self.module, args, kwargs)
-        return self._compiled(self.module, args, kwargs)
+        kind = any(map(_requires_grad, args)) or any(map(_requires_grad, kwargs.values()))
+        first = self._first[kind]
+        if first is not None:
+            if not first.over:
+                result = _call(self.module, args, kwargs)
+                first.look_at(result)
+                return result
+            self._first[kind] = None
+        if any(self._hooks_on_all):
+            self._tell(_without_graphs(self.module, GLOBAL_HOOK))
+            return _call(self.module, args, kwargs)
+        with torch_internals.dynamo_region_config() as failures:
+            result = self._compiled(self.module, args, kwargs)
+        if failures:
+            reason = getattr(failures[0], "inner_exception", None)
+            if isinstance(reason, PyGraphError):  # it was asked for
+                raise reason
+            self._tell(_without_graphs(self.module, compiler_failed(failures[0])))
+        return result
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -65,10 +112,45 @@ class RegionedCall:
         finally:
             self.paused = before
 
+    def explain(self, device: torch.device, tell: Callable[[Problem], None]) -> None:
+        """Find out from the next calls why nothing of the module becomes a graph."""
+        compiled, module = self._compiled, self.module
+        call = torch_internals.uncompiled_call(module)
+        trace = DryTrace(device)
+
+        def looked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not trace.traced and trace.refused is None:
+                trace.look(call, *args, **kwargs)
+                done = trace.refused is not None
+            else:  # traced anew on every call, or nobody knows
+                done = True
+            if done:
+                self._compiled = compiled
+                changed = trace.traced and not trace.still_holds(call, *args, **kwargs)
+                why = trace.what_changed(call, *args, **kwargs) if changed else trace.refused
+                tell(_without_graphs(module, why))
+            return compiled(module, args, kwargs)
+
+        self._compiled = looked
+
     def remove(self) -> None:
         """Give the module back as it was."""
         if torch_internals.compiled_call(self.module) is self:
             torch_internals.set_compiled_call(self.module, None)
+
+
+def _without_graphs(module: nn.Module, why: Problem | None) -> Problem:
+    """The row for a module that never came from a graph."""
+    begins = _begins(type(module).__name__)
+    if why is None:
+        return Problem(f"{begins}: Dynamo makes none of what it traces, and gives no reason")
+    reason = why.reason.replace("the step is not one graph", "Dynamo cannot trace it as one graph")
+    reason = reason.replace("the step depends on", "it depends on")
+    return Problem(f"{begins}: {reason}", why.where, why.fix)
+
+
+def _begins(name: str) -> str:
+    return f"forward and backward of {name} get no graphs"
 
 
 def never_replays(whole: StepReport) -> bool:
@@ -76,6 +158,59 @@ def never_replays(whole: StepReport) -> bool:
     if whole.steps < _PATIENCE or whole.steps_replayed or whole.regions():
         return False
     return bool(whole.fallbacks)
+
+
+def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callable[..., Any]]:
+    """The compile backend, but for graphs with an activation whose gradient somebody may ask for.
+
+    Args:
+        name: of the module.
+        tell: is told why something is not compiled; Dynamo keeps backends, and must not keep its owner.
+    """
+    teller = weakref.WeakMethod(tell)
+
+    def regions(gm: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
+        kept = torch_internals.dynamo_side_effects() if _hands_out_activations(gm) else []
+        if not kept:
+            return backend.pygraph(gm, inputs, **kwargs)
+        now, (_, _, stack) = teller(), kept[0]
+        if now is not None:
+            now(
+                Problem(
+                    f"{_begins(name)}: it stores an activation that its results are "
+                    "computed from, and compiled ones have no gradient",
+                    innermost(stack),
+                    "Store it detached, where nobody asks for its gradient",
+                )
+            )
+        return as_eager(gm).forward
+
+    return regions
+
+
+def _hands_out_activations(gm: torch.fx.GraphModule) -> bool:
+    """Whether a result with a history is computed from another one."""
+    results = {x for x in gm.graph.output_node().all_input_nodes if _differentiable(x)}
+    for result in results:
+        left, seen = list(result.users), set()
+        while left:
+            node = left.pop()
+            if node in results:
+                return True
+            if node not in seen and _differentiable(node):
+                seen.add(node)
+                left += node.users
+    return False
+
+
+def _differentiable(node: torch.fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return node.op != "placeholder" and any(map(_requires_grad, values))
+
+
+def _requires_grad(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,6 +238,7 @@ class Loop:
         self._engine: Engine | None = None
         self._steps = 0
         self._counts = (0, 0)
+        self._silent = 0
         self._last: float | None = None
         self.active = False
         if disabled_by_environment() or config.engine == "off":
@@ -148,7 +284,11 @@ class Loop:
                 "max_signatures": config.max_signatures,
                 "on_failure": config.on_failure,
             }
-            self._calls.append(RegionedCall(module, options, **compile_options))
+
+            def first(name: str) -> FirstCalls:
+                return FirstCalls(name, lambda: self._steps, self.report.fell_back)
+
+            self._calls.append(RegionedCall(module, options, first, self._tell, **compile_options))
 
     def take_optimizer(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
@@ -212,6 +352,9 @@ class Loop:
         self._steps += 1
         report.steps += 1
         replays, plain = report.region_counts()
+        self._silent = 0 if replays > self._counts[0] else self._silent + 1
+        if self._silent == _SILENCE:
+            self._break_the_silence()
         regions = (replays > self._counts[0]) and plain == self._counts[1]
         self._counts = (replays, plain)
         if not regions or not all(graph.replayed for graph in optimizers):
@@ -223,3 +366,18 @@ class Loop:
         if self._last is not None:
             report.replay_intervals.append(now - self._last)
         self._last = now
+
+    def _break_the_silence(self) -> None:
+        """A long time without a graph of forward and backward has a row that says why."""
+        if any(region.reason for region in self.report.regions()):
+            return
+        for call in self._calls:
+            begins = _begins(type(call.module).__name__)
+            if not any(row.reason.startswith(begins) for row in self.report.fallbacks):
+                call.explain(self._device, self._tell)
+
+    def _tell(self, problem: Problem) -> None:
+        if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._steps)):
+            log.info("pygraph: %s", problem)
+        if self.config.on_failure == "raise":
+            raise PyGraphError(str(problem))

@@ -34,7 +34,7 @@ from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.step.legality import Problem, PyGraphError
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, not_optimized, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerCallback", "PyGraphTrainerMixin"]
@@ -262,6 +262,8 @@ class _TrainerProgram:
     """`StepProgram` over a transformers Trainer."""
 
     recorder: str | None = None
+    empties_first: bool = False
+    detaches_results: bool = True
 
     def __init__(self, trainer: PyGraphTrainerMixin) -> None:
         accelerated: Any = trainer.optimizer
@@ -275,7 +277,7 @@ class _TrainerProgram:
         self.parameters = [p for group in accelerated.optimizer.param_groups for p in group["params"]]
         self._step = tidy_step(accelerated, accelerated.step)  # before anything routes it
         self._trainer = trainer
-        self._scaler = trainer.accelerator.scaler
+        self._scaler = at_work(trainer.accelerator.scaler)
         self._preparation: OptimizerPreparation | None = None
         self._norm: Tensor | None = None
         self._unscales_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
@@ -321,6 +323,10 @@ class _TrainerProgram:
         self._preparation = preparation
         if self._scaler is not None and not (self._unscales_itself and preparation.step_supports_scaler):
             return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
+        if self._trainer.args.max_grad_norm > 0 and self.optimizer is not None:
+            others = not_optimized(self.model, self.optimizer)
+            if any(p.requires_grad or p.grad is not None for p in others):
+                return CLIPS_OTHERS
         return None
 
     def acts_before_backward(self) -> Problem | None:

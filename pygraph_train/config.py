@@ -19,7 +19,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "fuse": ("auto", "on", "off"),
     "compile": ("auto", True, False),
     "indirection": ("auto", "device", "host", "copy"),
-    "verify": ("off", "first", "always"),
+    "verify": ("off", "first", "sample", "always"),
     "engine": ("auto", "cuda", "emulated", "off"),
     "on_failure": ("fallback", "raise"),
 }
@@ -43,7 +43,8 @@ class PyGraphConfig:
         max_signatures: captures kept; the least recently used one is released (>= 1).
         indirection: how inputs at new addresses are served; only "copy" and "auto" exist so far.
         verify: compare replays with the same step run without a graph: never, on the first replay of
-            each capture, or on every replay ("always" is for debugging: it doubles the cost of a step).
+            each capture, also at growing intervals from then on ("sample": at most 0.2% of the time), or on
+            every replay ("always" is for debugging: it doubles the cost of a step).
         engine: "cuda" needs a CUDA device; "emulated" replays a CPU tape with CUDA-graph rules (for
             tests and for seeing the mechanism; it is slower than plain training); "off" does nothing;
             "auto" is "cuda" where there is a CUDA device and "off" elsewhere.
@@ -54,6 +55,7 @@ class PyGraphConfig:
     Raises:
         ValueError: an option has a value that is not allowed, or options contradict each other. The
             message names the field.
+        TypeError: `cache_dir` is no path.
     """
 
     forward: Switch = "auto"
@@ -64,13 +66,15 @@ class PyGraphConfig:
     warmup_steps: int = 3
     max_signatures: int = 8
     indirection: Literal["auto", "device", "host", "copy"] = "auto"
-    verify: Literal["off", "first", "always"] = "first"
+    verify: Literal["off", "first", "sample", "always"] = "sample"
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
     on_failure: Literal["fallback", "raise"] = "fallback"
     cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_values(self, _CHOICES, {"warmup_steps": 2, "max_signatures": 1}, "PyGraphConfig.{}={!r}")
+        if self.cache_dir is not None:
+            _check_directory(self.cache_dir)
         if self.fuse == "on":
             off = [p for p in ("forward", "backward", "optimizer") if getattr(self, p) == "off"]
             if off:
@@ -119,6 +123,15 @@ def check_values(
         value = getattr(options, name)
         if type(value) is not int or value < minimum:
             raise ValueError(f"{told.format(name, value)} is not allowed: use a whole number >= {minimum}")
+
+
+def _check_directory(cache_dir: Any) -> None:
+    told = f"PyGraphConfig.cache_dir={cache_dir!r} is not allowed: use a path, or None"
+    if not isinstance(cache_dir, (str, os.PathLike)):
+        raise TypeError(told)
+    path = os.fspath(cache_dir)
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ValueError(told)
 
 
 def disabled_by_environment() -> bool:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import traceback
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
+
+from pygraph_train.torch_private import checkpoints, host_numbers
 
 
 def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
@@ -32,6 +36,26 @@ def optimizer_step_override(optimizer: torch.optim.Optimizer) -> Any:
     """What someone put over `optimizer.step`, but for the schedulers' call counter (torch 2.11, 2.13)."""
     step = vars(optimizer).get("step")
     return None if step is None or getattr(step, "_wrapped_by_lr_sched", False) else step
+
+
+def count_optimizer_step(optimizer: Any) -> None:
+    """Note a `step()` that did not run, as schedulers have it do: they warn where it never did (torch 2.11, 2.13)."""
+    step = vars(optimizer).get("step")
+    if step is not None and getattr(step, "_wrapped_by_lr_sched", False):
+        optimizer._opt_called = True
+
+
+def optimizer_step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The function that `step()` of its class runs between the hooks of the optimizer (torch 2.11, 2.13)."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "__code__", None) is _hooked_step() else step
+
+
+@functools.cache
+def _hooked_step() -> types.CodeType:
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(_hooked_step)
+    code: types.CodeType = hooked.__code__
+    return code
 
 
 _OPTIMIZER_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
@@ -101,6 +125,12 @@ def writes_arguments(func: torch._ops.OpOverload) -> bool:
     return func._schema.is_mutable
 
 
+def replaces_memory(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator gives a tensor other memory, or memory of another size (torch 2.11, 2.13)."""
+    packet = func._schema.name
+    return packet == "aten::set_" or packet.startswith(("inductor::resize_storage_bytes_", "aten::resize_"))
+
+
 def global_module_hook_tables() -> tuple[Mapping[int, Any], ...]:
     """The live tables of hooks that every module runs (torch 2.11, 2.13)."""
     from torch.nn.modules import module
@@ -123,6 +153,37 @@ def dynamo_cache_entries(code: types.CodeType) -> list[Any]:
     return list(_debug_get_cache_entry_list(code))
 
 
+def forget_compiled(code: types.CodeType) -> None:
+    """Free the compiled variants of a code object. Its garbage collection does not see them: where they hold what
+    holds it, nothing is ever freed. (2.11, 2.13)"""
+    torch._C._dynamo.eval_frame.reset_code(code)
+
+
+def tracing_notes(graph: torch.fx.GraphModule) -> list[tuple[Any, str]]:
+    """Where the compilation of a frame keeps weak references to real tensors: (owner, attribute).
+
+    To be called inside a backend with the graph it is given. (2.11, 2.13)
+    """
+    context = torch._guards.TracingContext.try_get()
+    values = [node.meta.get("example_value") for node in graph.graph.nodes]
+    modes: list[Any] = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    found: list[tuple[Any, str]] = []
+    if context is not None:
+        found.append((context, "tensor_to_context"))
+        modes.append(context.fake_mode)
+    for mode in {id(m): m for m in modes if m is not None}.values():
+        found.append((mode.fake_tensor_converter.meta_converter.describer, "lookup_tensor"))
+    return found
+
+
+def forget_notes(notes: list[tuple[Any, str]]) -> None:
+    """Once all is compiled: empty these. `swap_tensors` refuses tensors with weak references, and what is compiled
+    keeps its fake tensors, which keep the notes. (2.11, 2.13)"""
+    for owner, attribute in notes:
+        setattr(owner, attribute, type(getattr(owner, attribute))())
+    notes.clear()
+
+
 @contextmanager
 def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Context: (owner, attribute, value), as many as there are.
@@ -133,7 +194,9 @@ def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     before = []
     try:
         for owner, name, value in changes:
-            before.append((owner, name, getattr(owner, name)))
+            # of a class what it holds itself: a static method is not the function that it gives
+            old = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+            before.append((owner, name, old))
             setattr(owner, name, value)
         yield
     finally:
@@ -142,10 +205,38 @@ def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _tracing(**settings: Any) -> AbstractContextManager[None]:
-    """Dynamo with these settings, and with what torch 2.11 lacks."""
+    """Dynamo with these settings, and with what it lacks.
+
+    Numbers of the host are as eager has them, and it has no ideas of its own of optimizers.
+    """
     import torch._dynamo.config as config
 
-    return _changed([*((config, name, value) for name, value in settings.items()), *_mends()])
+    settings["trace_numpy"] = False  # `host_numbers` has the reasons
+    settings["enable_dynamo_decompositions"] = False  # `a.add_(b, alpha=c)` is rounded once, not twice
+    changes = [(config, name, value) for name, value in settings.items()]
+    mends = [*host_numbers.mends(), *checkpoints.mends(), *_mends(), *_quiet()]
+    return _changed([*changes, *mends, _optimizers_as_they_are(), _tracer()])
+
+
+@functools.cache
+def _quiet() -> tuple[tuple[Any, str, Any], ...]:
+    """Dynamo without its advice on graph breaks, for loops that never asked for it: the report has that. (2.11, 2.13)
+
+    What it warns of only once it has not warned of then, and does when the user's own code is compiled.
+    """
+    import torch._dynamo.utils as utils
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    warn_once = utils.warn_once
+
+    def warn(msg: str, stacklevel: int = 1) -> None:
+        if not msg.startswith("Dynamo does not know how to trace"):
+            warn_once(msg, stacklevel + 1)
+
+    return (
+        (utils, "warn_once", warn),
+        (TensorVariable, "_warn_capture_scalar_outputs", staticmethod(lambda: None)),
+    )
 
 
 @functools.cache
@@ -226,6 +317,24 @@ def dynamo_step_config() -> AbstractContextManager[None]:
     )
 
 
+@functools.cache
+def _optimizers_as_they_are() -> tuple[Any, str, Any]:
+    """Let an optimizer be traced as any other object. (2.11, 2.13)
+
+    Otherwise Dynamo runs `_init_group` for real and sets few guards for what it does, takes `capturable` for
+    True, moves step counts to the GPU, and loses what is written to the optimizer's attributes.
+    """
+    import torch._dynamo.variables.builder as builder
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    def any_object(value: Any, *, source: Any, **kwargs: Any) -> Any:
+        made = UserDefinedObjectVariable(value, source=source)
+        return InstructionTranslator.current_tx().output.side_effects.track_object_existing(value, made)
+
+    return builder, "OptimizerVariable", any_object
+
+
 class _Functions(str):
     """Functions to iterate over, in a value that `json.dumps` takes: torch 2.11 logs Dynamo's options."""
 
@@ -286,6 +395,20 @@ def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:
     return type(before) is type(after) and bool(before == after)
 
 
+def dynamo_error_place(error: BaseException) -> str | None:
+    """`file:line` of the user's code that Dynamo was tracing when it raised this, if it says so (torch 2.11, 2.13)."""
+    frame = getattr(error, "innermost_user_frame_summary", None)
+    return None if frame is None else f"{frame.filename}:{frame.lineno}"
+
+
+def dynamo_asked_whether_compiling() -> bool:
+    """Whether the frame being compiled has asked `torch.compiler.is_compiling()` or the like, which is False
+    without Dynamo; call inside a backend (torch 2.11, 2.13)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return bool(InstructionTranslator.current_tx().inconsistent_side_effects)
+
+
 def placeholder_source(node: torch.fx.Node) -> str | None:
     """Python expression over the frame's locals `L` that a graph input was read from (torch 2.11, 2.13)."""
     grapharg = node.meta.get("grapharg")
@@ -294,6 +417,25 @@ def placeholder_source(node: torch.fx.Node) -> str | None:
         return None
     name = source.name
     return name() if callable(name) else name
+
+
+def writes_to_inputs(graph: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node, bool]]:
+    """What a graph of Dynamo does to its inputs: (operation, input, whether it gets other memory). (2.11, 2.13)
+
+    `x.data = y` is `torch.Tensor.set_` there. `x.data` is an operation whose result shares the memory of `x`, and
+    counts the changes in place on its own. For these the operation is the first one that may be meant.
+    """
+    found = []
+    for node in graph.graph.nodes:
+        if node.target is torch.Tensor.set_:
+            found.append((node, node.args[0], True))
+            continue
+        value = node.meta.get("example_value")
+        is_data = node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+        if isinstance(value, torch.Tensor) and (node.op == "placeholder" or is_data) and value._version > 0:
+            users = [u for u in node.users if str(getattr(u.target, "__name__", u.target)).endswith("_")]
+            found.append((next(iter(users or node.users), node), node.args[0] if is_data else node, False))
+    return [(node, source, rebinds) for node, source, rebinds in found if source.op == "placeholder"]
 
 
 def guarded_expression(guard: Any) -> str:
@@ -326,7 +468,8 @@ def clear_cublas_workspaces() -> None:
 
 def refresh_scaler_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """Forget that this optimizer's gradients were unscaled in this step (torch 2.11, 2.13)."""
-    scaler._per_optimizer_states.pop(id(optimizer), None)
+    if scaler.is_enabled():  # else it has no such thing
+        scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def cuda_graph_nodes(graph: torch.cuda.CUDAGraph) -> int:
@@ -382,7 +525,8 @@ def current_cuda_stream(device: int) -> int:
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
     """Scale and growth counter on the device, once they exist (torch 2.11, 2.13)."""
-    return [t for t in (scaler._scale, scaler._growth_tracker) if t is not None]
+    tensors = (scaler._scale, scaler._growth_tracker) if scaler.is_enabled() else ()
+    return [t for t in tensors if t is not None]
 
 
 def module_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
@@ -398,6 +542,52 @@ def module_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 def hook_registrations() -> int:
     """A number that grows with every hook registered on any tensor, module or optimizer (torch 2.11, 2.13)."""
     return RemovableHandle.next_id
+
+
+def tensor_looks(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """What tensors look like: type, dtype, device, shape, strides, requires_grad. (2.11, 2.13)
+
+    Args:
+        tensors: of any kind that has a shape.
+
+    Returns:
+        Whether as many other tensors, given as arguments, look the same. It is one call in C.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    if not tensors:
+        return lambda: True
+    sizes: list[Any] = [list(t.shape) for t in tensors]
+    strides: list[Any] = [
+        list(t.stride()) if t.layout is torch.strided else [None] * t.dim() for t in tensors
+    ]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return guards.check
+
+
+def hooks_on_accumulation(leaf: torch.Tensor) -> list[Any]:
+    """Hooks that somebody registered on the node that adds to a leaf's gradient. (2.11, 2.13)
+
+    Nothing tells them, but the handle of one more hook knows the table that it is in. That hook does not count
+    among the `hook_registrations`.
+    """
+    if not leaf.requires_grad or not leaf.is_leaf:
+        return []
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    found: list[Any] = []
+    for register in (node.register_hook, node.register_prehook):
+        before = RemovableHandle.next_id
+        handle = register(_no_hook)
+        table = handle.hooks_dict_ref() or {}  # type: ignore[attr-defined]
+        found += [hook for hook in table.values() if hook is not _no_hook]
+        handle.remove()
+        if RemovableHandle.next_id == before + 1:
+            RemovableHandle.next_id = before
+    return found
+
+
+def _no_hook(*_: Any) -> None:
+    """A hook that changes nothing."""
 
 
 def saved_tensors_hooks_active() -> bool:
@@ -465,11 +655,7 @@ def no_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def autograd_is_watched() -> bool:
     """Whether somebody wants to see what is saved for a backward, or transforms it. (2.11, 2.13)"""
-    return (
-        saved_tensors_hooks_active()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._dynamo.compiled_autograd.compiled_autograd_enabled
-    )
+    return saved_tensors_hooks_active() or autograd_is_traced()
 
 
 def compiled_autograd_wanted() -> bool:
@@ -483,6 +669,57 @@ def _forward_metadata() -> Any:
     """What AOTAutograd knows of the function that is compiled now, None where it compiles none."""
     context = torch._guards.TracingContext.try_get()
     return context.fw_metadata if context is not None else None
+
+
+def tangent_places() -> tuple[int, ...] | None:
+    """Where the backward that belongs to the forward compiled now has its gradients of outputs from.
+
+    Positions among what autograd gives the compiled function's node: one for each input that is written, each
+    result, and each tensor that results are views of. AOTAutograd leaves out what has no gradient. (2.11, 2.13)
+    """
+    from torch._functorch._aot_autograd.schemas import OutputType
+
+    metadata = _forward_metadata()
+    if metadata is None:
+        return None
+    own = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+    inputs = [metadata.input_info[i] for i in metadata.mutated_inp_runtime_indices]
+    has_gradient = [info.mutates_data and info.requires_grad for info in inputs]
+    has_gradient += [
+        info.output_type in own and issubclass(info.raw_type, torch.Tensor) and info.requires_grad
+        for info in metadata.output_info
+    ]
+    has_gradient += [True] * metadata.num_intermediate_bases
+    return tuple(i for i, has in enumerate(has_gradient) if has)
+
+
+def compiled_function() -> int | None:
+    """A number of the function that AOTAutograd compiles now, see `compiled_function_of`. (2.11, 2.13)"""
+    from torch._functorch._aot_autograd.logging_utils import get_aot_compilation_context
+
+    names = get_aot_compilation_context()[0]  # as in "3_forward"
+    number = names[0].partition("_")[0] if names else ""
+    return int(number) if number.isdigit() else None
+
+
+def compiled_function_of(node: Any) -> int | None:
+    """The number of the compiled function that a node of an autograd graph calls, None for other nodes. (2.11, 2.13)"""
+    return getattr(getattr(node, "_forward_cls", None), "_aot_id", None)
+
+
+def autograd_is_traced() -> bool:
+    """Whether autograd works for something else than the gradients of tensors. (2.11, 2.13)"""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._dynamo.compiled_autograd.compiled_autograd_enabled
+    )
+
+
+def forget_strides_of_last_outputs(number: int) -> None:
+    """Let AOTAutograd take none of a compiled graph's last outputs for something that is saved. (2.11, 2.13)"""
+    context = torch._guards.TracingContext.try_get()
+    if number and context is not None and context.output_strides:
+        del context.output_strides[-number:]
 
 
 def grad_mode_changed() -> bool:
@@ -678,6 +915,31 @@ def compile_with_inductor(
         )
 
 
+def _dropout(input: torch.Tensor, p: float, train: bool | None) -> Any:
+    """Dropout as eager PyTorch computes it on a CPU: the factor is rounded to the tensor's type. (2.11, 2.13)
+
+    AOTAutograd traces the operator that eager uses on GPUs only, which does not round it.
+    """
+    if input.device.type != "cpu" or train is False or not 0 < p <= 1:
+        return NotImplemented
+    if p == 1:  # draws nothing
+        return input * torch.zeros((), dtype=input.dtype), torch.zeros_like(input, dtype=torch.bool)
+    # numbers are drawn in the order in which they lie in memory, for which the functional operator has no strides
+    like = torch.empty_like(input)
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
+    drawn = torch.ops.aten.bernoulli.p(like.permute(order), 1 - p)
+    kept = drawn.permute([order.index(dim) for dim in range(like.dim())])
+    return input * kept.div(1 - p), kept.to(torch.bool)
+
+
+def _dropout_backward(gradient: torch.Tensor, kept: torch.Tensor, scale: float) -> Any:
+    """See `_dropout`; the scale is 1 / (1 - p). (2.11, 2.13)"""
+    if gradient.device.type != "cpu" or not scale:
+        return NotImplemented
+    return gradient * kept.to(gradient.dtype).div(1 / scale)
+
+
 def compile_with_aten(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], build: BuildRegion
 ) -> Callable[..., Any]:
@@ -707,6 +969,10 @@ def compile_with_aten(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("inference"),
+            decompositions={
+                torch.ops.aten.native_dropout.default: _dropout,
+                torch.ops.aten.native_dropout_backward.default: _dropout_backward,
+            },
             partition_fn=default_partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
@@ -750,7 +1016,6 @@ def _mutated_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:
 def fake_evaluation(gm: torch.fx.GraphModule) -> Iterator[None]:
     """Calls inside compute fake tensors, in the mode that the graph's own metas belong to. (2.11, 2.13)"""
     from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.fake_tensor import FakeTensor
 
     values = (node.meta.get("val") for node in gm.graph.nodes)
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
@@ -774,6 +1039,14 @@ def saved_for_backward(gm: torch.fx.GraphModule) -> frozenset[int]:
     kinds = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
     described = gm.graph.output_node().meta.get("desc") or ()
     return frozenset(i for i, desc in enumerate(described) if isinstance(desc, kinds))
+
+
+def saved_and_checked(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """Of the outputs that are `saved_for_backward` those that nobody may change before. (2.11, 2.13)"""
+    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+    described = gm.graph.output_node().meta.get("desc") or ()
+    return frozenset(i for i, desc in enumerate(described) if isinstance(desc, SavedForBackwardsAOTOutput))
 
 
 def attribute(gm: torch.fx.GraphModule, target: str) -> torch.Tensor:
@@ -824,7 +1097,7 @@ def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
 
 def scaler_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Whether this optimizer's gradients were unscaled in the present step. (2.11, 2.13)"""
-    state = scaler._per_optimizer_states.get(id(optimizer))
+    state = scaler._per_optimizer_states.get(id(optimizer)) if scaler.is_enabled() else None
     return bool(state and state["found_inf_per_device"])
 
 
@@ -854,18 +1127,44 @@ tensor_use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # typ
 
 
 @contextmanager
-def dynamo_region_config() -> Iterator[list[BaseException]]:
-    """Compile so that module hooks registered later are noticed, and for every caller (torch 2.11, 2.13).
+def dynamo_region_config(**settings: Any) -> Iterator[list[BaseException]]:
+    """Compile so that it is noticed when hooks of modules or methods of classes change later (torch 2.11, 2.13).
 
-    The limit counts what all callers compiled of one function, and those that are gone. A function for which
-    Dynamo itself fails runs as it is, because half of the step may have been made by then.
+    A function for which Dynamo itself fails runs as it is, because half of the step may
+    have been made by then.
+
+    All of it is switched on when Dynamo traces, which few steps do.
+
+    Args:
+        **settings: further ones of Dynamo.
 
     Yields:
         These failures, for which torch would log pages.
     """
     failures: list[BaseException] = []
+    tracer, call, trace = _tracer()
 
+    def traced(self: Any, *args: Any) -> Any:
+        with _tracing_regions(failures, settings):
+            return trace(self, *args)
+
+    with _changed([(tracer, call, traced)]):
+        yield failures
+
+
+@functools.cache
+def _tracer() -> tuple[Any, str, Any]:
+    """What is called for a frame without compiled code. (2.11, 2.13)"""
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+    return CatchErrorsWrapper, "__call__", CatchErrorsWrapper.__call__
+
+
+@contextmanager
+def _tracing_regions(failures: list[BaseException], settings: dict[str, Any]) -> Iterator[None]:
     def take(record: logging.LogRecord) -> bool:
+        if "recompile_limit" in str(record.msg) or "recompile_limit" in map(str, record.args or ()):
+            return False
         if record.levelno != logging.WARNING or not record.exc_info or record.exc_info[1] is None:
             return True
         failures.append(record.exc_info[1])
@@ -873,11 +1172,46 @@ def dynamo_region_config() -> Iterator[list[BaseException]]:
 
     log = logging.getLogger("torch._dynamo.convert_frame")
     log.addFilter(take)
+    settings = {
+        "skip_nnmodule_hook_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,  # `p.data = p.data[:n]` changes no dict
+        "suppress_errors": True,
+        **settings,
+    }
     try:
-        with _tracing(skip_nnmodule_hook_guards=False, recompile_limit=64, suppress_errors=True):
-            yield failures
+        with _changed(_guarded_methods()), _tracing(**settings):
+            yield
     finally:
         log.removeFilter(take)
+
+
+@functools.cache
+def _guarded_methods() -> tuple[tuple[Any, str, Any], ...]:
+    """Dynamo guards that no object has a method of its own, and not which one its class has. (2.11, 2.13)"""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, TypeSource
+    from torch._dynamo.variables import nn_module
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    called = "guard_to_detect_forward_monkeypatching"
+    guard_forward: Callable[..., None] = getattr(nn_module, called)
+    read: Callable[..., Any] = UserDefinedObjectVariable.var_getattr
+
+    def guard(source: Any, value: object, name: str) -> None:
+        if source is not None and isinstance(getattr(type(value), name, None), types.FunctionType):
+            install_guard(AttrSource(TypeSource(source), name).make_guard(GuardBuilder.ID_MATCH))
+
+    def forward(source: Any, module: torch.nn.Module) -> None:
+        guard_forward(source, module)
+        guard(source, module, "forward")
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        found = read(self, tx, name)
+        if not name.startswith("_"):
+            guard(self.source, self.value, name)
+        return found
+
+    return (nn_module, called, forward), (UserDefinedObjectVariable, "var_getattr", var_getattr)
 
 
 CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
@@ -892,6 +1226,53 @@ def raised_while_tracing(error: BaseException) -> bool:
         return True
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_filename == convert_frame.__file__ for frame, _ in frames)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(fn: _F) -> _F:
+    """`fn`, so that Dynamo traces neither it nor what it calls: autograd calls it from traced frames.
+
+    `torch.compiler.disable` does the same, and takes the host longer. (2.11, 2.13)
+    """
+
+    @functools.wraps(fn)
+    def outside(*args: Any) -> Any:
+        before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+        try:
+            return fn(*args)
+        finally:
+            torch._C._dynamo.eval_frame.set_eval_frame(before)
+
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.eval_frame.skip_code(_code(outside))
+    return outside  # type: ignore[return-value]
+
+
+def _code(fn: Any) -> types.CodeType:
+    return fn.__code__  # type: ignore[no-any-return]
+
+
+@functools.cache
+def start_untraced() -> None:
+    """Before anything is compiled: what was made by `untraced` without Dynamo, whose import takes a second."""
+    import torch._dynamo.eval_frame as eval_frame
+
+    eval_frame.skip_code(_code(untraced(_code)))  # they have their code in common
+
+
+def leave_to_python(method: Callable[..., Any]) -> None:
+    """Dynamo traces neither a function, where Python calls it, nor what it calls. (2.11, 2.13)"""
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
+
+    set_code_exec_strategy(_code(method), FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+def end_trace_here() -> None:
+    """Where Dynamo traces the caller: end its graph before the call."""
+    torch._dynamo.graph_break(msg="a graphed step is called inside of another one")
 
 
 def dynamo_restart() -> type[BaseException]:

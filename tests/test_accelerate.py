@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import linecache
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader
 
 accelerate = pytest.importorskip("accelerate")
@@ -35,10 +39,12 @@ from accelerate_training import (  # noqa: E402
     run,
     setup,
 )
-from training import Net  # noqa: E402
+from training import Net, line_of  # noqa: E402
 
-from pygraph_train import Accelerator, PyGraph, PyGraphError  # noqa: E402
+from pygraph_train import Accelerator, PyGraph, PyGraphConfig, PyGraphError, StepReport  # noqa: E402
+from pygraph_train.graphs import make_engine  # noqa: E402
 from pygraph_train.integrations.accelerate import route_step  # noqa: E402
+from pygraph_train.step.optimizer_graph import OptimizerGraph  # noqa: E402
 from pygraph_train.torch_internals import compiled_call  # noqa: E402
 
 
@@ -228,6 +234,199 @@ def test_layers_frozen_for_a_while() -> None:
             script.write("parameters", list(model.parameters()))
 
     assert both(script).optimizer_steps_replayed > 5
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_calls_for_a_gradient_penalty_run_as_they_are(every: int) -> None:
+    """WGAN-GP, and StyleGAN2's lazy penalty: it works, is made once, and the report names its line."""
+
+    def script(s: Script) -> None:
+        critic: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer: Any = torch.optim.AdamW(critic.parameters(), lr=1e-2, fused=True)
+        critic, optimizer, loader = s.accelerator.prepare(
+            critic, optimizer, DataLoader(Numbers(), batch_size=6)
+        )
+        for i, batch in enumerate(loader):
+            optimizer.zero_grad()
+            s.accelerator.backward(critic(batch["x"].flip(0)).mean())
+            if i % every == every - 1:
+                mixed = batch["x"].requires_grad_()
+                score = critic(mixed)
+                (slope,) = torch.autograd.grad(score.sum(), mixed, create_graph=True)
+                s.accelerator.backward((slope.norm(dim=1) - 1).square().mean() - score.mean())
+            optimizer.step()
+            s.write_state(critic, optimizer)
+
+    report = both(script)
+    assert report.present_plan() == "{F} {B} {O}" and report.optimizer_steps_replayed >= 10, str(report)
+    (row,) = [f for f in report.fallbacks if "create_graph=True" in f.reason]
+    file, _, line = str(row.where).rpartition(":")
+    assert file == __file__ and "create_graph=True" in linecache.getline(file, int(line)), row
+
+
+@pytest.mark.parametrize("asked", [lambda i: True, lambda i: i % 4 == 3, lambda i: i == 20])
+def test_the_gradient_of_an_activation_that_a_hook_keeps(asked: Any) -> None:
+    """Grad-CAM, in every step or in a later one."""
+
+    def script(s: Script) -> None:
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            found["activation"] = output
+
+        model = Net()
+        model.first.register_forward_hook(keep)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        prepared, optimizer, loader = s.accelerator.prepare(
+            model, optimizer, DataLoader(Numbers(), batch_size=8)
+        )
+        for i, batch in enumerate(loader):
+            loss = loss_of(prepared, batch)
+            if asked(i):
+                s.write("gradient", torch.autograd.grad(loss, found["activation"], retain_graph=True)[0])
+            s.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            s.write("loss", loss)
+        s.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.present_plan() == "F B {O}", str(report)
+    (row,) = report.fallbacks
+    file, _, line = str(row.where).rpartition(":")
+    assert file == __file__ and 'found["activation"]' in linecache.getline(file, int(line)), row
+
+
+def test_lazy_modules_are_compiled_once_they_have_parameters() -> None:
+    def script(s: Script) -> None:
+        model: Any = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = s.accelerator.prepare(
+            model, optimizer, DataLoader(Numbers(), batch_size=8)
+        )
+        for batch in loader:
+            optimizer.zero_grad()
+            s.accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            s.write_state(model, optimizer)
+
+    report = both(script)
+    regions = {r.phase: r.replays for r in report.regions()}
+    assert regions["forward"] >= 20 and regions["backward"] >= 20, str(report)
+
+
+class Halves(Net):
+    """With a method of its own, which somebody may replace."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(super().forward(x))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def halve_outputs(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 0.5
+
+
+CHANGES_OF_MODULES = {
+    "a hook": lambda model, last: last.register_forward_hook(halve_outputs),
+    "a pre-hook": lambda model, last: last.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,)),
+    "a hook of the model": lambda model, last: model.register_forward_hook(halve_outputs),
+    "a backward hook": lambda model, last: last.register_full_backward_hook(
+        lambda m, inputs, outputs: tuple(x if x is None else x * 2 for x in inputs)
+    ),
+    "a hook on all modules": lambda model, last: register_module_forward_hook(halve_outputs),
+    "a forward": lambda model, last: Changed(Halves, "forward", lambda self, x: Net.forward(self, x) * 0.5),
+    "a forward of a child": lambda model, last: Changed(
+        nn.Linear, "forward", lambda self, x: x @ self.weight.t()
+    ),
+    "a method": lambda model, last: Changed(Halves, "scaled", lambda self, x: x * 0.5),
+}
+
+
+class Changed:
+    """Something in a class, until `remove`."""
+
+    def __init__(self, owner: type, name: str, value: Any) -> None:
+        self._before = owner, name, vars(owner)[name]
+        setattr(owner, name, value)
+
+    def remove(self) -> None:
+        setattr(*self._before)
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_MODULES.values(), ids=CHANGES_OF_MODULES.keys())
+def test_what_is_done_to_modules_in_mid_run_is_noticed(change: Any) -> None:
+    def script(script: Script) -> None:
+        model = Halves()
+        last = [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        loader = DataLoader(Numbers(), batch_size=6)
+        prepared, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+        handle: Any = None
+        for i, batch in enumerate(loader):
+            if i == 14:
+                handle = change(model, last)
+            if i == 27:
+                handle.remove()
+            loss = loss_of(prepared, batch)
+            script.accelerator.backward(loss)
+            optimizer.step()
+            script.write("loss", loss)
+            script.write_state(model, optimizer)
+            optimizer.zero_grad()
+
+    replayed(both(script), 10)
+
+
+def test_numbers_of_the_host_are_those_of_plain_python() -> None:
+    class Scales(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale = np.float64(0.3) if random.random() < 2 else 1
+            return super().forward(x) * self.scale * np.float64(1.7)
+
+    def script(script: Script) -> None:
+        random.seed(0)
+        model = Scales()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        loader = DataLoader(Numbers(), batch_size=8)
+        prepared, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            loss = loss_of(prepared, batch)
+            script.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            script.write("loss", loss)
+            script.write("scale", (model.scale, type(model.scale).__name__))
+        script.write("random", random.getstate())
+        script.write_state(model, optimizer)
+
+    both(script)
+
+
+def test_heads_that_take_turns_have_gradients_in_turn() -> None:
+    def script(s: Script) -> None:
+        torch.manual_seed(0)
+        model: Any = nn.ModuleDict(
+            {"body": nn.Linear(6, 8), "one": nn.Linear(8, 3), "other": nn.Linear(8, 3)}
+        )
+        model.forward = lambda x: [model[name](model["body"](x).relu()) for name in ("one", "other")]
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+        model, optimizer, loader = s.accelerator.prepare(
+            model, optimizer, DataLoader(Numbers(), batch_size=8)
+        )
+        for index, batch in enumerate(loader):
+            optimizer.zero_grad()
+            out = model(batch["x"])[index // 5 % 2]
+            s.accelerator.backward(nn.functional.cross_entropy(out, batch["y"]))
+            s.write("absent", [p.grad is None for p in model.parameters()])
+            optimizer.step()
+            s.write_state(model, optimizer)
+
+    report = both(script)
+    regions = {r.phase: r.replays for r in report.regions()}
+    assert regions["forward"] >= 20 and regions["backward"] >= 20, str(report)
 
 
 def test_gradients_kept_by_the_user_keep_their_values() -> None:
@@ -539,3 +738,68 @@ def test_with_a_scaler_accelerate_leaves_nothing_on_the_optimizer() -> None:
     assert "step" not in vars(inner)
     undo()
     assert type(optimizer) is accelerate.optimizer.AcceleratedOptimizer
+
+
+class LayerDrop(nn.Module):
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.last = nn.Linear(6, 3)
+        self.count = 0.0 if counts else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.count is not None:
+            self.count += 0.5
+            x = x * self.count
+        for layer in self.layers:
+            if self.count is None and random.random() < 0.3:
+                continue
+            x = x + layer(x).relu()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["random", "counter"])
+def test_a_model_that_never_becomes_a_graph_has_a_row_with_the_line(counts):
+    models: list[LayerDrop] = []
+
+    def script(script: Script) -> None:
+        random.seed(0)
+        torch.compiler.reset()
+        model = LayerDrop(counts)
+        models.append(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        loader = DataLoader(Numbers(), batch_size=6)
+        model, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            loss = loss_of(model, batch)
+            script.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            script.write("loss", loss)
+        script.write_state(model, optimizer)
+        script.write("random", random.random())
+        script.write("count", model.count)
+
+    report = both(script, compiled_reference=counts)
+    assert report.steps_replayed == 0
+    rows = [f for f in report.fallbacks if "forward and backward of LayerDrop get no graphs" in f.reason]
+    assert len(rows) == 1, str(report)
+    if counts:
+        assert "self.count ==" in rows[0].reason, str(report)
+    else:
+        assert rows[0].where == line_of(LayerDrop, "random.random()"), str(report)
+
+
+def test_gradients_that_were_unscaled_for_clipping_have_a_row() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([p], fused=True)
+    scaler, report = torch.amp.GradScaler("cpu"), StepReport()
+    engine = make_engine("emulated", torch.device("cpu"))
+    graph = OptimizerGraph(optimizer, engine, PyGraphConfig(engine="emulated"), report, scaler)
+    for _ in range(6):
+        scaler.scale(p.sum()).backward()
+        scaler.unscale_(optimizer)
+        graph.run(lambda: scaler.step(optimizer))
+        scaler.update()
+    assert ["unscaled before its step" in f.reason for f in report.fallbacks] == [True], str(report)
+    graph.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,34 @@ def train(script: Script, *, clip: str | None = None, zero_first: bool = False, 
         script.write("result", step(batch))
         script.write("rate", schedule.get_last_lr())
     script.write_state(model, optimizer)
+
+
+@pytest.mark.parametrize("owner", ["prepared", "inner"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_scheduler_made_in_mid_run_warns_of_nothing(owner, whole):
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script)
+        step = plain_step(script, model, optimizer)
+        if not whole:
+            step = step.__wrapped__ if hasattr(step, "__wrapped__") else step
+        scheduler = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for index, batch in enumerate(loader):
+                if index == 20:
+                    of = optimizer if owner == "prepared" else optimizer.optimizer
+                    scheduler = torch.optim.lr_scheduler.ExponentialLR(of, 0.9)
+                script.write("loss", step(batch))
+                if scheduler is not None:
+                    scheduler.step()
+        script.write(
+            "warnings", [str(w.message) for w in caught if "`lr_scheduler.step()`" in str(w.message)]
+        )
+        script.write("called", [vars(o).get("_opt_called") for o in (optimizer, optimizer.optimizer)])
+
+    report = both(script, compiled_reference=not whole)
+    replays = [r.steps_replayed for r in report.whole_steps.values()] if whole else []
+    assert max([report.optimizer_steps_replayed, *replays]) >= 15, str(report)
 
 
 def plain_step(script: Script, model: nn.Module, optimizer: Any) -> Callable[..., torch.Tensor]:

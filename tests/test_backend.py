@@ -252,6 +252,23 @@ def train(call: Callable[..., Any], optimizer: torch.optim.Optimizer, steps: int
     return losses
 
 
+class Turned(nn.Module):
+    """Dropout of what lies transposed in memory, and of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = F.dropout(self.first(x).t(), 0.3, self.training).t()
+        return self.last(dropped + F.dropout(dropped, 1.0, self.training))
+
+
+def test_dropout_of_a_transposed_tensor_draws_the_same_mask() -> None:
+    same_as_plain(lambda model, call, opt: train(call, opt, 12), Turned)
+    assert replays("forward") >= 8
+
+
 def accumulating(steps: int, set_to_none: bool = True) -> Body:
     """Groups of four micro-batches."""
 

@@ -115,6 +115,23 @@ def test_several_outputs(calls: list[Any]) -> None:
     assert len(calls) >= 20
 
 
+class Solves(nn.Module):
+    """Operators some of whose results, and inputs of the backward, are None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        square = self.first(x).view(-1, 3, 3)
+        square = square @ square.mT + torch.eye(3)
+        return self.last((torch.linalg.solve(square, square * 2) + torch.linalg.cholesky(square)).flatten(1))
+
+
+def test_results_that_are_none(calls: list[Any]) -> None:
+    same_as_plain(lambda model, call, opt: train(call, opt, 12), Solves)
+
+
 def test_gradients_of_some_inputs_and_hooks(calls: list[Any]) -> None:
     def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
         seen: list[torch.Tensor] = []
@@ -361,6 +378,35 @@ def _hidden(model: Plain, x: torch.Tensor) -> torch.Tensor:
     return model.last(model.first(x)).exp()
 
 
+@pytest.mark.parametrize("options", [{}, {"direct": False}, {"phases": "forward"}, {"phases": "backward"}])
+@pytest.mark.parametrize("size", [5, 40_000])
+@pytest.mark.parametrize("edit", [lambda out: out.mul_(2), lambda out: out.detach().mul_(2)])
+def test_an_output_that_is_saved_and_changed_is_noticed(
+    edit: Any, size: int, options: dict[str, Any]
+) -> None:
+    class Squashed(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(6, 8), nn.Tanh())
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        values = []
+        for step, (x, _) in enumerate(batches(24, size)):
+            out = call(x)
+            values.append(out.detach().clone())
+            kept = out
+            if step % 4 == 3:
+                edit(out)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    out.sum().backward()
+            else:
+                values.append(update(out.square().mean(), opt))
+                kept.detach().mul_(2)  # after its backward it may be
+        return values
+
+    same_as_plain(body, Squashed, **options)
+    assert replays(options.get("phases", "forward")) >= 10
+
+
 @pytest.mark.parametrize(
     "forward",
     [
@@ -557,11 +603,68 @@ def test_zeros_that_a_later_graph_hands_on_are_the_callers_own(
         bias = torch.zeros(3, requires_grad=True)
         out, shifted = call(x, bias)
         total = out.sum() + (shifted.sum() if step < 6 else 0)
-        gradient, _ = torch.autograd.grad(total, [bias, model.first.weight])
+        gradient, _ = torch.autograd.grad(total, [bias, model.first.weight], materialize_grads=True)
         assert torch.equal(gradient, torch.full((3,), float(step < 6))), step
         gradient.add_(1)
         if step in (8, 9, 10, 11):
             model.last.weight.data = model.last.weight.data.clone()  # captured again
+
+
+class Heads(nn.Module):
+    """Of which a step differentiates some. `moved` goes through a derivative that is zero everywhere."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.body, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8) if "norm" in kind else nn.Identity()
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
+        self.moved = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.norm(self.body(x).sin())
+        if self.kind == "with a graph break":
+            torch._dynamo.graph_break()
+        one, other, third = (head(hidden) for head in self.heads)
+        if self.kind == "with views":
+            both = torch.stack([one, other])
+            return both[0], both[1], third + self.moved.floor(), hidden
+        return one, other, third + self.moved.floor(), hidden
+
+
+@pytest.mark.parametrize("options", [{}, {"direct": False}, {"phases": "forward"}])
+@pytest.mark.parametrize("kind", ["plain", "with a norm", "with views", "with a graph break"])
+def test_gradients_that_are_not_there_stay_none(kind: str, options: dict[str, Any]) -> None:
+    results = []
+    for wrap in (lambda m: m, lambda m: compiled(m, **options)):
+        torch.manual_seed(0)
+        model = Heads(kind)
+        call = wrap(model)
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        values: list[Any] = []
+        for step, (x, y) in enumerate(batches(24)):
+            outputs = call(x)
+            chosen = ((0,), (1,), (2,), (0, 2), (3,))[step % 5]
+            opt.zero_grad()
+            sum(F.cross_entropy(outputs[i][:, :3], y) for i in chosen).backward()
+            values.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+            opt.step()
+            values.append([p.detach().clone() for p in model.parameters()])
+        results.append(values)
+    for one, other in zip(*results, strict=True):
+        assert [x is None for x in one] == [x is None for x in other]
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True) if a is not None)
+    assert replays("forward") >= 15
+    assert replays("backward") >= 15 or options.get("phases") == "forward"
+
+
+def test_what_nothing_depends_on_is_told_as_without_a_graph() -> None:
+    model = Heads("plain")
+    call = compiled(model)
+    for x, _ in batches(8):
+        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+            torch.autograd.grad(call(x)[0].sum(), [model.heads[1].weight])
+        (found,) = torch.autograd.grad(call(x)[0].sum(), [model.heads[1].weight], allow_unused=True)
+        assert found is None
 
 
 def test_zeros_made_in_somebody_elses_capture_serve_nobody_else(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -179,3 +180,124 @@ def test_without_memory_for_a_second_capture_inputs_are_copied(
     for region in backend.report().regions:
         assert region.decision == "graph" and region.replays >= 6 and region.copied_bytes, region
         assert any("no memory left to capture twice" in why for why in region.unserved), region
+
+
+class Teacher(nn.Module):
+    """MoCo's: the second network follows the first by `.data`, in the forward."""
+
+    def __init__(self, update: Callable[[nn.Parameter, nn.Parameter], None]) -> None:
+        super().__init__()
+        self.student = nn.Linear(6, 3)
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+        self._update = update
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for follower, leader in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            self._update(follower, leader)
+        return self.student(x) + self.teacher(x)
+
+
+def with_momentum(follower: nn.Parameter, leader: nn.Parameter) -> None:
+    follower.data = follower.data * 0.9 + leader.data * 0.1
+
+
+def with_clipped_leader(follower: nn.Parameter, leader: nn.Parameter) -> None:
+    leader.data = leader.data.clamp(-0.1, 0.1)
+    follower.data = (follower.data + leader.data) * 0.5
+
+
+def in_place_first(follower: nn.Parameter, leader: nn.Parameter) -> None:
+    follower.data.mul_(0.9)
+    follower.data = follower.data + leader.data * 0.1
+
+
+def with_leaders_memory(follower: nn.Parameter, leader: nn.Parameter) -> None:
+    follower.data = leader.data
+
+
+def with_a_part(follower: nn.Parameter, leader: nn.Parameter) -> None:
+    follower.data = torch.cat([follower.data, leader.data * 0.5])[: len(leader)]
+
+
+def trained(update: Any, wrap: Callable[[nn.Module], Any], steps: int = 12) -> list[list[torch.Tensor]]:
+    """All values after each step; none of what `.data` was may change later."""
+    torch.manual_seed(0)
+    model = Teacher(update)
+    call, optimizer = wrap(model), torch.optim.SGD(model.student.parameters(), lr=0.1)
+    states, kept = [], []
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(call(x), y)
+        loss.backward()
+        optimizer.step()
+        states.append([t.detach().clone() for t in (loss, *model.parameters(), *gradients(model))])
+        kept += [(p.data, p.detach().clone()) for p in model.teacher.parameters()]
+    if update is not in_place_first and update is not with_leaders_memory:
+        assert all(torch.equal(memory, values) for memory, values in kept)
+    return states
+
+
+def same(want: list[list[torch.Tensor]], found: list[list[torch.Tensor]]) -> bool:
+    return len(want) == len(found) and all(
+        len(one) == len(other) and all(map(torch.equal, one, other))
+        for one, other in zip(want, found, strict=True)
+    )
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("options", [{}, {"indirection": "device"}, {"phases": "forward"}])
+@pytest.mark.parametrize("update", [with_momentum, with_clipped_leader, in_place_first])
+def test_assigned_data_is_memory_of_its_own(update: Any, options: dict[str, Any]) -> None:
+    want = trained(update, lambda m: m)
+    found = trained(update, lambda m: compiled(m, **options))
+    assert same(want, found)
+    assert regions("forward")[0].replays >= 8, backend.report()
+
+
+def test_assigned_data_without_gradients() -> None:
+    results = []
+    for wrap in (lambda m: m, compiled):
+        torch.manual_seed(0)
+        model = Teacher(with_momentum)
+        call = wrap(model)
+        with torch.no_grad():
+            results.append([(call(x), model.teacher.weight.clone()) for x, _ in batches(12)])
+    for one, other in zip(*results, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert regions("inference")[0].replays >= 8, backend.report()
+
+
+@pytest.mark.parametrize(
+    ("update", "why"),
+    [(with_leaders_memory, "which is that of another input"), (with_a_part, "and uses a part of it only")],
+)
+def test_assigned_data_that_a_graph_cannot_express_names_its_line(update: Any, why: str) -> None:
+    want, found = trained(update, lambda m: m), trained(update, compiled)
+    assert same(want, found)
+    row = regions("forward")[0]
+    line = update.__code__.co_firstlineno + 1
+    assert not row.replays
+    assert why in row.reason and f"{__file__}:{line}" in row.reason, row.reason
+
+
+def test_parameters_may_be_swapped() -> None:
+    def trained(wrap: Callable[[nn.Module], Any]) -> list[list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model, states = nn.Linear(6, 3), []
+        call = wrap(model)
+        for step, (x, y) in enumerate(batches(24)):
+            if step % 8 == 4:
+                gc.collect()
+                torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach() * 0.5))
+            loss = nn.functional.cross_entropy(call(x), y)
+            loss.backward()
+            states.append([loss.detach(), *(g.clone() for g in gradients(model))])
+            model.zero_grad()
+            del loss
+        return states
+
+    assert same(trained(lambda m: m), trained(compiled))
+    assert sum(r.replays for r in regions("forward")) >= 10, backend.report()

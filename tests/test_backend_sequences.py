@@ -126,8 +126,8 @@ class World:
         self.kept: list[torch.Tensor] = []
 
     def gradients(self) -> list[torch.Tensor]:
-        """Compiled functions leave zeros where plain PyTorch leaves None."""
-        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
+        """None is told from zeros."""
+        return [torch.empty(0) if p.grad is None else p.grad for p in self.model.parameters()]
 
     def do(
         self, what: str, x: torch.Tensor, loss: Callable[..., torch.Tensor], set_to_none: Any, n: int
@@ -167,8 +167,9 @@ class World:
                     p.grad.mul_(0.5)
         elif what == "update parameters" and not self.losses:
             with torch.no_grad():
-                for p, gradient in zip(parameters, self.gradients(), strict=True):
-                    p -= 0.01 * gradient
+                for p in parameters:
+                    if p.grad is not None:
+                        p -= 0.01 * p.grad
 
 
 def a_batch(rng: random.Random) -> torch.Tensor:

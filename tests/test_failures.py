@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import CONFIG, Diary, Net, adamw, batches, both, differs, frozen, loss_of, replayed
+from training import CONFIG, Diary, Net, adam, adamw, batches, both, differs, frozen, loss_of, replayed
 
 from pygraph_train import GraphedStep, PyGraphConfig, PyGraphError
 from pygraph_train.graphs import CaptureError
@@ -129,6 +129,61 @@ def test_an_exception_of_the_step_passes_through(bad):
             diary.write_state(model, optimizer)
 
     replayed(both(raising), least=25)
+
+
+class Boom(Exception):
+    pass
+
+
+FAILS = [False]
+
+
+def boom(*arguments: Any) -> None:
+    if FAILS[0]:
+        raise Boom
+
+
+WHERE = {
+    "forward": lambda model, optimizer: None,
+    "forward hook": lambda model, optimizer: model.second.register_forward_hook(boom),
+    "backward hook": lambda model, optimizer: model.second.register_full_backward_hook(boom),
+    "gradient hook": lambda model, optimizer: model.first.bias.register_hook(boom),
+    "before the update": lambda model, optimizer: optimizer.register_step_pre_hook(boom),
+    "after the update": lambda model, optimizer: optimizer.register_step_post_hook(boom),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("make", [adamw, adam], ids=["adamw", "adam"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["steps", "micro-batches"])
+def test_an_exception_anywhere_in_a_step_leaves_what_plain_training_leaves(where, make, accumulate):
+    """Gradients (and which are None), parameters and optimizer state, then and in the steps that follow."""
+
+    def failing(diary: Diary) -> None:
+        FAILS[0] = False
+        model = Net()
+        optimizer = make(model)
+        loss = loss_of(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            if where == "forward" and FAILS[0]:
+                raise Boom
+            return loss(batch)
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            FAILS[0] = index in (2, 20, 21, 40)
+            handle = WHERE[where](model, optimizer) if FAILS[0] else None
+            try:
+                diary.write("loss", (step.accumulate if accumulate and index % 2 == 0 else step)(batch))
+            except Boom:
+                diary.write("failed", index)
+            diary.write_state(model, optimizer)
+            if handle is not None:
+                handle.remove()
+
+    report = both(failing)
+    assert report.steps_replayed + report.optimizer_steps_replayed >= 5, str(report)
 
 
 @pytest.mark.parametrize(

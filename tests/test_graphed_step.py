@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from test_other_optimizers import Lion
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training import CONFIG, Diary, Net, adam, adamw, batches, both, loss_of, replayed, sgd
 
 from pygraph_train import GraphedStep
@@ -43,6 +47,153 @@ def test_schedulers_change_the_learning_rate_of_replays(make_optimizer, plan, sc
             assert type(optimizer.param_groups[0]["lr"]) is float
 
     replayed(both(script), least=30, plan=plan)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer", [adamw, lambda model: Lion(model.parameters())], ids=["adamw", "lion"]
+)
+@pytest.mark.parametrize("first", ["step", "scheduler"])
+@pytest.mark.parametrize("plan", [{}, {"fuse": "off"}], ids=str)
+def test_a_scheduler_made_in_mid_run_warns_as_in_plain_training(make_optimizer, first, plan):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make_optimizer(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        scheduler = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for index, batch in enumerate(batches(40)):
+                if index == 30:
+                    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+                    if first == "scheduler":
+                        scheduler.step()
+                diary.write("loss", step(batch))
+                if scheduler is not None:
+                    scheduler.step()
+        told = [str(w.message) for w in caught if "`lr_scheduler.step()`" in str(w.message)]
+        assert len(told) == (first == "scheduler")
+        diary.write("warnings", told)
+        diary.write("called", vars(optimizer).get("_opt_called"))
+
+    report = both(script, **plan)
+    # the learning rate of an optimizer that is none of torch's is baked in
+    least = 20 if make_optimizer is adamw and not plan else 5
+    assert report.steps_replayed + report.optimizer_steps_replayed >= least, str(report)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("config", [{}, {"fuse": "off"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_learning_rate_tensor_may_be_replaced_on_every_step(make, config, dtype):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = make(model)
+        group = optimizer.param_groups[0]
+        group["lr"] = torch.tensor(1e-2, dtype=dtype)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            kept = group["lr"]
+            if index % 3 == 0:
+                group["lr"] = torch.tensor(1e-2 / (index + 1), dtype=dtype)
+            elif index % 3 == 1:
+                group["lr"].data.mul_(0.9)  # no version tells
+            diary.write("loss", step(batch))
+            diary.write("rates", [kept, group["lr"]])
+            diary.write_state(model, optimizer)
+            assert group["lr"].dtype == dtype
+
+    report = both(script, **config)
+    assert report.steps_replayed + report.optimizer_steps_replayed >= 40, str(report)
+    assert not any("hyperparameter" in f.reason for f in report.fallbacks), str(report)
+
+
+def test_a_learning_rate_may_become_a_tensor_and_a_number_again():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        group = optimizer.param_groups[0]
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(120)):
+            if index % 30 == 0:
+                group["lr"] = 1e-2 / (index + 1) if index % 60 == 0 else torch.tensor(1e-2 / (index + 1))
+            elif index % 30 == 10 and index > 60:
+                group["lr"] = torch.tensor(3e-3)
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=90)
+
+
+def test_a_scheduler_fills_a_learning_rate_tensor_that_was_replaced():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = sgd(model)
+        group = optimizer.param_groups[0]
+        group["lr"] = torch.tensor(1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index in (20, 40):
+                group["lr"] = torch.tensor(2e-2)
+            diary.write("loss", step(batch))
+            scheduler.step()
+            diary.write_state(model, optimizer)
+
+    replayed(both(script), least=50)
+
+
+NUMPY = {
+    "adamw": lambda p: torch.optim.AdamW(
+        p,
+        lr=np.float64(0.01),
+        weight_decay=np.float32(0.1),
+        betas=(np.float64(0.9), np.float64(0.99)),
+        fused=True,
+    ),
+    "adam": lambda p: torch.optim.Adam(p, lr=np.float32(0.01), eps=np.float32(1e-6), fused=True),
+    "sgd": lambda p: torch.optim.SGD(
+        p, lr=np.float64(0.01), momentum=np.float32(0.9), weight_decay=np.float64(0.1), fused=True
+    ),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=np.float32(0.01), lr_decay=np.float64(0.1), fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=np.float64(0.01), alpha=np.float32(0.9)),
+    "lion": lambda p: Lion(p, lr=np.float64(0.01)),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+@pytest.mark.parametrize("limit", [None, np.float64(0.1), np.float32(0.1)], ids=lambda v: type(v).__name__)
+def test_hyperparameters_of_numpy_stay_what_they_are(name, limit):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = NUMPY[name](model.parameters())
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, max_grad_norm=limit)
+        for index, batch in enumerate(batches(40)):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+            for groups in (optimizer.param_groups, optimizer.state_dict()["param_groups"]):
+                diary.write("types", [(k, str(type(v))) for group in groups for k, v in group.items()])
+            if index == 20:
+                optimizer.param_groups[0]["lr"] = np.float32(0.003)
+            elif index == 30:
+                optimizer.load_state_dict(optimizer.state_dict())
+
+    report = both(script)
+    assert report.steps_replayed >= 25, str(report)
+    assert (report.plan == "{F B O}") == (name not in ("rmsprop", "lion")), str(report)
+
+
+def test_sparse_gradients_are_named():
+    def script(diary: Diary) -> None:
+        table = nn.Embedding(4, 6, sparse=True)
+        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+        step = diary.step(lambda b: (table(b[1]) * b[0]).pow(2).mean(), model=table, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            diary.write("weight", table.weight)
+
+    report = both(script)
+    assert any("sparse, as Embedding(sparse=True)" in f.reason for f in report.fallbacks), str(report)
+    assert not any("not implemented" in str(f) for f in report.fallbacks), str(report)
 
 
 def test_replay_reads_new_learning_rate():
@@ -90,6 +241,7 @@ def test_one_cycle_with_cycling_betas_takes_the_optimizer_out_of_the_graph():
 
     report = replayed(both(script), least=15, plan="{F B} O")
     assert any("hyperparameter" in f.reason and "OneCycleLR" in f.reason for f in report.fallbacks)
+    assert [(row.phases, row.kept) for row in report.phases()] == [("F B", True), ("O", False)]
     assert len(report.captures) <= 6
 
 
@@ -164,6 +316,52 @@ def test_gradient_accumulation_with_a_ragged_group(make_optimizer, plan, clip):
 
     report = replayed(both(script), least=60, plan=plan)
     assert len(report.captures) == 3
+
+
+@pytest.mark.parametrize("plan", ["{F B O}", "{F B} {O}"])
+def test_clipping_sums_up_the_norm_in_the_order_of_the_model(plan):
+    def script(diary: Diary) -> None:
+        model = Net()
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim == 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.03, fused=True)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, max_grad_norm=0.1)
+        for batch in batches(60):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, fuse="off" if plan == "{F B} {O}" else "auto")
+    if plan == "{F B O}":
+        replayed(report, least=50)
+    else:
+        assert report.optimizer_steps_replayed >= 40, str(report)
+
+
+@pytest.mark.parametrize("emptied", ["before each step", "never"])
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+@pytest.mark.parametrize("held", ["from the start", "later"])
+def test_gradients_that_the_optimizer_does_not_hold_are_clipped_as_well(emptied, fuse, held):
+    def script(diary: Diary) -> None:
+        model = Net()
+        model.first.requires_grad_(held == "from the start")
+        optimizer = torch.optim.AdamW(
+            [*model.norm.parameters(), *model.second.parameters()], 0.03, fused=True
+        )
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, max_grad_norm=0.1)
+        for index, batch in enumerate(batches(40)):
+            if index == 20:
+                model.first.requires_grad_()
+            if emptied == "before each step":
+                model.first.zero_grad()
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, fuse=fuse)
+    assert report.optimizer_steps_replayed <= 20, str(report)
+    if fuse == "auto":
+        assert any("does not hold" in f.reason for f in report.fallbacks), str(report)
+        assert report.steps_replayed >= 20, str(report)
 
 
 def test_accumulation_with_micro_batches_that_are_not_replayed():
@@ -353,6 +551,44 @@ def test_tensors_replaced_in_mid_run(change):
     replayed(both(script), least=30)
 
 
+def _swapped(model: nn.Module) -> None:
+    torch.utils.swap_tensors(model.first.weight, nn.Parameter(torch.full_like(model.first.weight, 0.1)))
+
+
+def _converted(model: nn.Module) -> None:
+    model.to(torch.float64)
+    model.to(torch.float32)
+
+
+def _loaded(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "config"),
+    [(_swapped, {}), (_converted, {}), (_loaded, {}), (_swapped, {"fuse": "off"})],
+    ids=["swapped", "converted", "loaded", "swapped in regions"],
+)
+def test_tensors_swapped_in_mid_run(change, config):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = sgd(model, momentum=0)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            if index == 20:
+                torch.__future__.set_swap_module_params_on_conversion(True)
+                try:
+                    change(model)
+                finally:
+                    torch.__future__.set_swap_module_params_on_conversion(False)
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, **config)
+    if not config:
+        replayed(report, least=25)
+
+
 def test_a_tensor_attribute_replaced_on_every_step():
     def script(diary: Diary) -> None:
         model = Scaled()
@@ -533,6 +769,25 @@ def test_grad_scaler_skips_steps_with_overflow(dtype, clip):
             diary.write_state(model, optimizer)
 
     replayed(both(script), least=30)
+
+
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+def test_a_scaler_that_is_switched_off(fuse):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, scaler=scaler, max_grad_norm=0.1)
+        for batch in batches(40):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+            diary.write("scaler", scaler.state_dict())
+
+    report = both(script, fuse=fuse)
+    if fuse == "auto":
+        replayed(report, least=30)
+    else:
+        assert report.optimizer_steps_replayed >= 20, str(report)
 
 
 def test_scaler_with_an_optimizer_that_reads_overflow_on_the_host():
@@ -818,6 +1073,92 @@ def test_an_output_that_is_a_parameter_stays_the_parameter():
         diary.write("outputs", kept)
 
     replayed(both(script), least=30)
+
+
+def test_results_that_share_memory_still_do():
+    def script(diary: Diary) -> None:
+        model = Net()
+
+        def step_fn(batch: Any) -> dict[str, Any]:
+            hidden = model.first(batch[0]).detach()
+            loss = loss_of(model)(batch)
+            return {
+                "loss": loss,
+                "again": loss,
+                "part": batch[0][1:3, ::2],
+                "hidden": hidden,
+                "row": hidden[1],
+                "flat": hidden.view(-1),
+                "shape": batch[0].shape,
+            }
+
+        step = diary.step(step_fn, model=model, optimizer=sgd(model))
+        for batch in batches(30):
+            result = step(batch)
+            result["part"].add_(1)
+            result["row"].zero_()
+            result["again"].add_(1)
+            diary.write("batch", batch)
+            diary.write("result", {**result, "shape": tuple(result["shape"])})
+            assert type(result["shape"]) is torch.Size
+
+    replayed(both(script))
+
+
+def test_a_batch_at_an_odd_address_is_added_up_as_in_plain_training():
+    def script(diary: Diary) -> None:
+        model = Net(dropout=0.0)
+        step = diary.step(loss_of(model), model=model, optimizer=sgd(model))
+        generator = torch.Generator().manual_seed(1)
+        for index in range(48):
+            odd = index % 2
+            x = torch.randn(8 * 6 + odd, generator=generator)[odd:].view(8, 6)
+            diary.write("loss", step((x, torch.randint(0, 3, (8,), generator=generator))))
+            diary.write_state(model)
+
+    replayed(both(script))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("given", ["hidden", "batch"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_checkpointed_block_with_batch_norm(reentrant: bool, given: str, reads: bool):
+    seen: list[float] = []
+
+    def script(diary: Diary) -> None:
+        block = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
+        model = nn.ModuleList([nn.Linear(6, 6), block, nn.Linear(8, 3)])
+        optimizer = sgd(model)
+
+        def step_fn(batch: Any) -> torch.Tensor:
+            x = model[0](batch[0]) if given == "hidden" else batch[0]
+            hidden = checkpoint(model[1], x, use_reentrant=reentrant)
+            loss = nn.functional.cross_entropy(model[2](hidden), batch[1])
+            if reads:
+                seen.append(loss.item())
+            return loss
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    both(script)
+
+
+def test_an_error_in_a_replay_leaves_no_gradients_of_the_step_before():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = sgd(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, (x, y) in enumerate(batches(40)):
+            try:
+                diary.write("loss", step((x, y + 7 if index in (20, 25) else y)))
+            except IndexError as error:
+                diary.write("error", str(error))
+            diary.write_state(model, optimizer)
+
+    replayed(both(script))
 
 
 def test_step_fn_that_returns_its_learning_rate_sees_the_scheduled_number() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
-from training import Diary, Net, adamw, batches, both, line_of, loss_of
+from training import Diary, Net, adamw, batches, both, line_of, loss_of, replayed, sgd
 
 from pygraph_train import StepReport
 from pygraph_train.diagnose.report import Fallback
@@ -551,6 +551,19 @@ def _accumulate_hook(model, optimizer, calls):
     model.first.weight.register_post_accumulate_grad_hook(lambda p: calls.append(1))
 
 
+def _accumulation_node_hook(model, optimizer, calls):
+    """As apex, Megatron and older FSDP do. The node lives as long as somebody holds it."""
+    node = model.first.weight.expand_as(model.first.weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: calls.append(1))
+    model.__dict__["held_node"] = node
+
+
+def _accumulation_node_prehook(model, optimizer, calls):
+    node = torch.autograd.graph.get_gradient_edge(model.first.weight).node
+    node.register_prehook(lambda *_: calls.append(1))
+    model.__dict__["held_node"] = node
+
+
 def _global_forward_hook(model, optimizer, calls):
     module.register_module_forward_hook(lambda *_: calls.append(1))
 
@@ -569,6 +582,8 @@ HOOKS = pytest.mark.parametrize(
         _module_backward_hook,
         _tensor_hook,
         _accumulate_hook,
+        _accumulation_node_hook,
+        _accumulation_node_prehook,
         _global_forward_hook,
     ],
 )
@@ -604,6 +619,64 @@ def test_hooks_registered_in_mid_run(register):
 
     report = train(loss_of, between=between, observe=lambda model: len(calls))
     assert 10 <= report.steps_replayed <= 32, str(report)
+
+
+@pytest.mark.parametrize("cut", [lambda w: w[:4], lambda w: w.t()], ids=["rows", "transposed"])
+def test_a_parameter_that_looks_different_at_the_same_address(cut):
+    def script(diary: Diary) -> None:
+        table, head = nn.Embedding(8, 8), nn.Linear(8, 3)
+        model = nn.ModuleList([table, head])
+
+        def step_fn(batch):
+            return nn.functional.cross_entropy(head(table(batch[1])), batch[1]) + table.weight.pow(2).mean()
+
+        step = diary.step(step_fn, model=model, optimizer=sgd(model, momentum=0))
+        for index, batch in enumerate(batches(40)):
+            if index == 20:
+                table.weight.data = cut(table.weight.data)
+            diary.write("loss", step(batch))
+            diary.write("weights", [p.detach() for p in model.parameters()])
+
+    replayed(both(script))
+
+
+def test_a_gradient_of_the_step_before_that_the_step_reads():
+    def make(model):
+        def step_fn(batch):
+            norm = model.first.weight.grad.norm() if model.first.weight.grad is not None else 0.0
+            return loss_of(model)(batch) + norm
+
+        return step_fn
+
+    def script(diary: Diary) -> None:
+        model = Stateful()
+        optimizer = adamw(model)
+        step = diary.step(make(model), model=model)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.steps_replayed == 0, str(report)
+    assert "model.first.weight.grad, a gradient of the step before, is read" in str(
+        report.fallbacks[0].reason
+    )
+    assert report.fallbacks[0].where == line_of(make, "norm = model")
+
+
+def test_a_lazy_module_gets_its_shape_and_is_replayed():
+    def script(diary: Diary) -> None:
+        model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3))
+        optimizer = sgd(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = replayed(both(script))
+    assert report.fallbacks[0].reason.startswith("0.weight has no shape yet")
 
 
 def test_hook_on_an_intermediate_tensor():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -219,6 +219,41 @@ def test_numbers_on_the_bar_are_at_most_one_step_late(monkeypatch):
         fit([emulated(), watch := Watch()], module=Names(), batches=listed(data), max_epochs=9), least=40
     )
     assert watch.late > 20
+
+
+def test_results_of_the_step_have_the_history_that_they_have_without():
+    class Kept(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            hidden = self.net.first(batch[0])
+            loss = nn.functional.cross_entropy(self.net.second(hidden.relu()), batch[1])
+            self.log("loss", loss)
+            return {"loss": loss, "hidden": hidden, "weight": self.net.first.weight, "x": batch[0]}
+
+    class Look(pl.Callback):
+        seen: ClassVar[list[Any]] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            hidden = outputs["hidden"]
+            again = ""
+            try:
+                hidden.sum().backward()
+            except RuntimeError as error:
+                again = str(error)[:48]
+            hidden.mul_(2)
+            self.seen.append(
+                (
+                    {name: (type(x), x.requires_grad, x.is_leaf) for name, x in outputs.items()},
+                    outputs["weight"] is module.net.first.weight,
+                    outputs["x"] is batch[0],
+                    again,
+                    hidden.detach().clone(),
+                )
+            )
+
+    plain, graphed = parity(Kept, lambda: [Look()])
+    half = len(Look.seen) // 2
+    assert differs(frozen(Look.seen[:half]), frozen(Look.seen[half:])) is None
+    replayed((plain, graphed))
 
 
 # -- other callbacks -----------------------------------------------------------------------------------

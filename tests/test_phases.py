@@ -68,6 +68,66 @@ def test_parameters_that_move_are_not_written_at_their_old_address():
 
 
 @OPTIMIZERS
+def test_parameters_that_change_their_strides_at_the_same_address(make_optimizer):
+    def script(diary: Diary) -> None:
+        model = Net()
+        square = model.second = nn.Linear(8, 8)
+        optimizer = make_optimizer(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index in (20, 40):
+                square.weight.data = square.weight.data.t()
+            if index == 30:
+                square.weight.grad = None
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, **OFF)
+    assert report.optimizer_steps_replayed >= 35, str(report)
+
+
+def test_the_report_shows_what_runs_after_the_optimizer_has_left_the_graph():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index == 30:
+                optimizer.register_step_pre_hook(lambda *args: diary.write("hook", True))
+            diary.write("loss", step(batch))
+
+    report = both(script)
+    assert report.plan == "{F B} O" and report.steps_replayed >= 40, str(report)
+    assert [(row.phases, row.kept) for row in report.phases()] == [("F B", True), ("O", False)]
+    assert "phase O" in str(report)
+
+
+@pytest.mark.parametrize("replaced", [51, 53, 55])
+@pytest.mark.parametrize("best", [SPLIT, WHOLE], ids=str)
+def test_state_replaced_right_before_the_capture_of_another_shape(best, replaced, declared):
+    """What that capture notes of the optimizer is nothing that older graphs rest on."""
+    declared[best] = 0.01
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        small = batches(80, size=4)
+        for index, batch in enumerate(batches(80)):
+            if index >= 40 and index % 2:
+                batch = small[index]
+            if index == replaced:
+                for state in optimizer.state.values():
+                    state["exp_avg"] = state["exp_avg"].clone()
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.steps_replayed >= 40, str(report)
+    assert len({c.step for c in report.captures}) >= 2
+
+
+@OPTIMIZERS
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_optimizer_alone(make_optimizer, clip):
     report = both(training(make_optimizer, max_grad_norm=clip), **OFF)
@@ -115,7 +175,10 @@ def test_the_optimizer_alone_that_cannot_be_captured_runs_as_it_is():
 def test_several_parameter_groups_with_rates_of_their_own():
     def groups(model: Net) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
-            [{"params": model.first.parameters(), "lr": 1e-3}, {"params": model.second.parameters()}],
+            [
+                {"params": [*model.second.parameters(), *model.norm.parameters()]},
+                {"params": model.first.parameters(), "lr": 1e-3},
+            ],
             lr=1e-2,
             fused=True,
         )
@@ -252,7 +315,7 @@ def test_a_replay_of_the_optimizer_that_differs_is_undone(verify, monkeypatch, c
 def test_other_verifications_of_the_optimizer(verify):
     report = both(training(max_grad_norm=0.1), **OFF, verify=verify)
     assert [c.plan for c in report.captures] == ["{O}"]
-    assert (report.optimizer_steps_replayed > 0) == (verify == "off")
+    assert report.optimizer_steps_replayed >= 50, str(report)
 
 
 def test_gradients_read_and_changed_between_steps():

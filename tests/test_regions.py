@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextvars
 import gc
 import io
+import random
+import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from training import Diary, Net, adamw, batches, both, loss_of, sgd
+from training import CONFIG, Diary, Net, adamw, batches, both, line_of, loss_of, sgd
 
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, REGIONS, SEPARATE
 from pygraph_train.selection.controller import Estimate
+from pygraph_train.step import regions as regions_module
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.regions import why_no_regions
 
@@ -190,7 +194,8 @@ def test_a_step_that_differentiates_its_gradients_stays_as_it_is():
             diary.write_state(model, optimizer)
 
     report = both(script)
-    assert report.plan == "F B {O}" and any("create_graph=True" in note for note in report.notes), str(report)
+    (note,) = [note for note in report.notes if "create_graph=True" in note]
+    assert report.plan == "F B {O}" and __file__ in note, str(report)
 
 
 def test_other_shapes_and_frozen_layers():
@@ -206,6 +211,95 @@ def test_other_shapes_and_frozen_layers():
             diary.write_state(model, optimizer)
 
     in_regions(both(script))
+
+
+def test_gradients_asked_for_in_the_step_do_not_have_dynamo_trace_the_library(monkeypatch):
+    """FGSM: `autograd.grad` in Python between two regions."""
+    traced: list[str] = []
+    compile_frame = torch._dynamo.convert_frame.compile_frame  # type: ignore[attr-defined]
+
+    def noted(code: Any, *args: Any, **kwargs: Any) -> Any:
+        traced.append(code.co_filename)
+        return compile_frame(code, *args, **kwargs)
+
+    monkeypatch.setattr(torch._dynamo.convert_frame, "compile_frame", noted)
+
+    def script(diary: Diary) -> None:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = sgd(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            noise = torch.zeros_like(x, requires_grad=True)
+            (slope,) = torch.autograd.grad(nn.functional.cross_entropy(model(x + noise), y), noise)
+            return nn.functional.cross_entropy(model(x + 0.1 * slope.sign()), y)
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(40):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script))
+    step = Path(regions_module.__file__).parent
+    outermost = {str(step / "regions.py"), str(step / "legality.py")}  # the frames that steps are traced from
+    assert __file__ in traced
+    assert not {name for name in traced if name.startswith(str(step.parent))} - outermost
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dropout_in_half_precision_rounds_as_without_a_graph(autocast: bool) -> None:
+    def script(diary: Diary) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 3), nn.Dropout(0.1))
+        if not autocast:
+            model.bfloat16()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = model(batch[0] if autocast else batch[0].bfloat16())
+            print(out.mean().item(), file=io.StringIO())
+            return nn.functional.cross_entropy(out.float(), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(40):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = self.body(x).relu()
+        return [head(hidden) for head in self.heads]
+
+
+def test_heads_that_take_turns_keep_no_gradient_while_it_is_not_theirs():
+    def script(diary: Diary) -> None:
+        model, seen, turn = Heads(), [], [0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+
+        def step_fn(batch: Any) -> Tensor:
+            outs = model(batch[0])
+            seen.append(outs[0].mean().item())
+            return nn.functional.cross_entropy(outs[turn[0]], batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(80)):
+            turn[0] = index // 20 % 2
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    replays = {r.phase: r.replays for r in report.regions()}
+    assert replays["forward"] >= 20 and replays["backward"] >= 20, str(report)
 
 
 def test_a_model_that_changes_on_every_step_stays_as_it_is():
@@ -291,3 +385,25 @@ def test_steps_leave_nothing_behind():
             left.append((len(contextvars.copy_context()), kinds["Tensor"] + kinds["Parameter"]))
     assert step.report().plan == "{F} {B} {O}"
     assert left[1] == left[2], left
+
+
+@pytest.mark.parametrize("what", ["random", "item"])
+def test_dynamo_gives_no_advice_to_a_loop_that_never_asked_for_it(what, caplog):
+    model = Net()
+    optimizer = adamw(model)
+
+    def step_fn(batch):
+        loss = loss_of(model)(batch)
+        number = random.random() if what == "random" else int(loss.item() > 0)
+        return loss * number
+
+    step = GraphedStep(step_fn, model=model, optimizer=optimizer, config=CONFIG)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches(30):
+            step(batch)
+    assert not [str(w.message) for w in caught if "Dynamo" in str(w.message)]
+    assert not [r for r in caplog.records if "Graph break" in str(r.msg) and r.levelname == "WARNING"]
+    if what == "random":
+        (told,) = [f for f in step.report().fallbacks if "random numbers in Python" in f.reason]
+        assert told.where == line_of(step_fn, "random.random()") and "torch" in told.fix

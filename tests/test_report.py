@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -149,3 +150,18 @@ def test_plot_without_matplotlib_says_what_to_install(measured, tmp_path, monkey
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib.*pygraph-train\[plot\]"):
         measured.plot(tmp_path / "x.png")
+
+
+def test_printing_a_report_draws_no_random_numbers() -> None:
+    script = """
+import random
+import pygraph_train.backend
+from pygraph_train import StepReport
+
+random.seed(0)
+before = random.getstate()
+str(StepReport()), str(pygraph_train.backend.report()), StepReport().__rich__()
+assert random.getstate() == before
+"""
+    # in a process of its own: what draws is an import
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -35,6 +35,22 @@ def test_a_capture_begins_without_writing_the_random_generators_state() -> None:
     assert graph.seed.item() == 7
 
 
+def test_looking_for_hooks_on_accumulation_leaves_no_trace() -> None:
+    leaf = torch.zeros(2, requires_grad=True)
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    assert torch_internals.hooks_on_accumulation(leaf) == []
+    calls: list[int] = []
+    handle = node.register_hook(lambda *_: calls.append(1))
+    before = torch_internals.hook_registrations()
+    for _ in range(2):
+        assert len(torch_internals.hooks_on_accumulation(leaf)) == 1
+    assert torch_internals.hook_registrations() == before
+    handle.remove()
+    assert torch_internals.hooks_on_accumulation(leaf) == []
+    (leaf * 2).sum().backward()
+    assert not calls and leaf.grad is not None
+
+
 def test_the_warning_filter_goes_and_the_users_changes_stay() -> None:
     message = "The AccumulateGrad node's stream does not match the stream of the node"
     with warnings.catch_warnings(record=True) as caught:

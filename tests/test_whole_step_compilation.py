@@ -109,3 +109,19 @@ def test_a_compilation_that_fails_with_kernels_together_is_done_without(
     told = "small kernels were not put together, which failed: AssertionError: no such tiling"
     assert trace.left == [told, told]  # forward and backward
     assert differs(expected, found) is None
+
+
+def test_a_head_that_is_only_returned_gets_no_gradient(batches: list[int]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), torch.randn(4, 8)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = model[0](x).tanh()
+        return model[1](hidden).square().mean(), model[2](hidden)
+
+    for _ in range(2):  # the second one could come from the caches
+        torch._dynamo.reset()
+        trace = Trace(torch.device("cpu"), inductor=True)
+        model.zero_grad()
+        trace(step, (x,), {})[0].backward()
+        assert [p.grad is None for p in model.parameters()] == [False] * 4 + [True] * 2

@@ -28,19 +28,26 @@ class PlainStep:
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        self.step_fn, self.optimizer, self.scaler = step_fn, optimizer, scaler
+        self.step_fn, self.model, self.optimizer, self.scaler = step_fn, model, optimizer, scaler
         self.max_grad_norm = max_grad_norm
         self.pending = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pending = self.pending
+        try:
+            return self._step(*args, **kwargs)
+        except BaseException:
+            self.pending = pending  # the loop that a user writes begins a step with zero_grad
+            raise
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
         result = self.accumulate(*args, **kwargs)
         if self.optimizer is None:
             return result
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.max_grad_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 
 from pygraph_train import torch_internals
+from pygraph_train.backend.absent import Absent, what_changed
 from pygraph_train.backend.capture import LARGE
 from pygraph_train.backend.pair import Pair, Tangent
 from pygraph_train.backend.region import Region
@@ -42,7 +43,8 @@ class Route:
         tangents: by output that needs a gradient, what the backward expects of it.
         shared: what is saved of the caller's outputs: without its history, which would hold itself alive.
         checked: inputs of the forward that are saved, or views of them: nobody may change them before the backward.
-        gradients: (None, *outputs of the backward) -> gradients of the arguments.
+        gradients: by argument, which of (None, *outputs of the backward) is its gradient.
+        absent: which gradients of arguments are not there when some of outputs are not; which outputs are saved.
         donates: whether the backward writes over what is saved.
         zeros: stand for gradients of outputs that nothing depends on.
     """
@@ -58,9 +60,24 @@ class Route:
     tangents: tuple[tuple[int, Tangent], ...]
     shared: tuple[int, ...]
     checked: tuple[int, ...]
-    gradients: Callable[[Sequence[Any]], Sequence[Any]]
+    gradients: tuple[int, ...]
+    absent: Absent
     donates: bool
     zeros: Zeros
+    pickers: dict[tuple[int, ...], Callable[[Sequence[Any]], Sequence[Any]] | None] = field(
+        default_factory=dict
+    )
+
+    def picker(self, missing: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
+        """(None, *outputs of the backward) -> gradients of the arguments, where these of outputs are not there.
+
+        None where no argument has a gradient then.
+        """
+        if missing not in self.pickers:
+            gone = self.absent.without(missing)
+            picked = [0, *(0 if k - 1 in gone else k for k in self.gradients)]
+            self.pickers[missing] = _picker(picked) if any(picked) else None
+        return self.pickers[missing]
 
 
 class Zeros:
@@ -177,18 +194,20 @@ class _Regions(torch.autograd.Function):
         saved = outputs[route.returns :]
         for i in route.shared:
             saved[i] = saved[i].detach()
-        checked += [saved[i] for i in route.shared]
-        ctx.route, ctx.kept = route, [saved, checked]  # emptied, not replaced: compiled autograd proxies ctx
-        ctx.versions = list(map(_version, checked))
         ctx.set_materialize_grads(False)
         for i in route.viewed:
             constant = i in route.constant  # shares the version, so that changes in place are noticed
             outputs[i] = outputs[i].detach() if constant else torch_internals.no_view(outputs[i])
+        # what is saved may be a copy of what the caller gets, and a change must be noticed all the same
+        checked += [outputs[i].detach() for i in route.absent.saved]
+        ctx.route, ctx.kept = route, [saved, checked]  # emptied, not replaced: compiled autograd proxies ctx
+        ctx.versions = list(map(_version, checked))
         if route.constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in route.constant])
         return tuple(outputs[: route.returns])
 
     @staticmethod
+    @torch_internals.untraced
     def backward(ctx: Any, *gradients: Any) -> Any:
         route, kept = ctx.route, ctx.kept
         if not kept:
@@ -200,12 +219,16 @@ class _Regions(torch.autograd.Function):
             )
         saved, checked = kept
         if list(map(_version, checked)) != ctx.versions:
-            raise RuntimeError(_changed(checked, ctx.versions))
+            raise RuntimeError(what_changed(checked, ctx.versions))
         if not torch_internals.backward_keeps_graph():
             kept.clear()
         elif route.donates:
             torch_internals.refuse_retaining()
         del checked
+        missing = tuple([k for k, (i, _) in enumerate(route.tangents) if gradients[i] is None])
+        pick = route.picker(missing)
+        if pick is None:
+            return (None,) * (1 + len(route.gradients))
         zeros = route.zeros
         tangents = [
             zeros.of(i, tangent) if (given := gradients[i]) is None else _coerced(given, tangent)
@@ -214,17 +237,19 @@ class _Regions(torch.autograd.Function):
         inputs = list(route.arrange([*saved, *tangents]))
         del saved, tangents, gradients
         if not torch.is_grad_enabled():
-            return _differentiated(route, inputs)
+            return _differentiated(route, inputs, pick)
         differentiated = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         with torch.no_grad():
-            found = _differentiated(route, inputs)
+            found = _differentiated(route, inputs, pick)
         return torch_internals.refuse_second_backward(found) if differentiated else found
 
 
-def _differentiated(route: Route, inputs: list[Any]) -> Sequence[Any]:
+def _differentiated(
+    route: Route, inputs: list[Any], pick: Callable[[Sequence[Any]], Sequence[Any]]
+) -> Sequence[Any]:
     outputs = _run(route.backward, inputs)
     route.zeros.look(outputs)
-    return route.gradients([None, *outputs])
+    return pick([None, *outputs])
 
 
 _apply: Any = super(torch.autograd.Function, _Regions).apply  # below what functorch adds
@@ -247,14 +272,6 @@ def _coerced(gradient: Any, tangent: Tangent) -> Any:
     ).copy_(gradient)
 
 
-def _changed(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> str:
-    tensor, version = next((t, v) for t, v in zip(tensors, versions, strict=True) if _version(t) != v)
-    return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.size())}] is at version {_version(tensor)}; expected version {version} instead."
-    )
-
-
 # ----------------------------------------------------------------------------------- finding the route
 
 
@@ -269,6 +286,8 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         return None
     if not isinstance(result, (tuple, list)) or len(result) != returns:
         return None
+    if not all(isinstance(x, torch.Tensor) for x in (*inputs, *outputs)):
+        return None  # AOTAutograd has None where an operator has no such result
     picks = [_position(x, args) for x in inputs]
     if None in picks or len(set(picks)) < len(picks) or not all(map(_plain, (*inputs, *args))):
         return None
@@ -287,8 +306,6 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
     order = [*saved, *(t.name for t in tangents)]
     if sorted(order) != sorted(pair.arriving) or len(set(order)) < len(order):
         return None
-    if not all(isinstance(x, torch.Tensor) for x in outputs):
-        return None
     given_memory = {x.untyped_storage()._cdata for x in args}
     if any(x.untyped_storage()._cdata in given_memory for x in result):
         return None  # an alias of an argument: it has to share its version
@@ -305,7 +322,8 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         tangents=expected,
         shared=pair.shared,
         checked=tuple(sorted(pair.kept)),
-        gradients=_picker([0, *(back.get(k, 0) for k in range(len(args)))]),
+        gradients=tuple(back.get(k, 0) for k in range(len(args))),
+        absent=pair.absent,
         donates=pair.donates,
         zeros=Zeros(backward),
     )

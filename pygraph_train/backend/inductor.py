@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from pygraph_train import torch_internals
+from pygraph_train.backend.absent import Absent, Backward, Noting
 from pygraph_train.backend.arena import Arena
 from pygraph_train.backend.direct import Direct
 from pygraph_train.backend.options import BackendOptions
 from pygraph_train.backend.pair import Pair, Tangent
 from pygraph_train.backend.passes.draft import copy_module, in_one_line
 from pygraph_train.backend.region import Region, RegionSpec
+from pygraph_train.backend.replaced import Replacing, without_replacements
 from pygraph_train.backend.report import BackendReport, RegionRecord
 from pygraph_train.backend.staging import Staged
 from pygraph_train.backend.transform import Transformed, batched, transform
@@ -37,14 +39,36 @@ def compile_graph(
     if options.engine == "off" or disabled_by_environment():
         return torch_internals.compile_with_inductor(gm, example_inputs, None, options.inductor)
     measure = options.selection and options.engine != "emulated"  # which is slower by nature
+    torch_internals.start_untraced()
     pair, number = Pair(options.indirection, measure), next(_numbers)
-    build = functools.partial(_region, pair=pair, number=number, options=options)
+    build = _with_absent(functools.partial(_region, pair=pair, number=number, options=options), pair.absent)
     pair.direct = options.direct and not torch_internals.compiled_autograd_wanted()
     if options.engine == "emulated":
         compiled = torch_internals.compile_with_aten(gm, example_inputs, build)
     else:
         compiled = torch_internals.compile_with_inductor(gm, example_inputs, build, options.inductor)
+    compiled = Noting(compiled, pair.absent)
     return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
+
+
+def _with_absent(build: torch_internals.BuildRegion, absent: Absent) -> torch_internals.BuildRegion:
+    """`build`, with backwards that return None where there is no gradient."""
+
+    def learning(
+        compile_kernels: torch_internals.CompileKernels,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        traced: torch_internals.TracedGraph,
+    ) -> Callable[[list[Any]], Any]:
+        if traced.phase == "forward":
+            absent.learn_forward()
+            absent.saved = _returned_and_saved(gm, traced)
+        if traced.phase != "backward":
+            return build(compile_kernels, gm, example_inputs, traced)
+        absent.learn_backward(gm)
+        return Backward(build(compile_kernels, gm, example_inputs, traced), absent)
+
+    return learning
 
 
 def _region(
@@ -65,6 +89,9 @@ def _region(
     if device is None or arena is None:
         record.decision, record.reason = "plain", reason or "no CUDA device"
         return compile_kernels(gm, example_inputs)
+    replaced = without_replacements(gm, traced.saved_from)
+    gm, targets = replaced.gm, frozenset(replaced.targets)
+    traced = traced._replace(static=traced.static - targets, mutated=traced.mutated - targets)
     static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
     if options.transform:
         changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
@@ -72,6 +99,7 @@ def _region(
     else:
         changed = Transformed(gm, example_inputs)
         compiled = compile_kernels(gm, example_inputs)
+    torch_internals.forget_strides_of_last_outputs(len(targets))
     spec = RegionSpec(
         record.name,
         traced.phase,
@@ -80,11 +108,15 @@ def _region(
         traced.mutations,
         traced.saved_from,
         record.where,
+        len(targets),
     )
     region = Region(compiled, spec, arena, options, pair, record)
-    if changed.staged or changed.late or changed.passthrough:
+    if replaced.refused is not None:
+        region.give_up(replaced.refused)
+    if changed.staged or changed.late or changed.passthrough or targets:
         pair.direct = False
-        return Staged(region, changed, device)
+        staged = Staged(region, changed, device)
+        return Replacing(staged, replaced.targets) if targets else staged
     _name_ends(gm, traced.phase, traced.saved_from, pair)
     return region
 
@@ -111,7 +143,18 @@ def compile_whole(
         left.extend(_told(f"{failure.op}: {failure.why}", failure.where) for failure in failures)
         return _with_small_ends_together(compile_kernels, gm, example_inputs, left)
 
-    return torch_internals.compile_with_inductor(gm, example_inputs, build, {}, cached=True)
+    if not _has_several_gradients(gm):
+        return torch_internals.compile_with_inductor(gm, example_inputs, build, {}, cached=True)
+    absent = Absent()
+    build = _with_absent(build, absent)
+    return Noting(torch_internals.compile_with_inductor(gm, example_inputs, build, {}), absent)
+
+
+def _has_several_gradients(gm: torch.fx.GraphModule) -> bool:
+    """Whether more than one result of a Dynamo graph can be differentiated."""
+    (outputs,) = gm.graph.output_node().args
+    values = [x.meta.get("example_value") for x in outputs if isinstance(x, torch.fx.Node)]  # type: ignore[union-attr]
+    return sum(isinstance(x, torch.Tensor) and x.requires_grad for x in values) > 1
 
 
 def _with_small_ends_together(
@@ -156,6 +199,15 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair
         pair.shared = tuple(i for i, memory in enumerate(saved) if memory in seen)
         kept = set(saved) - {None}
         pair.kept = frozenset(i for i, node in enumerate(placeholders) if _memory(node) in kept)
+
+
+def _returned_and_saved(gm: torch.fx.GraphModule, traced: torch_internals.TracedGraph) -> tuple[int, ...]:
+    """Which results lie in memory that is saved for the backward."""
+    outputs: Any = gm.graph.output_node().args[0]
+    checked = torch_internals.saved_and_checked(gm)
+    saved = {_memory(outputs[i]) for i in checked} - {None}
+    results = outputs[traced.mutations : traced.saved_from]
+    return tuple(i for i, node in enumerate(results) if _memory(node) in saved)
 
 
 def _tangent(node: torch.fx.Node) -> Tangent:

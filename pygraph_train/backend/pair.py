@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from pygraph_train.backend.absent import Absent
 from pygraph_train.backend.choice import Cost, Way, choose
 from pygraph_train.graphs.memory import extent
 
@@ -60,6 +61,7 @@ class Pair:
         kept: inputs of the forward that it saves, or views of them.
         shared: of what the forward saves, by position, that which lies in memory of the caller's outputs.
         donates: whether the backward writes over what the forward saved (AOTAutograd's donated buffers).
+        absent: which gradients are not there when others are not.
         direct: whether nothing comes between the caller and the regions (see `direct.Direct`), as far as known.
     """
 
@@ -75,6 +77,7 @@ class Pair:
         self.kept: frozenset[int] = frozenset()
         self.shared: tuple[int, ...] = ()
         self.donates = False
+        self.absent = Absent()
         self.direct = False
         self.way: Way | None = "graph" if measure else None
         self._indirection = indirection

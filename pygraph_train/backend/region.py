@@ -51,6 +51,7 @@ class RegionSpec:
         mutated: inputs that the region writes to.
         mutations: so many outputs at the front are new values of inputs, for AOTAutograd to copy there.
         saved_from: outputs from this index on go to the backward only (len(outputs) for "inference").
+        replaced: so many outputs at the end become the memory of inputs: each run returns others.
         where: `file:line` of the user's code, or None.
     """
 
@@ -61,6 +62,7 @@ class RegionSpec:
     mutations: int
     saved_from: int
     where: str | None
+    replaced: int = 0
 
 
 class _Key:
@@ -449,7 +451,7 @@ class Region:
         nothing: frozenset[int] = frozenset()
         if self.spec.phase == "backward":
             return Handing(frozenset(range(outputs)) if self._in_place else nothing, nothing)
-        saved = frozenset(range(self.spec.saved_from, outputs))
+        saved = frozenset(range(self.spec.saved_from, outputs - self.spec.replaced))
         seen = frozenset(range(self.spec.mutations, self.spec.saved_from))
         # the new values of mutated inputs are read at once by the one who mutates them
         in_place = saved | frozenset(range(self.spec.mutations))

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from pygraph_train.random_state import random_numbers_kept
+
 __all__ = ["BackendReport", "RegionRecord"]
 
 
@@ -72,6 +74,10 @@ class BackendReport:
         return {"settled": self.settled, "regions": [dataclasses.asdict(r) for r in self.regions]}
 
     def __str__(self) -> str:
+        with random_numbers_kept():
+            return self._table()
+
+    def _table(self) -> str:
         from rich.console import Console
         from rich.table import Table
 

@@ -107,6 +107,7 @@ class StepReport:
     optimizer_steps_replayed: int = 0
     compile_seconds: float = 0.0
     verify_seconds: float = 0.0
+    audits: int = 0
     captures: list[CaptureRecord] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -118,6 +119,7 @@ class StepReport:
     """Why steps are left alone without a comparison."""
     phase_seconds: dict[str, float] = field(default_factory=dict, repr=False)
     latest: dict[Arm, StepTime] = field(default_factory=dict, repr=False)
+    _explored: int = field(default=0, repr=False)  # with controllers that are gone
     regions: Callable[[], Sequence[RegionRecord]] = field(default=tuple, repr=False)
     """What the compile backend says of the graphs of a forward or a backward."""
 
@@ -133,6 +135,11 @@ class StepReport:
                 return False
         self.fallbacks.append(fallback)
         return True
+
+    def start_over(self) -> None:
+        """What was compared so far is of plans that are not legal any more."""
+        self._explored = self.exploration_steps
+        self.controllers.clear()
 
     def decided(self, switch: Switch) -> None:
         """Note which arm runs from now on."""
@@ -168,7 +175,7 @@ class StepReport:
     @property
     def exploration_steps(self) -> int:
         """Steps made with other plans than the best one known."""
-        return sum(c.exploration_steps for c in self.controllers)
+        return self._explored + sum(c.exploration_steps for c in self.controllers)
 
     @property
     def gpu_idle_fraction_without_graphs(self) -> float | None:
@@ -270,6 +277,7 @@ class StepReport:
             "speedup": self.speedup,
             "compile_seconds": self.compile_seconds,
             "verify_seconds": self.verify_seconds,
+            "audits": self.audits,
             "captures": [dataclasses.asdict(c) for c in self.captures],
             "capture_seconds": sum(c.seconds for c in self.captures),
             "optimizer_steps_replayed": self.optimizer_steps_replayed,
@@ -336,9 +344,9 @@ class StepReport:
         if self.compile_seconds:
             rows.append(("compiled", f"{self.compile_seconds:.1f} s"))
         if self.verify_seconds and self.measured:
-            rows.append(
-                ("verified", f"first replays were compared with plain steps: {self.verify_seconds:.2f} s")
-            )
+            later = f", and {self.audits} later ones" if self.audits else ""
+            text = f"first replays{later} were compared with plain steps: {self.verify_seconds:.2f} s"
+            rows.append(("verified", text))
         if self.engine == "cuda":
             memory = _peak_memory_mib()
             rows.append(

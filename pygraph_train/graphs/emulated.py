@@ -214,14 +214,23 @@ class _Operation:
     """Kernels look at it although they run below autograd: oneDNN's LSTM returns a workspace or not."""
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     """Tensors made in inference mode can be written in inference mode only."""
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """Of what is made without a dtype."""
 
     def tensors(self) -> list[torch.Tensor]:
         """Every recorded alias, in an order that equal operations share."""
         return [*_tensors((self.args, self.kwargs)), *(recorded for _, recorded in self.results)]
 
     def run(self) -> None:
-        with torch.inference_mode() if self.inference else torch.set_grad_enabled(self.grad):
-            self._run()
+        before = torch.get_default_dtype()
+        if before is not self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        try:
+            with torch.inference_mode() if self.inference else torch.set_grad_enabled(self.grad):
+                self._run()
+        finally:
+            if before is not self.default_dtype:
+                torch.set_default_dtype(before)
 
     def _run(self) -> None:
         returned = self.func(*self.args, **self.kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,10 +19,11 @@ from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram
+from pygraph_train.step.rebinding import Anchors, Moves
 from pygraph_train.step.refusals import history, problem_of
 from pygraph_train.step.signature import flatten
 from pygraph_train.step.variants import Capture, Variant, picker
-from pygraph_train.step.verify import Fingerprint, HostCopy, ScratchState
+from pygraph_train.step.verify import Audits, Fingerprint, HostCopy, ScratchState
 
 __all__ = ["CaptureMaker"]
 
@@ -38,6 +40,7 @@ class CaptureMaker:
     Attributes:
         canonical_gradients: where graphs leave gradients, by parameter; those of Inductor's kernels apart
             (True), lest they copy to where the eager kernels' graph happened to leave its own.
+        anchors: where tensors stay that steps give other memory.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class CaptureMaker:
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.canonical_gradients: dict[bool, dict[Tensor, Tensor]] = {False: {}, True: {}}
+        self.anchors = Anchors()
         self._program = program
         self._config = config
         self._engine = engine
@@ -81,10 +85,13 @@ class CaptureMaker:
             problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
         if problem is not None:
             raise NotLegal(problem)
+        rebound = variant.trace.rebound_tensors(reads)
+        self.anchors.begin(rebound)
         gradients.begin()
         gradients.empty()  # as the step would; the memory of old gradients is wanted now
         before = gradients.snapshot()
         static_leaves: list[Any] = []
+        moves = self.moves(variant, args, kwargs)
 
         def body() -> tuple[Tensor, Outputs]:
             gradients.empty()
@@ -94,7 +101,10 @@ class CaptureMaker:
                 program.transform_gradients()
                 program.update()
             gradients.settle()
-            return loss.detach(), Outputs(tree, static_leaves, reads)
+            outputs = Outputs(tree, static_leaves, reads, detached=program.detaches_results)
+            batch = [leaf for leaf in static_leaves if isinstance(leaf, Tensor)]
+            self.anchors.settle(moves, [*moves.tensors, *batch, *outputs.tensors])
+            return loss.detach(), outputs
 
         try:
             if variant.inputs is None:
@@ -106,11 +116,12 @@ class CaptureMaker:
                 with program.context():
                     if not call.holds(program.function(), static_args, static_kwargs):
                         raise NotLegal(call.why_not(program.function(), static_args, static_kwargs))
-            expected = None
+            expected, started = None, time.perf_counter()
             if self._config.verify != "off":
                 expected = self.reference(
                     variant, gradients, call, static_args, static_kwargs, updates=updates
                 )
+            reference = time.perf_counter() - started
             with self._context():
                 graph, (loss, outputs) = self._engine.capture(body)
         except BaseException as error:
@@ -119,9 +130,13 @@ class CaptureMaker:
             if not isinstance(error, Exception):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error)) from error
+        finally:
+            moves.put_back()
+            self.anchors.end(rebound)
         program.abandon()
+        outputs.tensors.clear()
         gradients.claim()
-        if optimizer is not None:
+        if optimizer is not None and updates:
             optimizer.remember()
         capture = Capture(
             graph=graph,
@@ -134,8 +149,10 @@ class CaptureMaker:
             leaves=[t for t in reads if t.requires_grad],
             pick_leaves=picker([i for i, t in enumerate(reads) if t.requires_grad]),
             addresses=list(map(Tensor.data_ptr, reads)),
+            rebound=rebound,
             verified=self._config.verify == "off",
             hook_registrations=torch_internals.hook_registrations(),
+            audits=Audits(self._config.verify, time.perf_counter(), reference),
         )
         return capture, expected
 
@@ -151,6 +168,7 @@ class CaptureMaker:
     ) -> Fingerprint:
         """Loss and gradients of this step without a graph; everything else is put back."""
         before = gradients.snapshot()
+        moves = self.moves(variant, args, kwargs)
         scratch = ScratchState(self._program.device, self.beside_parameters(variant, args, kwargs))
         try:
             with self._context(), self._engine.warm_up(gradients.emptied):
@@ -162,6 +180,7 @@ class CaptureMaker:
                     self._program.transform_gradients(in_kernels=False)
                 return Fingerprint.of(loss.detach(), gradients.snapshot())
         finally:
+            moves.put_back()
             scratch.restore()
             gradients.restore(before)
             self._program.abandon()
@@ -191,6 +210,12 @@ class CaptureMaker:
         found |= {id(t): t for t in reads if not t.requires_grad or variant.writes_parameters}
         found |= {id(t): t for t in self._program.extra_state()}
         return list(found.values())
+
+    def moves(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Moves:
+        """From now on, of tensors that live longer than a step: a run that is undone must not leave them elsewhere."""
+        model = self._program.model
+        reads = variant.trace.tensors(self._program.function(), args, kwargs)
+        return Moves([*reads, *model.parameters(), *model.buffers(), *self._optimized()])
 
     def _optimized(self) -> list[Tensor]:
         """The optimizer's parameters."""

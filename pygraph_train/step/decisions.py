@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from pygraph_train.selection.cache import Decision, DecisionCache
 from pygraph_train.selection.controller import Controller, Estimate, Switch
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.identity import identity
+from pygraph_train.step.legality import held_weakly
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.variants import Variant
 
@@ -112,10 +114,16 @@ class Decisions:
             step: the training step that is being made.
         """
 
+        # the report keeps the controller, and may be kept when the training is over
+        me, steps = weakref.ref(self), held_weakly(step)
+        of_variant = weakref.ref(variant) if variant is not None else lambda: None
+
         def decided(switch: Switch) -> None:
-            switch = dataclasses.replace(switch, step=step())  # of the training, not of its controller
-            self._report.decided(switch)
-            self._on_decision(switch)
+            if (alive := me()) is None:
+                return
+            switch = dataclasses.replace(switch, step=steps())  # of the training, not of its controller
+            alive._report.decided(switch)
+            alive._on_decision(switch)
             if switch.before != switch.arm:
                 log.info("pygraph: step %d: %s: %s", switch.step, switch.arm, switch.why)
 
@@ -126,8 +134,12 @@ class Decisions:
             self._report.note("several processes: the first plan is kept, without a comparison")
         controller = Controller(
             arms,
-            estimate=lambda arm, best, seconds: self._estimate(variant, controller, arm, seconds),
-            steps_left=self._steps_left,
+            estimate=lambda arm, best, seconds: (
+                Estimate()
+                if (alive := me()) is None
+                else alive._estimate(of_variant(), controller, arm, seconds)
+            ),
+            steps_left=lambda: None if (alive := me()) is None else alive._steps_left(),
             agree=self.agree,
             known=known.seconds if known is not None and known.arm == arms[0] else None,
             decided=decided,

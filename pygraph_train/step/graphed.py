@@ -17,7 +17,7 @@ from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.legality import Problem
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, not_optimized, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.step.signature import flatten, map_leaves
 
@@ -45,7 +45,8 @@ class GraphedStep:
         optimizer: stepped after backward; None leaves `zero_grad` and `step` to the caller.
         config: options.
         scaler: a GradScaler for fp16.
-        max_grad_norm: clip the total gradient norm to this before the optimizer.
+        max_grad_norm: clip gradients before the optimizer, as
+            `clip_grad_norm_(model.parameters(), max_grad_norm)` does.
         move_inputs: move CPU tensors among the arguments to the model's CUDA device before `step_fn` sees
             them, while the device still works on the step before (pinned memory helps). False when
             `step_fn` wants tensors on the CPU.
@@ -76,6 +77,9 @@ class GraphedStep:
         else:
             self._runner = StepRunner(self._program, self._config, engine, self._report)
             self._program.run_update = self._runner.update
+            # a step inside of another one runs as it does alone
+            torch_internals.leave_to_python(GraphedStep.__call__)
+            torch_internals.leave_to_python(GraphedStep.accumulate)
         self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
         self._pending = False
 
@@ -92,12 +96,14 @@ class GraphedStep:
         return self._step(args, kwargs, update=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
+        if torch.compiler.is_compiling():
+            torch_internals.end_trace_here()
         if self._transfer is not None:
             args, kwargs = self._moved_to_device(args, kwargs)
         program = self._program
         update = update and program.optimizer is not None
         fresh = program.starts_fresh() if program.optimizer is None else not self._pending
-        position = PositionInAccumulation(fresh=fresh, update=update)
+        position = PositionInAccumulation(fresh=fresh, update=update, constants=program.constants())
 
         def run(call: Call) -> Any:
             return program.run(call, args, kwargs, position)
@@ -110,7 +116,7 @@ class GraphedStep:
             if isinstance(outcome, Replayed):
                 result = outcome.outputs
                 if update and not outcome.updated:
-                    self._runner.update(program.update_phase)
+                    self._runner.update(program.update_phase, position.constants)
             else:
                 result = outcome.result
             self._runner.finish()
@@ -148,6 +154,8 @@ class _PlainProgram:
     """`StepProgram` over a function, a model and an optimizer."""
 
     recorder: str | None = None
+    empties_first: bool = True
+    detaches_results: bool = True
 
     def __init__(
         self,
@@ -162,10 +170,11 @@ class _PlainProgram:
         self.optimizer = optimizer
         self.device = device
         self._step_fn = step_fn
-        self._scaler = scaler
+        self._scaler = at_work(scaler)
         self._max_grad_norm = max_grad_norm
         self._preparation: OptimizerPreparation | None = None
-        self.run_update: Callable[[Callable[[], None]], None] = plain_update
+        self._others: list[Tensor] = []  # that are clipped, and not the optimizer's
+        self.run_update: Callable[[Callable[[], None], Any], None] = plain_update
 
     def function(self) -> Callable[..., Any]:
         return self._step_fn
@@ -195,8 +204,7 @@ class _PlainProgram:
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         if self._max_grad_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
 
     def update(self) -> None:
         assert self.optimizer is not None
@@ -210,7 +218,15 @@ class _PlainProgram:
         self._preparation = preparation
         if self._scaler is not None and not preparation.step_supports_scaler:
             return "the GradScaler reads on the host whether gradients overflowed; a fused optimizer does not need that"
+        if self._max_grad_norm is not None and self.optimizer is not None:
+            self._others = not_optimized(self.model, self.optimizer)
+            if self.constants():
+                return CLIPS_OTHERS
         return None
+
+    def constants(self) -> tuple[Any, ...]:
+        """What a capture bakes in: whether others than the optimizer's gradients are clipped."""
+        return (True,) if any(p.requires_grad or p.grad is not None for p in self._others) else ()
 
     def acts_before_backward(self) -> Problem | None:
         return None
@@ -243,11 +259,11 @@ class _PlainProgram:
         loss, result = self.forward(call, args, kwargs)
         self.backward(loss)
         if position.update:
-            self.run_update(self.update_phase)
+            self.run_update(self.update_phase, position.constants)
         return _detached(result)
 
 
-def plain_update(body: Callable[[], None]) -> None:
+def plain_update(body: Callable[[], None], constants: Any = ()) -> None:
     """The optimizer phase as it is."""
     body()
 

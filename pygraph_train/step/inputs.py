@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pygraph_train.step.signature import flatten, map_leaves
+from pygraph_train.step.signature import alignment, flatten, map_leaves
 
 __all__ = ["StaticInputs", "Transfer"]
 
@@ -67,5 +67,11 @@ class Transfer:
 
 
 def _buffer_like(leaf: Tensor) -> Tensor:
-    """Memory of its own with the leaf's shape and strides: kernels were traced for a transposed batch."""
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    """Memory of its own with the leaf's shape, strides and alignment: kernels were chosen for these."""
+    odd = alignment(leaf)
+    if not odd or leaf.numel() == 0:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    offset = odd // leaf.element_size()
+    flat = torch.empty(offset + extent, dtype=leaf.dtype, device=leaf.device)
+    return flat.as_strided(leaf.shape, leaf.stride(), offset)

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "backward_hook",
     "compiler_failed",
     "guard_constants",
+    "held_weakly",
     "hooked",
     "readable",
 ]
@@ -142,6 +144,18 @@ def guard_constants(tree: Any) -> None:
             guard_constants(getattr(tree, field.name))
 
 
+def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method for Dynamo's caches, which outlive the object and must not keep it."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = weak()
+        assert alive is not None
+        return alive(*args, **kwargs)
+
+    return call
+
+
 class Trace:
     """One function under Dynamo, for one signature of its arguments.
 
@@ -163,24 +177,34 @@ class Trace:
         """Expressions of the tensors that the step reads besides its arguments (parameters, attributes)."""
         self.latest_tensors: tuple[Tensor, ...] = ()
         """These tensors, as `holds` saw them last."""
+        self.rebound: list[str] = []
+        """Expressions of those of `inputs` that the step gives other memory (`p.data = ...`)."""
+        self.writes_state = False
+        """Whether forward writes to some of `inputs`."""
         self.left: list[str] = []
         """What the compilation could not do."""
         self._arguments: list[str] = []
         self._read: _Read = lambda L, G: ()
         self._recorder = recorder
         self._fn: Any = None
-        self._code = _fresh_code()
         self._compiles = 0
+        self._notes: list[tuple[Any, str]] = []  # of the compilation that is under way
         self._guards: Any = None
         self._modules: dict[str, None] = {}
         self._watch: ModuleWatch | None = None
-        self._call = torch.compile(
-            self._code,
-            backend=self._backend,
+        self._go_through_dynamo(_fresh_code())
+
+    def _go_through_dynamo(self, code: types.FunctionType) -> None:
+        """Let `_call` be this function, compiled."""
+        self._code = code
+        self._call: Any = torch.compile(
+            code,
+            backend=held_weakly(self._backend),
             fullgraph=True,
             dynamic=False,
-            options={"guard_filter_fn": self._keep_guards},  # type: ignore[dict-item]
+            options={"guard_filter_fn": held_weakly(self._keep_guards)},  # type: ignore[dict-item]
         )
+        weakref.finalize(self, torch_internals.forget_compiled, code.__code__).atexit = False
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` through Dynamo.
@@ -202,6 +226,8 @@ class Trace:
             if not torch_internals.raised_while_tracing(error):
                 raise  # of the step itself
             raise NotLegal(compiler_failed(error)) from None
+        finally:
+            torch_internals.forget_notes(self._notes)
         entries = torch_internals.dynamo_cache_entries(self._code.__code__)
         if not entries:
             self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
@@ -209,7 +235,14 @@ class Trace:
             # not the entry: torch._dynamo.reset() frees it
             self._guards = entries[0].guard_manager
             self._read = _reader([*self.inputs, *self._modules], self._code.__globals__)
-            objects: Any = self._read(frame, self._code.__globals__)
+            try:
+                objects: Any = self._read(frame, self._code.__globals__)
+            except Exception as error:  # an expression that only Dynamo's own code understands
+                self._guards = None
+                self.problem = self.problem or Problem(
+                    f"the step reads tensors in a way that is not followed: {error}"
+                )
+                return result
             self._watch = ModuleWatch(objects[: len(self.inputs)], objects[len(self.inputs) :])
         elif self._compiles > before and self.problem is None:
             self.problem = stale or Problem("the step is traced anew although its inputs look the same")
@@ -254,16 +287,23 @@ class Trace:
         """The tensors of the arguments that the step reads, each with how the user would write it."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         read = _reader(self._arguments, self._code.__globals__)
-        return list(zip(map(readable, self._arguments), read(frame, self._code.__globals__), strict=True))
+        names = [readable(expression, fn) for expression in self._arguments]
+        return list(zip(names, read(frame, self._code.__globals__), strict=True))
+
+    def rebound_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of `tensors`, in the order of `inputs`, that the step gives other memory."""
+        return [t for expression, t in zip(self.inputs, tensors, strict=True) if expression in self.rebound]
 
     # -- inside Dynamo ------------------------------------------------------------------------------
 
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._compiles += 1
+        self._notes += torch_internals.tracing_notes(graph)
         if self.problem is None:
             self.problem = self._side_effects() or self._host_tensors(graph)
         if self._compiles == 1:
             self._read_inputs(graph)
+            self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
         if self.inductor:
             from pygraph_train.backend.inductor import compile_whole  # which imports much
 
@@ -277,7 +317,7 @@ class Trace:
             name = readable(source, self._fn) + (f".{attribute}" if attribute else "")
             return Problem(
                 f"{name} is written by the step, and replay runs no Python",
-                _innermost(stack),
+                innermost(stack),
                 "Move the write out of the step (a hook that runs every step), or keep it in a tensor buffer",
             )
         return None
@@ -289,14 +329,14 @@ class Trace:
             if node.op == "placeholder":
                 if isinstance(value, Tensor):
                     if value.device.type != self.device.type:
-                        name = readable(torch_internals.placeholder_source(node) or node.name)
+                        name = readable(torch_internals.placeholder_source(node) or node.name, self._fn)
                         return Problem(
                             f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",
                             _first_use(node),
                             f"Register it as a buffer or move it to {self.device.type}",
                         )
                 elif value is not None:
-                    name = readable(torch_internals.placeholder_source(node) or node.name)
+                    name = readable(torch_internals.placeholder_source(node) or node.name, self._fn)
                     return Problem(f"{name} is a Python number that changes", _first_use(node))
             elif node.op == "call_method" and node.target in ("item", "tolist"):
                 return Problem(
@@ -321,6 +361,33 @@ class Trace:
             if expression is not None:
                 of_argument = expression.startswith(("L['args']", "L['kwargs']"))
                 (self._arguments if of_argument else self.inputs).append(expression)
+
+    def _look_for_writes(self, graph: torch.fx.GraphModule) -> Problem | None:
+        """Note what happens to the tensors that the step is given; what happens to a batch is a problem."""
+        for node, target, rebinds in torch_internals.writes_to_inputs(graph):
+            expression = torch_internals.placeholder_source(target) or target.name
+            name = readable(expression, self._fn)
+            if expression in self._arguments:
+                return Problem(
+                    f"{name}: the step changes its batch in place, which a replay would do to a copy",
+                    _line_of(node),
+                )
+            self.writes_state = True
+            if rebinds and expression not in self.rebound:
+                self.rebound.append(expression)
+        return None
+
+    def _reads_gradients(self, graph: torch.fx.GraphModule) -> Problem | None:
+        """Where graphs leave the gradients of a step, the next replay writes those of its own."""
+        for node in graph.graph.nodes:
+            source = torch_internals.placeholder_source(node) if node.op == "placeholder" else None
+            if source is not None and source.endswith(".grad"):
+                return Problem(
+                    f"{readable(source, self._fn)}, a gradient of the step before, is read by the step",
+                    _first_use(node),
+                    "Read it after the step",
+                )
+        return None
 
     def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Leave to `ModuleWatch` what it sees more cheaply."""
@@ -363,8 +430,12 @@ _accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def hooked(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of these leaves has a gradient hook. Hot path."""
-    return any(map(_hooks, tensors)) or any(map(_accumulate_hooks, tensors))
+    """Whether one of these leaves has a gradient hook. To be asked when hooks were registered: not a hot path."""
+    return (
+        any(map(_hooks, tensors))
+        or any(map(_accumulate_hooks, tensors))
+        or any(map(torch_internals.hooks_on_accumulation, tensors))
+    )
 
 
 def backward_hook(model: nn.Module) -> Problem | None:
@@ -372,6 +443,7 @@ def backward_hook(model: nn.Module) -> Problem | None:
     for name, parameter in model.named_parameters():
         hooks = list((parameter._backward_hooks or {}).values())
         hooks += list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+        hooks += torch_internals.hooks_on_accumulation(parameter)
         if hooks:
             return Problem(f"parameter {name} has the gradient hook {_name(hooks[0])}", _defined_at(hooks[0]))
     for name, module in model.named_modules():
@@ -389,6 +461,19 @@ def backward_hook(model: nn.Module) -> Problem | None:
 def _problem_of_break(error: BaseException) -> Problem:
     stack = getattr(error, "real_stack", None)
     message = str(error)
+    builtin = re.search(r"how to trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`", message)
+    if builtin is not None and builtin[1].startswith("Random."):
+        return Problem(
+            "the step draws random numbers in Python, and a replay would repeat those of the capture",
+            innermost(stack),
+            "Draw them with torch, or before the step",
+        )
+    if builtin is not None:
+        return Problem(
+            f"the step is not one graph: it calls {builtin[1]}, which Dynamo does not trace",
+            innermost(stack),
+            "Call it outside of the step",
+        )
     explanation = next(
         (
             line.split(":", 1)[1].strip()
@@ -401,10 +486,10 @@ def _problem_of_break(error: BaseException) -> Problem:
         (line.split(":", 1)[1].strip() for line in message.splitlines() if line.strip().startswith("Hint:")),
         "",
     )
-    return Problem(f"the step is not one graph: {explanation.rstrip('.')}", _innermost(stack), hint)
+    return Problem(f"the step is not one graph: {explanation.rstrip('.')}", innermost(stack), hint)
 
 
-def _innermost(stack: Any) -> str | None:
+def innermost(stack: Any) -> str | None:
     frames = [f for f in stack or () if is_user_file(f.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
@@ -456,7 +541,11 @@ def readable(expression: str, fn: Any = None) -> str:
 def compiler_failed(error: BaseException) -> Problem:
     """What Dynamo raised while it traced, in one line."""
     kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else f"{type(error).__name__}: "
-    return Problem(f"the compiler failed: {kind}{_first_line(error)}")
+    where = torch_internals.dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
+    said = f"{kind}{_first_line(error)}".strip()
+    if said.endswith(":"):  # an exception without a message
+        said = f"{said[:-1]} while it traced the step"
+    return Problem(f"the compiler failed: {said}", where)
 
 
 def _first_line(error: BaseException) -> str:

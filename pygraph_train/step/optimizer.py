@@ -13,8 +13,8 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
 
 from pygraph_train import torch_internals
+from pygraph_train.step.legality import Problem
 from pygraph_train.step.optimizer_kernels import (
     CAPTURABLE,
     FUSED,
@@ -41,9 +42,15 @@ _END: Any = object()  # no state value is this object
 
 
 class _LearningRate:
-    """The device tensor that stands for one group's Python learning rate."""
+    """The device tensors that stand for one group's learning rate.
 
-    __slots__ = ("seen", "tensor", "value", "version")
+    Attributes:
+        tensor: for a Python number.
+        stand_in: for a tensor of the user's that was replaced by another one since: its value is copied there before
+            each replay. None as long as it is the same tensor, which schedulers fill in place and kernels read.
+    """
+
+    __slots__ = ("_copied", "_stood_in", "seen", "stand_in", "tensor", "value", "version")
 
     def __init__(self, device: torch.device) -> None:
         # Fused CUDA kernels read float32. CPU kernels read a double, as they would the Python float.
@@ -52,10 +59,13 @@ class _LearningRate:
         self.value = math.nan  # differs from everything: the first `set` always fills
         self.seen: object = None
         self.version = torch_internals.tensor_version(self.tensor)
+        self.stand_in: Tensor | None = None
+        self._copied: tuple[Any, ...] = ()
+        self._stood_in = 0
 
     def set(self, lr: Any) -> None:
-        if isinstance(lr, Tensor):  # the user's own tensor: schedulers fill it in place
-            return
+        if isinstance(lr, Tensor):
+            return self._set_tensor(lr)
         if lr == self.value:
             self.seen = lr
             return
@@ -67,6 +77,64 @@ class _LearningRate:
         self.seen, self.value = lr, float(lr)
         self.tensor.fill_(self.value)
         self.version = torch_internals.tensor_version(self.tensor)
+
+    def _set_tensor(self, lr: Tensor) -> None:
+        replaced = isinstance(self.seen, Tensor) and self.seen is not lr
+        self.seen = lr
+        if self.stand_in is None and not replaced:
+            return
+        if type(lr) is not Tensor or lr.requires_grad or lr.is_inference():
+            self.stand_in = None
+            return
+        if self.stand_in is None or _looks(self.stand_in) != _looks(lr):
+            self.stand_in = torch.empty_like(lr)
+            self._copied = ()
+        now = (lr, torch_internals.tensor_version(lr))
+        if self._copied and self._copied[0] is lr and self._copied[1] == now[1]:
+            return  # inside a capture nothing may be copied
+        self._copied = now
+        self.copy()
+
+    def copy(self) -> None:
+        """Read the user's tensor anew: `.data` of it may have been written, which no version tells."""
+        if self.stand_in is not None and isinstance(self.seen, Tensor):
+            with torch.no_grad():
+                self.stand_in.copy_(self.seen)
+            self._stood_in = torch_internals.tensor_version(self.stand_in)
+
+    def of(self, lr: Any) -> Tensor:
+        """What kernels read in the place of `lr`."""
+        if not isinstance(lr, Tensor):
+            return self.tensor
+        return lr if self.stand_in is None else self.stand_in
+
+    def baked(self, lr: Any) -> Any:
+        """What a capture bakes in of `lr`."""
+        if not isinstance(lr, Tensor):
+            return None
+        return id(lr) if self.stand_in is None else _looks(lr)
+
+    def user_value(self, found: Any, value: Any) -> Any:
+        """The user's learning rate at the end of `prepared()`.
+
+        Args:
+            found: what is in the group now.
+            value: what was there before.
+        """
+        if found is self.tensor:
+            version = torch_internals.tensor_version(self.tensor)
+            if version != self.version:  # a scheduler stepped inside and filled the tensor
+                value = self.value = self.tensor.item()
+                self.version = version
+        elif torch_internals.tensor_version(found) != self._stood_in:
+            with torch.no_grad():
+                value.copy_(found)
+            self._stood_in = torch_internals.tensor_version(found)
+        return value
+
+
+def _looks(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 class OptimizerPreparation:
@@ -152,6 +220,21 @@ class OptimizerPreparation:
                 return why
         return None
 
+    @property
+    def problem(self) -> Problem | None:
+        """`reason` as a row of the report."""
+        reason = self.reason
+        return None if reason is None else Problem(f"the optimizer runs outside of the graph: {reason}")
+
+    @property
+    def steady(self) -> bool:
+        """Whether a capture of the next step may serve the steps after it."""
+        return True
+
+    def prove(self) -> Problem | None:
+        """Before a capture: why a replay might do something else than the step, None where it cannot."""
+        return None  # these kernels are known
+
     def _group_reason(self, cls: type, index: int, group: dict[str, Any], device: torch.device) -> str | None:
         name, where = type(self._optimizer).__name__, f"parameter group {index}"
         flags = self._user_flags(group)
@@ -208,10 +291,15 @@ class OptimizerPreparation:
         self._depth += 1
         try:
             self._swap_in()
+            self._copy_rates()
             yield
         finally:
             self._depth -= 1
             self._swap_out()
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Context of a step that runs without a graph so that a capture may follow."""
+        return self.prepared()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -226,15 +314,15 @@ class OptimizerPreparation:
             self._swap_in()
 
     def _swap_in(self) -> None:
-        self._entered = self.hyperparameters()
         self._move_host_state()
-        self.sync()
+        self._fill_rates()
+        self._entered = self.hyperparameters()
         fused = self._class in FUSED and self._all_fused()
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             changes: dict[str, Any] = dict(self._plan(group).changes)
             # Rprop reads lr only where it creates its state, and there as a Python number.
-            if self._class is not Rprop and not isinstance(group["lr"], Tensor):
-                changes["lr"] = rate.tensor
+            if self._class is not Rprop and (standing := rate.of(group["lr"])) is not group["lr"]:
+                changes["lr"] = standing
             for key, value in changes.items():
                 self._saved.append((group, key, group.get(key, _MISSING)))
                 group[key] = value
@@ -245,13 +333,11 @@ class OptimizerPreparation:
         saved, self._saved = self._saved, []
         for group, key, value in reversed(saved):
             if key == "lr":
-                rate = next((r for r in self._rates if r.tensor is group["lr"]), None)
-                if rate is None:
+                found = group["lr"]
+                rate = next((r for r in self._rates if found is r.tensor or found is r.stand_in), None)
+                if rate is None or not isinstance(found, Tensor):
                     continue  # assigned anew meanwhile: that value is the user's
-                version = torch_internals.tensor_version(rate.tensor)
-                if version != rate.version:  # a scheduler stepped inside and filled the tensor
-                    value = rate.value = rate.tensor.item()
-                    rate.version = version
+                value = rate.user_value(found, value)
             if value is _MISSING:
                 group.pop(key, None)
             else:
@@ -260,15 +346,26 @@ class OptimizerPreparation:
             torch_internals.restore_optimizer_private_attributes(self._optimizer, self._private)
 
     def sync(self) -> None:
-        """Copy learning rates that changed into their device tensors. Hot path: no host synchronisation."""
+        """Do in Python what a replayed `step()` has to have done: learning rates that changed are copied into their
+        device tensors, and schedulers know of the call. Hot path: no host synchronisation."""
         if self._class is None:
             return
+        self._fill_rates()
+        self._copy_rates()
+        torch_internals.count_optimizer_step(self._optimizer)
+
+    def _copy_rates(self) -> None:
+        for rate in self._rates:
+            if rate.stand_in is not None:
+                rate.copy()
+
+    def _fill_rates(self) -> None:
         groups = self._optimizer.param_groups
         if len(groups) != len(self._rates):
             self._make_rates()
         for group, rate in zip(groups, self._rates, strict=True):
             lr = group["lr"]
-            if lr is not rate.seen and lr is not rate.tensor:
+            if (lr is not rate.seen or rate.stand_in is not None) and lr is not rate.tensor:
                 rate.set(lr)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -335,12 +432,16 @@ class OptimizerPreparation:
             tuple(chain.from_iterable(self._step_hooks)),
             torch_internals.optimizer_step_override(self._optimizer),
         ]
-        for group in self._optimizer.param_groups:
+        for group, rate in zip_longest(self._optimizer.param_groups, self._rates):
+            if group is None:
+                break
             baked.append(self._parameter_set(group["params"]))
             lr = group["lr"]
-            if isinstance(lr, Tensor):
+            if isinstance(lr, Tensor) and (rate is None or rate.stand_in is None):
                 self._user_rates[id(lr)] = lr  # kept, so that no other tensor gets the same id
-            baked.append(id(lr) if isinstance(lr, Tensor) else None)
+                baked.append(id(lr))
+            else:
+                baked.append(None if rate is None else rate.baked(lr))
             baked += map(group.get, self._keys)
         return tuple(tuple(value) if type(value) is list else value for value in baked)
 
@@ -365,7 +466,9 @@ class OptimizerPreparation:
         ]
 
     def remember(self) -> None:
-        """Note the state's tensors, whose addresses a capture bakes in."""
+        """Note the state's tensors, whose addresses a capture bakes in. Captures of before are for those of then."""
+        if self._remembered is not None and not self.state_unchanged():
+            self.generation += 1
         state = self._optimizer.state
         self._remembered = [*chain.from_iterable(map(dict.values, state.values())), _END]
 
@@ -376,6 +479,14 @@ class OptimizerPreparation:
         state = chain.from_iterable(map(dict.values, self._optimizer.state.values()))
         # `map` stops at the shorter side; the end marks make a difference in length a difference in value.
         return all(map(operator.is_, chain(state, (_END,)), self._remembered))
+
+    def what_changed(self) -> Problem:
+        """What to say where captures become invalid again and again, for other reasons than moved parameters."""
+        return Problem(
+            "the optimizer runs outside of the graph: a hyperparameter other than the learning rate, or which "
+            "parameters have gradients, changes again and again",
+            fix="OneCycleLR(cycle_momentum=False) keeps it in the graph",
+        )
 
     def close(self) -> None:
         """Undo everything: hooks gone, flags restored, state where plain torch would keep it."""

@@ -16,11 +16,18 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.step.legality import Problem, PyGraphError
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.optimizer_phase import OptimizerPhase
-from pygraph_train.step.program import StepProgram
+from pygraph_train.step.program import StepProgram, at_work
 
 __all__ = ["OptimizerGraph"]
 
 log = logging.getLogger("pygraph_train")
+
+
+_UNSCALED = Problem(
+    "the optimizer runs outside of graphs: gradients are unscaled before its step (to clip them), and whether they "
+    "overflowed is in a new tensor each time",
+    fix="Mixed precision with bf16 needs no GradScaler",
+)
 
 
 class OptimizerGraph:
@@ -60,6 +67,7 @@ class OptimizerGraph:
         self._preparation: OptimizerPreparation | None = None
         self._phase: OptimizerPhase | None = None
         self._off = config.optimizer == "off"
+        self._told = False
 
     def run(self, body: Callable[[], None], constants: Any = ()) -> None:
         """Make one step.
@@ -74,6 +82,9 @@ class OptimizerGraph:
             return body()
         assert self._preparation is not None
         if self._program.unscaled:
+            if not self._told:
+                self._told = True
+                self._note(_UNSCALED)
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
         self._run_phase(body, constants)
@@ -119,13 +130,16 @@ class OptimizerGraph:
     def _refused(self) -> bool:
         if self._preparation is None:
             self._preparation = OptimizerPreparation(self.optimizer, emulated=self._engine.name == "emulated")
-            reason = self._preparation.reason or self._program.reason(self._preparation)
+            reason = self._preparation.reason or self._program.why_update_stays_outside(self._preparation)
             if reason is not None:
                 self._turn_off(Problem(f"the optimizer runs outside of graphs: {reason}"))
         return self._off
 
     def _turn_off(self, problem: Problem) -> None:
         self.close()
+        self._note(problem)
+
+    def _note(self, problem: Problem) -> None:
         if self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self.runs)):
             level = logging.WARNING if self._config.optimizer == "on" else logging.INFO
             log.log(level, "pygraph: %s", problem)
@@ -144,11 +158,11 @@ class _OptimizerProgram:
     ) -> None:
         self.optimizer = optimizer
         self.device = device
-        self._scaler = scaler
+        self._scaler = at_work(scaler)
         # as the user made it: does it unscale in its own kernels, without telling the host of overflows?
         self._unscales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
-    def reason(self, preparation: OptimizerPreparation) -> str | None:
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         if self._scaler is not None and not (self._unscales_itself and preparation.step_supports_scaler):
             return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
         return None

@@ -2,76 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pygraph_train.step.legality import NotLegal, Problem
-from pygraph_train.step.signature import map_leaves
+from pygraph_train.step.signature import flatten, map_leaves
 from pygraph_train.torch_internals import storage_key
 
 __all__ = ["Outputs"]
 
 # what `guard_constants` and Dynamo's own guards cover
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Enum,
+    np.number,
+    np.bool_,
+    torch.dtype,
+    torch.device,
+)
+
+_Make = Callable[[Sequence[Any], list[Any]], None]
+"""Puts results into the second list; the first one has the leaves of the present call."""
 
 
 class Outputs:
     """What a captured step returned. Build it inside the capture, call it after each replay.
 
     Scalars of one dtype are packed into one vector as the graph's last operation: however many values a
-    step logs, one copy per replay makes them ordinary tensors that nobody overwrites.
+    step logs, one copy per replay makes them ordinary tensors that nobody overwrites. Results that share memory
+    with each other, or with a tensor of the batch, still do.
 
     Args:
         tree: the step's results; its tensors have fixed addresses. Guards stand for its other leaves.
         static_leaves: the leaves that the step was called with.
         state: tensors that live longer than a step (parameters, buffers): a result that is one of them,
             or a view of one, shows their present values, as it does without a graph.
+        detached: whether results come without a history. Otherwise those that have one in the step have one after a
+            replay, which cannot be differentiated: as after the step's own backward.
+
+    Attributes:
+        tensors: the results that are tensors, without their history.
 
     Raises:
         NotLegal: a result is an object that no guard can stand for.
     """
 
-    def __init__(self, tree: Any, static_leaves: Sequence[Any], state: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        static_leaves: Sequence[Any],
+        state: Sequence[Tensor] = (),
+        *,
+        detached: bool = True,
+    ) -> None:
         leaves: list[Any] = []
-        map_leaves(leaves.append, tree)
-        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        self._groups: list[tuple[Tensor, list[int], bool]] = []  # static tensor, leaf positions, packed
-        # a result that is one of the arguments is taken from the call, not from the graph
-        self._passed: dict[int, int] = {}
-        self._alive: list[tuple[int, Tensor]] = []
-        inputs = {id(leaf): k for k, leaf in enumerate(static_leaves) if isinstance(leaf, Tensor)}
-        storages = {storage_key(t.untyped_storage()) for t in state if t.layout is torch.strided}
-        scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        tensor_of: dict[int, Tensor] = {}
-        iterator = iter(tensors)
+        flatten(tree, leaves)
+        static = {k: leaf for k, leaf in enumerate(static_leaves) if isinstance(leaf, Tensor)}
+        places = {id(leaf): k for k, leaf in static.items()}
+        of_batch = {_memory(leaf): k for k, leaf in static.items() if leaf.layout is torch.strided}
+        themselves = set() if detached else set(map(id, state))
+        of_state = {_memory(t) for t in state if t.layout is torch.strided}
+        self._makes: list[_Make] = []
+        scalars: dict[Any, dict[Any, tuple[Tensor, list[int]]]] = {}
+        others: dict[Any, list[tuple[int, Tensor]]] = {}
+        self.tensors: list[Tensor] = []
         for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                tensor_of[position] = next(iterator)
-            if id(leaf) in inputs:
-                self._passed[position] = inputs[id(leaf)]
-            elif isinstance(leaf, Tensor):
-                if leaf.layout is torch.strided and storage_key(leaf.untyped_storage()) in storages:
-                    self._alive.append((position, tensor_of[position]))
-                elif leaf.dim() == 0:
-                    scalars.setdefault((leaf.dtype, leaf.device), []).append(position)
-                else:
-                    self._groups.append((tensor_of[position], [position], False))
-            elif not isinstance(leaf, _CONSTANTS):
-                raise NotLegal(
-                    Problem(
-                        f"the step returns a {type(leaf).__name__}, which may be another one on every step",
-                        fix="Return tensors, numbers and strings in dicts, lists or tuples",
-                    )
-                )
-        for positions in scalars.values():
-            if len(positions) == 1:
-                self._groups.append((tensor_of[positions[0]], positions, False))
+            if not isinstance(leaf, Tensor):
+                if not isinstance(leaf, _CONSTANTS):
+                    raise NotLegal(_unknown(leaf))
+                continue
+            tensor = leaf.detach()
+            self.tensors.append(tensor)
+            memory = _memory(leaf) if leaf.layout is torch.strided else id(leaf)
+            if id(leaf) in places:  # taken from the call, not from the graph
+                self._makes.append(_pass(position, places[id(leaf)]))
+            elif id(leaf) in themselves:
+                self._makes.append(_hand_out(position, leaf))
+                continue
+            elif memory in of_state:
+                self._makes.append(_show(position, tensor))
+            elif memory in of_batch and leaf.dtype == static[of_batch[memory]].dtype:
+                source = of_batch[memory]
+                self._makes.append(_view(position, source, tensor, static[source]))
+            elif leaf.dim() == 0:
+                alike = scalars.setdefault((leaf.dtype, leaf.device), {})
+                alike.setdefault((memory, leaf.storage_offset()), (tensor, []))[1].append(position)
             else:
-                self._groups.append((torch.stack([tensor_of[p] for p in positions]), positions, True))
+                others.setdefault(memory, []).append((position, tensor))
+        for alike in scalars.values():
+            self._makes.append(_copy_scalars(list(alike.values())))
+        for sharing in others.values():
+            self._makes.append(_copy(*sharing[0]) if len(sharing) == 1 else _copy_together(sharing))
+        if not detached:
+            differentiable = [
+                k
+                for k, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None and id(leaf) not in places
+            ]
+            if differentiable:
+                self._makes.append(_with_history(differentiable))
         # without the tensors: their history would keep the nodes that accumulate gradients, on this stream
         self._tree = map_leaves(_without_tensor, tree)
         self._leaves = list(map(_without_tensor, leaves))
@@ -83,19 +123,123 @@ class Outputs:
             leaves: the leaves of the present call.
         """
         values = list(self._leaves)
-        for static, positions, packed in self._groups:
-            copy = static.clone()
-            if packed:
-                for position, value in zip(positions, copy.unbind(), strict=True):
-                    values[position] = value
-            else:
-                values[positions[0]] = copy
-        for position, tensor in self._alive:
-            values[position] = tensor.detach()
-        for position, source in self._passed.items():
-            values[position] = leaves[source]
+        for make in self._makes:
+            make(leaves, values)
         iterator = iter(values)
         return map_leaves(lambda _: next(iterator), self._tree)
+
+
+def _pass(position: int, source: int) -> _Make:
+    def make(leaves: Sequence[Any], values: list[Any]) -> None:
+        values[position] = leaves[source]
+
+    return make
+
+
+def _hand_out(position: int, tensor: Tensor) -> _Make:
+    def make(leaves: Sequence[Any], values: list[Any]) -> None:
+        values[position] = tensor
+
+    return make
+
+
+class _Used(torch.autograd.Function):
+    """The end of a history that a backward has been through."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, root: Tensor) -> Tensor:
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the step that this result came from was replayed, and "
+            "a replay keeps no history. Differentiate it inside of the step."
+        )
+
+
+def _with_history(positions: list[int]) -> _Make:
+    root = torch.zeros((), requires_grad=True)
+
+    def make(leaves: Sequence[Any], values: list[Any]) -> None:
+        with torch.enable_grad():
+            for position in positions:
+                values[position] = _Used.apply(values[position], root)
+
+    return make
+
+
+def _show(position: int, tensor: Tensor) -> _Make:
+    def make(leaves: Sequence[Any], values: list[Any]) -> None:
+        values[position] = tensor.detach()
+
+    return make
+
+
+def _view(position: int, source: int, tensor: Tensor, static: Tensor) -> _Make:
+    size, stride = tensor.size(), tensor.stride()
+    offset = int(tensor.storage_offset() - static.storage_offset())
+
+    def make(leaves: Sequence[Any], values: list[Any]) -> None:
+        leaf = leaves[source]
+        values[position] = leaf.as_strided(size, stride, leaf.storage_offset() + offset)
+
+    return make
+
+
+def _copy(position: int, tensor: Tensor) -> _Make:
+    def make(leaves: Sequence[Any], values: list[Any]) -> None:
+        values[position] = tensor.clone()
+
+    return make
+
+
+def _copy_scalars(scalars: list[tuple[Tensor, list[int]]]) -> _Make:
+    """Called in the capture: the packing is an operation of the graph."""
+    if len(scalars) == 1:
+        (only, positions), *_ = scalars
+
+        def make_one(leaves: Sequence[Any], values: list[Any]) -> None:
+            copy = only.clone()
+            for position in positions:
+                values[position] = copy
+
+        return make_one
+    packed = torch.stack([tensor for tensor, _ in scalars])
+    places = [positions for _, positions in scalars]
+
+    def make(leaves: Sequence[Any], values: list[Any]) -> None:
+        for positions, value in zip(places, packed.clone().unbind(), strict=True):
+            own = value.data  # no view, which could not be changed in place
+            for position in positions:
+                values[position] = own
+
+    return make
+
+
+def _copy_together(sharing: list[tuple[int, Tensor]]) -> _Make:
+    """Results in one piece of memory, of which the copies share theirs."""
+    storage = sharing[0][1].untyped_storage()
+
+    def make(leaves: Sequence[Any], values: list[Any]) -> None:
+        copy = storage.clone()
+        for position, tensor in sharing:
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            values[position] = empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    return make
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _unknown(leaf: Any) -> Problem:
+    return Problem(
+        f"the step returns a {type(leaf).__name__}, which may be another one on every step",
+        fix="Return tensors, numbers and strings in dicts, lists or tuples",
+    )
 
 
 def _without_tensor(leaf: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pygraph_train.step.legality import Problem
 from pygraph_train.step.optimizer import OptimizerPreparation
 
-__all__ = ["Call", "StepProgram", "plain_call"]
+__all__ = ["CLIPS_OTHERS", "Call", "StepProgram", "at_work", "not_optimized", "plain_call"]
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """How the step's function is run: plainly, or through a `Trace`."""
@@ -21,6 +21,24 @@ Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 def plain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the function as the user wrote it."""
     return fn(*args, **kwargs)
+
+
+CLIPS_OTHERS = (
+    "gradients of parameters that the optimizer does not hold count in the norm that is clipped, and a graph would "
+    "not find them"
+)
+"""Reason against a graph of clipping, for where some of `not_optimized` have gradients."""
+
+
+def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of `model` that `optimizer` does not hold."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in model.parameters() if id(p) not in held]
+
+
+def at_work(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
+    """The scaler, None for one that is switched off: all that it does is to call the optimizer."""
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 class StepProgram(Protocol):
@@ -33,6 +51,10 @@ class StepProgram(Protocol):
     device: torch.device
     recorder: str | None
     """See `legality.Trace`."""
+    empties_first: bool
+    """Whether gradients are emptied before `function` runs: a step that fails leaves none then."""
+    detaches_results: bool
+    """Whether the caller gets results without their history, also where no graph is replayed."""
 
     @property
     def model(self) -> nn.Module:

@@ -38,10 +38,18 @@ def _checkpoint(body: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
     if "_checkpoint_context_fn" in body.meta:
         kept["context_fn"] = body.meta["_checkpoint_context_fn"]
     kept["preserve_rng_state"] = options.get("preserve_rng_state", True) and body.meta.get("draws", True)
+    # what has no gradient is held as a module's buffers are in plain Python: it may change in place meanwhile, as
+    # the counter of batch normalisation does
+    inputs = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    def run(*given: torch.Tensor) -> Any:
+        of = {id(x): new for x, new in zip(inputs, given, strict=True)}
+        return body(*[of.get(id(x), x) for x in args])
+
     if "draws" in body.meta:
-        return checkpoint(body, *args, use_reentrant=False, **kept)
+        return checkpoint(run, *inputs, use_reentrant=False, **kept)
     with _Draws() as mode:
-        result = checkpoint(body, *args, use_reentrant=False, **kept)
+        result = checkpoint(run, *inputs, use_reentrant=False, **kept)
     body.meta["draws"] = mode.seen
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +14,28 @@ from pygraph_train.graphs.location import user_location
 from pygraph_train.step.legality import NotLegal, Problem, Trace, readable
 from pygraph_train.step.signature import leaf_paths
 
-__all__ = ["ANOMALY", "GLOBAL_HOOK", "compiler_problem", "history", "problem_of", "unsupported_leaf"]
+__all__ = [
+    "ANOMALY",
+    "DISPATCH_MODE",
+    "FUNCTION_MODE",
+    "GLOBAL_HOOK",
+    "SAVED_TENSORS_HOOKS",
+    "compiler_problem",
+    "history",
+    "problem_of",
+    "unsupported_leaf",
+]
 
 GLOBAL_HOOK = Problem("a hook on all modules (register_module_forward_hook and the like) runs in Python")
+DISPATCH_MODE = Problem(
+    "a TorchDispatchMode is active, and sees nothing of a replay: steps under it run as they are"
+)
+FUNCTION_MODE = Problem(
+    "a TorchFunctionMode is active, and sees nothing of a replay: steps under it run as they are"
+)
+SAVED_TENSORS_HOOKS = Problem(
+    "saved_tensors_hooks are active, and see nothing of a replay: steps under them run as they are"
+)
 ANOMALY = Problem("anomaly detection reads every gradient on the host", fix="Turn detect_anomaly off")
 
 
@@ -34,7 +54,7 @@ def unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequ
     """An argument that cannot be kept in a static buffer."""
     paths = leaf_paths(args, "args") + leaf_paths(kwargs, "kwargs")
     for path, leaf in zip(paths, leaves, strict=True):
-        if type(leaf).__module__ == "numpy":
+        if isinstance(leaf, np.ndarray):
             return Problem(f"{path} is a NumPy {type(leaf).__name__}", fix="Pass torch.as_tensor of it")
         if not isinstance(leaf, Tensor):
             continue

@@ -10,8 +10,10 @@ anything is spent on Inductor.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +27,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.graphs.location import user_location
-from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed
+from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, held_weakly
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.recompute import as_eager
 
@@ -44,6 +46,9 @@ _MOST_PROBES = 6
 
 _MOST_COMPILED = 32
 """Graphs compiled before the step counts as changing all the time."""
+
+_MOST_VARIANTS = 64
+"""Of one function: Dynamo counts what all callers compiled, and those that are gone."""
 
 _Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -96,13 +101,14 @@ class Regions:
         self._report = report
         self._announce = announce
         self._traced = self._compiled = 0
+        self._notes: list[tuple[Any, str]] = []  # of compilations in the present step
         self._probes = self._quiet = 0
         self._numbers: set[str] = set()
         self._retains = False  # a backward was seen that may be called again
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[_Backend], _Level]] = iter((_WholeFunction, self._modules))
         self._kind = next(self._levels)
-        self._level = self._kind(self._probe)
+        self._level = self._kind(held_weakly(self._probe))
 
     def run(self, run: Callable[[Call], R], *, watched: bool = False) -> R:
         """Make one step without a graph around it: `run` is called once, as in `StepRunner.step`.
@@ -113,7 +119,7 @@ class Regions:
         before = self._traced
         self._before = {id(r): _work(r) for r in self.records()} if watched else {}
         try:
-            with torch_internals.dynamo_region_config() as failures:
+            with torch_internals.dynamo_region_config(recompile_limit=_MOST_VARIANTS) as failures:
                 result = self._level.run(run)
         except RuntimeError as error:
             if not self.found or not torch_internals.compiled_kernels_refuse(error):
@@ -123,6 +129,8 @@ class Regions:
                 f"this step does with gradients what compiled kernels cannot, and none of the first steps did: "
                 f"{first}{f' ({where})' if where else ''}. Fix: forward='off', backward='off' leaves both as they are"
             ) from error
+        finally:
+            torch_internals.forget_notes(self._notes)
         if failures:
             self.problem = self.problem or compiler_failed(failures[0])
         self._quiet = 0 if self._traced > before else self._quiet + 1
@@ -140,20 +148,18 @@ class Regions:
 
     def records(self) -> list[RegionRecord]:
         """What the backend says of these regions."""
-        from pygraph_train import backend
-
-        return [r for r in backend.report().regions if r.name.rpartition(" ")[2] in self._numbers]
+        return _records_of(self._numbers)
 
     def close(self) -> None:
         """Let go of everything compiled."""
         self.problem = self.problem or Problem("the runner was closed")
-        self._level = _Level(self._probe)
+        self._level = _Level(held_weakly(self._probe))
 
     def _judge(self) -> None:
         """After a probe: is what was traced the same on every step?"""
         if self._quiet >= _QUIET and self._level.called:
             self.found = True
-            self._level = self._kind(self._compile)
+            self._level = self._kind(held_weakly(self._compile))
             return
         if self._probes < _MOST_PROBES and self._quiet < _QUIET:
             return
@@ -165,7 +171,7 @@ class Regions:
                 fix="Keep Python state that changes out of the forward of modules",
             )
             return
-        self._kind, self._level = kind, kind(self._probe)
+        self._kind, self._level = kind, kind(held_weakly(self._probe))
         self._probes = self._quiet = 0
 
     def _modules(self, backend: _Backend) -> _Level:
@@ -175,12 +181,14 @@ class Regions:
 
     def _probe(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._traced += 1
+        self._notes += torch_internals.tracing_notes(graph)
         self._level.called = True
         graph = as_eager(graph)
+        look = held_weakly(self._look_at_backward)
 
         def run(*args: Any) -> Any:
             outputs = graph.forward(*args)
-            self._look_at_backward(args, outputs)
+            look(args, outputs)
             return outputs
 
         return run
@@ -190,11 +198,13 @@ class Regions:
         parameters = [x for x in inputs if isinstance(x, nn.Parameter)]
         versions = list(map(torch_internals.tensor_version, parameters))
         results = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+        thread = threading.get_ident()
         for result in results:
             others = [x.grad_fn for x in results if x is not result]
             activation = result if any(_depends(x, result.grad_fn) for x in others) else None
             hooks = len(result._backward_hooks or ()) + 1  # and the one that is registered here
 
+            @torch_internals.untraced
             def look(gradient: Tensor, activation: Tensor | None = activation, hooks: int = hooks) -> None:
                 why = None
                 self._retains |= torch_internals.backward_keeps_graph()
@@ -205,14 +215,17 @@ class Regions:
                 elif activation is not None and _is_asked_for(activation, hooks):
                     why = "the gradient of an activation is asked for, and compiled ones have none"
                 if why is not None:
+                    where = user_location(thread=thread)
+                    why = f"{why} ({where})" if where else why  # a note has nothing but the reason
                     self.problem = Problem(f"forward and backward get no graphs of their own: {why}")
 
-            result.register_hook(torch.compiler.disable(look))
+            result.register_hook(look)
 
     def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         from pygraph_train import backend
 
         self._traced += 1
+        self._notes += torch_internals.tracing_notes(graph)
         if not self._numbers and self._engine == "cuda":
             self._announce("compiling forward and backward with Inductor, which may take a minute")
         self._compiled += 1
@@ -242,7 +255,7 @@ class Regions:
                 self._report.compile_seconds += time.perf_counter() - started
         made = [r for r in backend.report().regions if id(r) not in known]
         self._numbers |= {r.name.rpartition(" ")[2] for r in made}
-        self._report.regions = self.records
+        self._report.regions = functools.partial(_records_of, self._numbers)
         return compiled
 
 
@@ -267,6 +280,13 @@ def _is_asked_for(activation: Tensor, hooks: int) -> bool:
     """
     watched = activation.retains_grad or len(activation._backward_hooks or ()) > hooks
     return watched or torch_internals.backward_ends_at(activation)
+
+
+def _records_of(numbers: set[str]) -> list[RegionRecord]:
+    """What the backend says of the regions with these numbers, which are a set that grows."""
+    from pygraph_train import backend
+
+    return [r for r in backend.report().regions if r.name.rpartition(" ")[2] in numbers]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -344,4 +364,5 @@ def _compiled(backend: _Backend) -> Call:
 
     fresh = types.FunctionType(region.__code__.replace(co_name="region"), globals())
     compiled: Any = torch.compile(fresh, backend=backend)
+    weakref.finalize(compiled, torch_internals.forget_compiled, fresh.__code__).atexit = False
     return compiled  # type: ignore[no-any-return]

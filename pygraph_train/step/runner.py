@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
@@ -40,9 +41,13 @@ from pygraph_train.step.optimizer_phase import OptimizerPhase
 from pygraph_train.step.optimizer_trial import OptimizerTrial
 from pygraph_train.step.plan import PositionInAccumulation, legal_plans
 from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.rebinding import UNSEEN_MOVE, Moves
 from pygraph_train.step.refusals import (
     ANOMALY,
+    DISPATCH_MODE,
+    FUNCTION_MODE,
     GLOBAL_HOOK,
+    SAVED_TENSORS_HOOKS,
     compiler_problem,
     history,
     unsupported_leaf,
@@ -51,6 +56,8 @@ from pygraph_train.step.regions import Regions
 from pygraph_train.step.signature import Key, flatten, key_of
 from pygraph_train.step.variants import Capture, Signature, Variant, same_memory
 from pygraph_train.step.verify import Fingerprint, ScratchState
+from pygraph_train.torch_internals import saved_tensors_hooks_active
+from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
 
 __all__ = ["Ran", "Replayed", "StepRunner"]
 
@@ -135,6 +142,7 @@ class StepRunner:
         self._phase: OptimizerPhase | None = None
         self._between: str | None = None  # what acts before it, and keeps it out of the graph of the backward
         self._begun = False
+        self._initialized = False
         self._off: Problem | None = None  # why no graph holds forward and backward
         self._stopped = False
         self._rest: Choice | None = None  # for steps whose forward and backward run without a graph
@@ -190,6 +198,16 @@ class StepRunner:
         if torch.is_anomaly_enabled() or any(self._global_hooks):
             self._turn_off(ANOMALY if torch.is_anomaly_enabled() else GLOBAL_HOOK, everything=True)
             return Ran(self._plainly(run))
+        if (
+            saved_tensors_hooks_active()
+            or is_dispatch_watched()
+            or is_function_watched()
+            or not self._initialized
+        ):
+            problem = self._watched_from_outside()
+            if problem is not None:
+                self._note_fallback(problem)
+                return Ran(self._plainly(run))
         if self._launch_bound is not None:
             if not self._launch_bound.open:
                 return Ran(self._launch_bound.run(lambda: self._plainly(run)))
@@ -290,6 +308,22 @@ class StepRunner:
             self._choice = None
             choice.end(as_planned=self._as_planned)
 
+    def _watched_from_outside(self) -> Problem | None:
+        """Why this step, of which a replay would show nothing, has to run as it is."""
+        if saved_tensors_hooks_active():
+            return SAVED_TENSORS_HOOKS
+        if is_dispatch_watched():
+            return DISPATCH_MODE
+        if function_modes():
+            return FUNCTION_MODE
+        if self._initialized:
+            return None
+        lazy = [name for name, p in self.program.model.named_parameters() if is_lazy(p)]
+        if lazy:
+            return Problem(f"{lazy[0]} has no shape yet: the first call of its module gives it one")
+        self._initialized = True
+        return None
+
     def _take_turn(self, choice: Choice, unit: Choice | None) -> None:
         """Count the step that begins; only a whole step, not a micro-batch, may switch to another arm.
 
@@ -317,8 +351,14 @@ class StepRunner:
         capture.gradients.before_replay()
         if capture.updates and self._optimizer is not None:
             self._optimizer.sync()
-        capture.graph.replay()
+        try:
+            capture.graph.replay()
+        except BaseException:
+            if self.program.empties_first:  # as the step that fails would have left them
+                capture.gradients.empty()
+            raise
         capture.gradients.after_replay()
+        capture.audits.left -= 1
         variant.last_used = self._steps
         variant.replays += 1
         if variant.replays == _REPLAYS_BEFORE_COMPILING:
@@ -328,9 +368,11 @@ class StepRunner:
 
     def _still_valid(self, variant: Variant, capture: Capture) -> bool:
         """Everything that the guards do not cover: addresses, optimizer state, hyperparameters."""
-        if not capture.verified or self.config.verify == "always":
+        if not capture.verified or capture.audits.left <= 0:
             return False
         if not same_memory(variant.trace.latest_tensors, capture):
+            return False
+        if capture.rebound and not self._maker.anchors.hold(capture.rebound):
             return False
         registrations = torch_internals.hook_registrations()
         if registrations != capture.hook_registrations:
@@ -420,7 +462,7 @@ class StepRunner:
             except NotLegal as refused:
                 return Ran(self._give_up(variant, refused.problem, run))
         capture = variant.captures[variant.place(position)]
-        if capture.verified and self.config.verify != "always":
+        if capture.verified and not capture.audits.due(time.perf_counter()):
             return self._replay(variant, capture, leaves, position)
         return self._first_replay(variant, capture, args, kwargs, leaves, position, expected, run)
 
@@ -575,13 +617,16 @@ class StepRunner:
         def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             parameters = list(self.program.model.parameters())
             before = _versions(parameters)
+            moves = Moves([*parameters, *self.program.model.buffers()])
             try:
                 result = variant.trace(fn, args, kwargs)
                 self._clock.mark("B")
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
                 variant.trace.problem = refused.problem
                 return fn(*args, **kwargs)
-            variant.writes_parameters |= before != _versions(parameters)
+            variant.writes_parameters |= variant.trace.writes_state or before != _versions(parameters)
+            if moves.found() and not variant.trace.rebound and variant.trace.problem is None:
+                variant.trace.problem = UNSEEN_MOVE
             return result
 
         return call
@@ -679,6 +724,7 @@ class StepRunner:
         gradients.empty()
         before = gradients.snapshot()
         scratch = ScratchState(self.program.device, self._maker.beside_parameters(variant, *fn_args))
+        moves = self._maker.moves(variant, *fn_args)
         gradients.isolate()
         try:
             with self._clock.compiling():
@@ -689,6 +735,7 @@ class StepRunner:
                 raise
             variant.compiled = None
             self._decisions.compiles = False
+            moves.put_back()
             scratch.restore()
             gradients.restore(before)
             self.program.abandon()
@@ -719,7 +766,9 @@ class StepRunner:
             self._announce(f"capturing the training step as {variant.arm.plan}")
         if variant.arm.plan.fused:
             assert self._optimizer is not None
-            if (reason := self._optimizer.reason) is not None:  # a hook was registered in mid-run
+            reason = self._optimizer.reason  # a hook was registered in mid-run
+            reason = reason or self.program.why_update_stays_outside(self._optimizer)
+            if reason is not None:
                 self._leave_optimizer_outside(Problem(f"the optimizer runs outside of the graph: {reason}"))
             self._optimizer.settle()
         if len({p.constants for p, _, _ in variant.captures}) > _MOST_RETRACES:
@@ -754,29 +803,32 @@ class StepRunner:
         run: Callable[[Call], R],
     ) -> Replayed | Ran[R]:
         """A replay that must give what the step gives without a graph; else it is undone."""
-        assert variant.inputs is not None
         started = time.perf_counter()
         if expected is None:
-            variant.inputs.load(leaves)
-            static_args, static_kwargs = variant.inputs.tree((args, kwargs))
-            call = self._call_of(variant)
+            # with the batch itself: what loads the graph's inputs is compared as well
             expected = self._maker.reference(
-                variant, capture.gradients, call, static_args, static_kwargs, updates=capture.updates
+                variant, capture.gradients, self._call_of(variant), args, kwargs, updates=capture.updates
             )
         before = capture.gradients.snapshot()
         backup = self._maker.backup(variant, capture, args, kwargs, self._optimizer)
         replayed = self._replay(variant, capture, leaves, position)
-        difference = expected.compare(Fingerprint.of(capture.loss, capture.gradients.final))
+        found = Fingerprint.of(capture.loss, capture.gradients.final)
+        difference = expected.compare(found, bits=self.engine.name == "emulated")
         self.engine.trim()
-        self.report.verify_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.report.verify_seconds += seconds
+        self._clock.interrupted()
+        capture.audits.took(seconds, first=not capture.verified)
+        self.report.audits += capture.verified
         if difference is None:
             capture.verified = True
             return replayed
         backup.restore()
         capture.gradients.restore(before)
         self._clock.undone()
+        which = f"replay {variant.replays}" if capture.verified else "the first replay"
         problem = Problem(
-            f"the first replay of {position} differs from the step without a graph: {difference}",
+            f"{which} of {position} differs from the step without a graph: {difference}",
             fix="Please report this; the step runs without a graph",
         )
         log.warning("pygraph: %s", problem)
@@ -791,19 +843,30 @@ class StepRunner:
         optimizer = self._optimizer
         allowed = _MOST_RETRACES + variant.replays // _REPLAYS_PER_RETRACE
         tensors = variant.trace.tensors(self.program.function(), args, kwargs)
-        if not same_memory(tensors, capture):
+        lent = not self._maker.anchors.adopt(capture.rebound)
+        if lent or not same_memory(tensors, capture):
             variant.moves += 1
             leaves = set(map(id, capture.leaves))
             moved = next(
-                expression
-                for expression, tensor, address in zip(
-                    variant.trace.inputs, tensors, capture.addresses, strict=True
-                )
-                if tensor.data_ptr() != address or (tensor.requires_grad and id(tensor) not in leaves)
+                (
+                    expression
+                    for expression, tensor, address in zip(
+                        variant.trace.inputs, tensors, capture.addresses, strict=True
+                    )
+                    if tensor.data_ptr() != address or (tensor.requires_grad and id(tensor) not in leaves)
+                ),
+                None,
             )
             variant.forget_captures()
             if variant.moves > allowed:
-                variant.off = Problem(f"{readable(moved)} lives at a new address again and again")
+                fn = self.program.function()
+                variant.off = (
+                    Problem(
+                        "memory of a tensor that the step rebinds (`.data = ...`) is held again and again"
+                    )
+                    if moved is None
+                    else Problem(f"{readable(moved, fn)} lives at a new address again and again")
+                )
                 self._note_fallback(variant.off)
         elif capture.updates and optimizer is not None:
             if capture.optimizer_generation != optimizer.generation or not optimizer.state_unchanged():
@@ -825,6 +888,7 @@ class StepRunner:
         self._close_optimizer()
         self._rest = self._choice = None
         self._arm = _NO_GRAPH
+        self.report.start_over()
         for signature in self._signatures.values():
             for variant in signature.variants:
                 variant.forget_captures()
@@ -890,6 +954,7 @@ class StepRunner:
     def _turn_off(self, problem: Problem, *, everything: bool = False, asked: bool = False) -> None:
         """No graph of forward and backward from now on, and with `everything` none of the optimizer."""
         self._off = problem
+        self.report.start_over()
         if everything:
             self._stopped = True
             self._close_optimizer()

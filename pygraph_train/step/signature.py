@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "flatten", "key_of", "leaf_paths", "map_leaves"]
+__all__ = ["ALIGNMENT", "Key", "alignment", "flatten", "key_of", "leaf_paths", "map_leaves"]
+
+ALIGNMENT = 16
+"""Bytes. The widest loads of CUDA kernels; allocators of torch give more."""
 
 Key = tuple[Any, ...]
 """Hashable: equal keys mean equal structure, tensor metadata and types of the other leaves."""
@@ -82,7 +85,13 @@ def _leaf_key(leaf: Any) -> Any:
         return type(leaf)
     if leaf.layout is not torch.strided or leaf.is_nested:
         return (type(leaf), leaf.layout)  # they have no strides, and are refused anyhow
-    return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad)
+    # kernels choose their loads, and with them the order of sums, by the alignment of what they read
+    return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad, alignment(leaf))
+
+
+def alignment(tensor: Tensor) -> int:
+    """Bytes by which a tensor's first element misses the next lower address that suits every kernel."""
+    return tensor.data_ptr() % ALIGNMENT
 
 
 def leaf_paths(tree: Any, prefix: str = "") -> list[str]:

@@ -18,6 +18,7 @@ from pygraph_train.step.legality import Problem, Trace
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.signature import Key
+from pygraph_train.step.verify import Audits
 
 __all__ = ["Capture", "Place", "Signature", "Variant", "picker", "same_memory"]
 
@@ -40,8 +41,10 @@ class Capture:
     leaves: list[Tensor]
     pick_leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     addresses: list[int]
+    rebound: list[Tensor]
     verified: bool
     hook_registrations: int
+    audits: Audits
 
 
 @dataclass

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Fingerprint", "HostCopy", "ScratchState"]
+from pygraph_train.step.legality import NotLegal, Problem
+
+__all__ = ["Audits", "Fingerprint", "HostCopy", "ScratchState"]
 
 _SAMPLES = 256
 
@@ -36,9 +39,21 @@ class Fingerprint:
     @classmethod
     @torch.no_grad()
     def of(cls, loss: Tensor, gradients: Sequence[Tensor | None]) -> Fingerprint:
-        """Compute it on the device. Gradients: tensors of any shape, or None where there is none."""
+        """Compute it on the device. Gradients: tensors of any shape, or None where there is none.
+
+        Raises:
+            NotLegal: one is sparse.
+        """
         present = [g.detach() for g in gradients if g is not None]
-        flat = [g.reshape(-1) for g in present]
+        if any(g.layout is not torch.strided for g in present):
+            raise NotLegal(
+                Problem(
+                    "a gradient is sparse, as Embedding(sparse=True) makes it: its size is known only on the host",
+                    fix="Embedding(sparse=False) with an optimizer for dense gradients can be in a graph",
+                )
+            )
+        real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in present]
+        flat = [g.reshape(-1) for g in real]
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         exact = [f.view(integers[f.element_size()]).sum(dtype=torch.int64) for f in flat]
         norms = [f.double().norm() if f.numel() < 1 << 20 else f.float().norm().double() for f in flat]
@@ -49,16 +64,26 @@ class Fingerprint:
             exact=torch.stack(exact) if exact else empty,
             norms=torch.stack(norms) if norms else empty,
             samples=samples,
-            tolerance=max((_TOLERANCE.get(g.dtype, 2e-3) for g in present), default=0.0),
+            tolerance=max((_TOLERANCE.get(g.dtype, 2e-3) for g in real), default=0.0),
         )
 
-    def compare(self, other: Fingerprint) -> str | None:
-        """None when equal, bit for bit or within the tolerance of the dtype; else what differs."""
+    def same_bits(self, other: Fingerprint) -> bool:
+        """Whether losses and gradients are equal bit for bit."""
+        same_shape = self.exact.shape == other.exact.shape
+        return same_shape and torch.equal(self.exact, other.exact) and torch.equal(self.loss, other.loss)
+
+    def compare(self, other: Fingerprint, *, bits: bool = False) -> str | None:
+        """None when equal, bit for bit or within the tolerance of the dtype; else what differs.
+
+        Args:
+            bits: allow for no tolerance. Kernels of a CPU do the same each time.
+        """
         if self.exact.shape != other.exact.shape:
             return f"{other.exact.numel()} gradients instead of {self.exact.numel()}"
-        same_loss = torch.equal(self.loss, other.loss)
-        if same_loss and torch.equal(self.exact, other.exact):
+        if self.same_bits(other):
             return None
+        if bits:
+            return "the loss or gradients have other bits"
         tolerance = max(self.tolerance, _TOLERANCE.get(self.loss.dtype, 2e-3))
         if not torch.allclose(self.loss, other.loss, rtol=tolerance, atol=1e-6, equal_nan=True):
             return f"loss {float(other.loss):.8g} instead of {float(self.loss):.8g}"
@@ -79,6 +104,52 @@ def _close(expected: Tensor, found: Tensor, rtol: float, atol: Tensor | float) -
     same = (expected - found).abs() <= rtol * expected.abs() + atol
     same |= ~torch.isfinite(expected) & ~torch.isfinite(found)  # overflowing fp16 gradients
     return bool(same.all())
+
+
+class Audits:
+    """When a graph whose first replay was right is compared with a plain step once more.
+
+    With `verify="sample"` the number of replays from one audit to the next doubles, and audits take at most `SHARE`
+    of the time since the graph was made.
+
+    Args:
+        verify: see `PyGraphConfig`.
+        now: seconds, of any clock that goes on.
+        reference: seconds that the step without the graph took, which the first replay was compared with.
+
+    Attributes:
+        left: replays until `due` is to be asked. The caller counts them down.
+    """
+
+    SHARE = 0.002
+    FIRST = 64
+
+    def __init__(self, verify: str, now: float, reference: float = 0.0) -> None:
+        self._verify = verify
+        self._every = {"always": 0, "sample": self.FIRST}.get(verify, sys.maxsize)
+        self.left = self._every
+        self._since = now
+        self._spent = 0.0
+        self._last = reference
+
+    def due(self, now: float) -> bool:
+        """Whether the next replay is to be compared. Where audits would take too long, the question is put off."""
+        if self.left > 0:
+            return False
+        if self._verify == "always" or self._spent + self._last <= self.SHARE * (now - self._since):
+            return True
+        self.left = self._every
+        return False
+
+    def took(self, seconds: float, *, first: bool) -> None:
+        """Note what a comparison has cost; the one right after the capture is no audit."""
+        if first:
+            self._last += seconds
+        else:
+            self._last = seconds
+            self._spent += seconds
+            self._every *= 2
+        self.left = self._every
 
 
 class ScratchState:

@@ -11,9 +11,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pygraph_train import torch_internals
+from pygraph_train.torch_private.switches import SWITCHES, switches
 
 __all__ = ["ModuleWatch", "is_watched"]
 
@@ -21,7 +23,6 @@ _MODULE_GUARDS = frozenset({"TYPE_MATCH", "MODULE_MATCH", "NN_MODULE", "NOT_PRES
 _MODULE_TABLES = ("._modules", "._parameters", "._buffers")
 _HOOK_GUARD = "EMPTY_NN_MODULE_HOOKS_DICT"
 
-_requires_grad = operator.attrgetter("requires_grad")
 _forward = operator.attrgetter("forward")
 
 
@@ -42,9 +43,9 @@ class ModuleWatch:
     """What modules and tensors looked like when a step was traced.
 
     A module is unchanged when it is the same object, of the same class, whose forward is the same function, with
-    as many attributes as before (a new one could shadow a method) and the same number of hooks. A parameter is
-    unchanged when it wants a gradient as before; that it is the same object is known by its address, which
-    captures check.
+    as many attributes as before (a new one could shadow a method) and the same number of hooks. A tensor is
+    unchanged when it looks as before (shape, strides, dtype, requires_grad); that it is the same object is known by
+    its address, which captures check. The global switches that decide which kernels run are as before.
 
     Args:
         tensors: what the step reads.
@@ -58,7 +59,9 @@ class ModuleWatch:
         self._forwards = list(map(_forward, self._kinds))
         self._attributes: list[dict[str, Any]] = list(map(vars, modules))
         self._attribute_counts = list(map(len, self._attributes))
-        self._wanted = list(map(_requires_grad, tensors))
+        self._look_the_same = torch_internals.tensor_looks(tensors)
+        self._seen = [_look(t) for t in tensors]
+        self._switches = switches()
         self._hook_tables = [table for m in modules for table in torch_internals.module_hook_tables(m)]
         self._hook_counts = list(map(len, self._hook_tables))
         self._registrations = torch_internals.hook_registrations()
@@ -70,8 +73,9 @@ class ModuleWatch:
             and list(map(type, modules)) == self._classes
             and list(map(_forward, self._kinds)) == self._forwards
             and list(map(len, self._attributes)) == self._attribute_counts
-            and list(map(_requires_grad, tensors)) == self._wanted
+            and self._look_the_same(*tensors)
             and self._no_new_hooks()
+            and switches() == self._switches
         )
 
     def _no_new_hooks(self) -> bool:
@@ -87,10 +91,14 @@ class ModuleWatch:
         self, tensors: Sequence[Tensor], modules: Sequence[nn.Module], expressions: Sequence[str]
     ) -> tuple[str, str]:
         """Expression and verb for a sentence: ("L['fn'].net", "was replaced"). Tensors come first."""
-        for name, now, before in zip(expressions, map(_requires_grad, tensors), self._wanted, strict=False):
-            if now != before:
-                return name, f"has requires_grad={now} now"
-        names = expressions[len(self._wanted) :]
+        for name, look, seen in zip(expressions, map(_look, tensors), self._seen, strict=False):
+            for what, value in look.items():
+                if value != seen[what]:
+                    return name, f"has {what} {value} now"
+        for switch, setting, was in zip(SWITCHES, switches(), self._switches, strict=True):
+            if setting != was:
+                return f"the switch {switch} of torch", f"is {setting} now"
+        names = expressions[len(self._seen) :]
         for name, now, before, kind in zip(names, modules, self._modules, self._classes, strict=False):
             if now is not before:
                 return name, "was replaced"
@@ -102,3 +110,14 @@ class ModuleWatch:
             if len(attributes) != count:
                 return name, "gained or lost an attribute"
         return "the model", "has other hooks now"
+
+
+def _look(tensor: Tensor) -> dict[str, Any]:
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return {
+        "requires_grad": tensor.requires_grad,
+        "shape": tuple(tensor.shape),
+        "strides": strides,
+        "dtype": tensor.dtype,
+        "type": type(tensor).__name__,
+    }

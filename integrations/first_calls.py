@@ -1,0 +1,84 @@
+"""What the first step of a loop does with a module's results, before anything is compiled for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pygraph_train import torch_internals
+from pygraph_train.diagnose.report import Fallback
+from pygraph_train.graphs.location import user_location
+from pygraph_train.step.signature import map_leaves
+
+__all__ = ["FirstCalls"]
+
+_MOST = 16
+"""Calls after which it is enough, also where no optimizer makes a step."""
+
+
+class FirstCalls:
+    """Watches the calls of one module until a step is over. They run as they are.
+
+    What is compiled cannot be differentiated twice, and a lazy module has parameters only after its first call.
+
+    Args:
+        name: of the module, for the reason.
+        steps: how many steps were made so far.
+        refuse: is told why the module is never compiled.
+    """
+
+    def __init__(self, name: str, steps: Callable[[], int], refuse: Callable[[Fallback], object]) -> None:
+        self.refused = False
+        self._name = name
+        self._steps = steps
+        self._refuse = refuse
+        self._began: int | None = None
+        self._calls = 0
+        self._differentiated = False
+
+    @property
+    def over(self) -> bool:
+        """Whether enough was seen, and nothing that speaks against compiling the module."""
+        if self.refused or self._began is None:
+            return False
+        return self._calls >= _MOST or (self._differentiated and self._steps() > self._began)
+
+    def look_at(self, result: Any) -> None:
+        """Note what becomes of the result of a call."""
+        if self.refused:
+            return
+        self._calls += 1
+        if self._began is None:
+            self._began = self._steps()
+        thread = threading.get_ident()
+
+        @torch_internals.untraced
+        def look(_: Tensor) -> None:
+            self._differentiated = True
+            if torch.is_grad_enabled() and not self.refused:
+                self.refused = True
+                reason = f"{self._name} is left as it is: its backward is differentiated itself (create_graph=True)"
+                self._refuse(Fallback(reason, user_location(thread=thread), "", self._steps() + 1))
+
+        watched = [x for x in _tensors(result) if x.grad_fn is not None]
+        for tensor in watched:
+            tensor.register_hook(look)
+        self._differentiated |= not watched  # nothing will be
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        return leaf
+
+    with contextlib.suppress(TypeError):  # a container of somebody else's
+        map_leaves(take, result)
+    return found

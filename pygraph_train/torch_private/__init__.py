@@ -1,0 +1,1 @@
+"""Private torch APIs by subject: thin functions, no policy. (`torch_internals` holds the older ones.)"""

@@ -1,0 +1,63 @@
+"""Global switches of torch that decide which kernels run, and modes that see every operation. (2.11, 2.13)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["SWITCHES", "function_modes", "is_dispatch_watched", "is_function_watched", "switches"]
+
+_NAMES = (
+    "flash_sdp_enabled",
+    "mem_efficient_sdp_enabled",
+    "math_sdp_enabled",
+    "cudnn_sdp_enabled",
+    "overrideable_sdp_enabled",
+    "math_sdp_allow_fp16_bf16_reduction",
+    "sdp_priority_order",
+    "cudnn_enabled",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
+    "cudnn_allow_tf32",
+    "cublas_allow_fp16_accumulation",
+    "float32_matmul_precision",
+    "mkldnn_enabled",
+    "blas_preferred_backend",
+)
+"""Besides what Dynamo's guards for global state cover: deterministic algorithms, the default dtype, TF32 and
+reduced precision of cuBLAS."""
+
+
+def _getters() -> dict[str, Callable[[], Any]]:
+    found = {name: getattr(torch._C, f"_get_{name}", None) for name in _NAMES}
+    modes = {"function_modes": torch._C._len_torch_function_stack}
+    return modes | {n: f for n, f in found.items() if f is not None}
+
+
+_GETTERS = _getters()
+_READ = tuple(_GETTERS.values())
+
+SWITCHES = tuple(_GETTERS)
+"""Names of what `switches` returns, in its order."""
+
+
+def switches() -> list[Any]:
+    """What the switches are set to now. Hot path: a microsecond."""
+    return [read() for read in _READ]
+
+
+is_dispatch_watched: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Number of `TorchDispatchMode`s of this thread: they see every operation, and none of a replay."""
+
+is_function_watched: Callable[[], int] = torch._C._len_torch_function_stack
+"""Number of `TorchFunctionMode`s of this thread."""
+
+
+def function_modes() -> list[Any]:
+    """Those modes, without the one that `torch.set_default_device` is."""
+    from torch.utils._device import DeviceContext
+
+    modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return [mode for mode in modes if type(mode) is not DeviceContext]
