@@ -3,7 +3,7 @@
 #   PYTHON=python3.12   the interpreter to build .venv from
 #   VENV=dir            where the environment is; `VENV=` (empty) makes none and uses PYTHON as it is, with
 #                       the packages it has: for a machine with its own torch, or without a registry
-#   ARGS="..."          options for the script behind demo, bench, test and gpu-test
+#   ARGS="..."          options for the script behind demo, bench, test, gpu-test and hunt
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,7 +26,7 @@ BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 # one process for each core, and the tests of a file together, where pytest-xdist is installed
 PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
 
-.PHONY: help demo test test-oldest lint gpu-test bench clean in-place
+.PHONY: help demo test test-oldest lint gpu-test hunt bench clean in-place
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,9 @@ test-oldest: $(OLDEST_VENV)/.installed ## the tests on the oldest torch that is 
 
 gpu-test: $(READY) ## the tests that need a CUDA device
 	$(PY) -m pytest tests/gpu $(ARGS)
+
+hunt: $(READY) ## thousands of generated training runs, with and without the library (ARGS="--cases 5000 --seed 1")
+	$(PY) -m tests.generator.hunt $(ARGS)
 
 bench: $(READY) ## the benchmark behind the README's table (without a GPU: tiny models, no timing claim)
 	$(PY) -m benchmarks.lightning_step --scale $(BENCH_SCALE) $(ARGS)
