@@ -55,6 +55,13 @@ def test_lightning_step(tmp_path):
     assert len(losses) > 10 and graphed["first_losses"][: len(losses)] == losses
 
 
+def test_audit_cost(tmp_path):
+    record = run("benchmarks.audit_cost", tmp_path / "audits.json", "--models", "mlp", "--seconds", "1")
+    (row,) = record["rows"]
+    assert row["error"] is None and row["audit_ms"] > 0 and row["replayed"] > 0
+    assert row["share"] == row["audits_s"] / row["run_s"]
+
+
 def test_host_cost(tmp_path):
     record = run("benchmarks.host_cost", tmp_path / "host.json", "--models", "mlp", "--calls", "5")
     assert record["timing_claim"] is False
