@@ -265,6 +265,7 @@ def test_a_run_that_was_ended_goes_on_with_the_workloads_it_lacks(monkeypatch, t
         return [row(model, mode, 1.0)], 0
 
     monkeypatch.setattr(backend_step, "_child", child)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     path = tmp_path / "rows.json"
     command = ["--scale=tiny", "--device=cpu", "--kinds=fb", "--models=bert,mlp"]
     command += ["--modes=default,eager,pygraph", f"--json={path}"]
