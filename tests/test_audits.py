@@ -14,6 +14,7 @@ from training import CONFIG, Diary, Net, adamw, batches, both, loss_of, replayed
 from pygraph_train import GraphedStep
 from pygraph_train.graphs.emulated import EmulatedGraph
 from pygraph_train.step.inputs import StaticInputs
+from pygraph_train.step.runner import StepRunner
 from pygraph_train.step.verify import Audits, Fingerprint
 
 
@@ -72,6 +73,30 @@ def test_the_imaginary_part_of_gradients_is_compared() -> None:
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Audits, "FIRST", 3)
     monkeypatch.setattr(Audits, "SHARE", math.inf)
+
+
+def test_an_audit_that_is_put_off_costs_a_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Audits, "FIRST", 3)
+    monkeypatch.setattr(Audits, "SHARE", 0.0)
+    away: list[int] = []
+    advance = StepRunner._advance
+
+    def counted(self: StepRunner, *args: Any) -> Any:
+        away.append(self.report.steps)
+        return advance(self, *args)
+
+    monkeypatch.setattr(StepRunner, "_advance", counted)
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(60):
+            diary.write("loss", step(batch))
+
+    report = replayed(both(script), least=50)
+    assert report.audits == 0
+    assert max(away) <= 10, "steps that are replayed never leave the way of replays"
 
 
 @pytest.mark.usefixtures("often")

@@ -368,7 +368,9 @@ class StepRunner:
 
     def _still_valid(self, variant: Variant, capture: Capture) -> bool:
         """Everything that the guards do not cover: addresses, optimizer state, hyperparameters."""
-        if not capture.verified or capture.audits.left <= 0:
+        if not capture.verified:
+            return False
+        if capture.audits.left <= 0 and capture.audits.due(time.perf_counter()):
             return False
         if not same_memory(variant.trace.latest_tensors, capture):
             return False
