@@ -92,6 +92,24 @@ def test_a_numpy_scalar_of_the_batch_counts_as_a_number() -> None:
     replayed(both(script))
 
 
+def test_items_of_a_dict_that_the_step_does_not_read_may_change() -> None:
+    def step_of(model: nn.Module) -> Any:
+        model.settings = {"logged": 0, "scale": 2.0}
+
+        def step_fn(batch: Any) -> Tensor:
+            return entropy(model, batch) * (
+                model.settings["scale"] if isinstance(model.settings, dict) else 1.0
+            )
+
+        return step_fn
+
+    def change(model: Any, index: int) -> None:
+        model.settings["logged"] = index
+
+    report = replayed(train(step_of, change=change))
+    assert len(report.captures) == 1, str(report)
+
+
 def test_a_ufunc_of_constants_is_computed_by_numpy() -> None:
     replayed(train(lambda model: lambda batch: entropy(model, batch) / np.sqrt(6) * np.exp(np.float32(0.1))))
 

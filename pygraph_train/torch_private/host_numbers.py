@@ -133,9 +133,8 @@ def _computing(call_function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables.constant import ConstantVariable
 
     def computed(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        scalar = _scalar_class()
-        constant = not kwargs and all(x.is_python_constant() for x in args)
-        if constant and self.fn in _OPERATORS and any(isinstance(x, scalar) for x in args):
+        of_scalars = self.fn in _OPERATORS and not kwargs and any(map(_stands_for_scalar, args))
+        if of_scalars and all(x.is_python_constant() for x in args):
             return ConstantVariable.create(self.fn(*[x.as_python_constant() for x in args]))
         return call_function(self, tx, args, kwargs)
 
@@ -169,6 +168,17 @@ def _refusing_dtypes(call_function: Callable[..., Any]) -> Callable[..., Any]:
         return call_function(self, tx, args, kwargs)
 
     return refused
+
+
+def _stands_for_scalar(variable: Any) -> bool:
+    """Looks at what Dynamo has not looked at yet without having it guarded: a dict would have guards for each item."""
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    if isinstance(variable, LazyVariableTracker):
+        if not variable.is_realized():
+            return _is_scalar(variable.peek_value())
+        variable = variable.realize()
+    return isinstance(variable, _scalar_class())
 
 
 def _holds_scalar(variable: Any) -> bool:
