@@ -96,7 +96,7 @@ class GraphedStep:
         return self._step(args, kwargs, update=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             torch_internals.end_trace_here()
         if self._transfer is not None:
             args, kwargs = self._moved_to_device(args, kwargs)
@@ -226,7 +226,8 @@ class _PlainProgram:
 
     def constants(self) -> tuple[Any, ...]:
         """What a capture bakes in: whether others than the optimizer's gradients are clipped."""
-        return (True,) if any(p.requires_grad or p.grad is not None for p in self._others) else ()
+        others = self._others
+        return (True,) if others and any(p.requires_grad or p.grad is not None for p in others) else ()
 
     def acts_before_backward(self) -> Problem | None:
         return None

@@ -108,10 +108,8 @@ class _LearningRate:
             return self.tensor
         return lr if self.stand_in is None else self.stand_in
 
-    def baked(self, lr: Any) -> Any:
+    def baked(self, lr: Tensor) -> Any:
         """What a capture bakes in of `lr`."""
-        if not isinstance(lr, Tensor):
-            return None
         return id(lr) if self.stand_in is None else _looks(lr)
 
     def user_value(self, found: Any, value: Any) -> Any:
@@ -441,9 +439,9 @@ class OptimizerPreparation:
                 self._user_rates[id(lr)] = lr  # kept, so that no other tensor gets the same id
                 baked.append(id(lr))
             else:
-                baked.append(None if rate is None else rate.baked(lr))
+                baked.append(rate.baked(lr) if isinstance(lr, Tensor) else None)
             baked += map(group.get, self._keys)
-        return tuple(tuple(value) if type(value) is list else value for value in baked)
+        return tuple([tuple(value) if type(value) is list else value for value in baked])
 
     def _parameter_set(self, params: list[Tensor]) -> int:
         """A small number that stands for these very parameters."""

@@ -49,6 +49,8 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
         TypeError: a container of another library, of which a shallow copy might share its contents.
     """
     kind = type(tree)
+    if kind is Tensor or tree is None:
+        return fn(tree)
     if kind is dict:
         return {name: map_leaves(fn, value) for name, value in tree.items()}
     if isinstance(tree, Mapping):

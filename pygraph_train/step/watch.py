@@ -21,14 +21,15 @@ __all__ = ["ModuleWatch", "is_watched"]
 
 _MODULE_GUARDS = frozenset({"TYPE_MATCH", "MODULE_MATCH", "NN_MODULE", "NOT_PRESENT_IN_GENERIC_DICT"})
 _MODULE_TABLES = ("._modules", "._parameters", "._buffers")
-_HOOK_GUARD = "EMPTY_NN_MODULE_HOOKS_DICT"
+_ELSEWHERE = frozenset({"EMPTY_NN_MODULE_HOOKS_DICT", "AUTOGRAD_SAVED_TENSORS_HOOKS"})
+"""Hooks of modules are counted here; no step is replayed while hooks get what is saved for a backward."""
 
 _forward = operator.attrgetter("forward")
 
 
 def is_watched(guard: Any) -> bool:
-    """Whether `ModuleWatch` stands for one of Dynamo's guards (a `GuardFilterEntry`)."""
-    if guard.guard_type == _HOOK_GUARD:
+    """Whether `ModuleWatch` or `StepRunner` stands for one of Dynamo's guards (a `GuardFilterEntry`)."""
+    if guard.guard_type in _ELSEWHERE:
         return True
     if not guard.has_value:
         return False
