@@ -20,12 +20,12 @@ from pygraph_train import backend, torch_internals
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import Engine, make_engine
+from pygraph_train.graphs.recompute import as_eager
 from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.step.dry_trace import DryTrace
 from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, innermost
 from pygraph_train.step.optimizer_graph import OptimizerGraph
-from pygraph_train.step.recompute import as_eager
 from pygraph_train.step.refusals import GLOBAL_HOOK
 
 __all__ = ["Loop", "RegionedCall", "never_replays"]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pygraph_train import torch_internals
 from pygraph_train.graphs.location import defined_at, is_user_file, user_line_in
-from pygraph_train.step.recompute import as_eager
+from pygraph_train.graphs.recompute import as_eager
 from pygraph_train.step.watch import ModuleWatch, is_watched
 
 __all__ = [

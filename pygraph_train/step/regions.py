@@ -27,9 +27,9 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.graphs.location import user_location
+from pygraph_train.graphs.recompute import as_eager
 from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, held_weakly
 from pygraph_train.step.program import Call, StepProgram, plain_call
-from pygraph_train.step.recompute import as_eager
 
 if TYPE_CHECKING:
     from pygraph_train.backend.report import RegionRecord
