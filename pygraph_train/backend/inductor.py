@@ -21,9 +21,11 @@ from pygraph_train.backend.replaced import Replacing, without_replacements
 from pygraph_train.backend.report import BackendReport, RegionRecord
 from pygraph_train.backend.staging import Staged
 from pygraph_train.backend.transform import Transformed, batched, transform
+from pygraph_train.backend.unfit import Unfit, compile_truly
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.graphs.location import user_line_in
+from pygraph_train.graphs.recompute import as_eager
 
 __all__ = ["compile_graph", "compile_whole", "report", "reset"]
 
@@ -38,10 +40,31 @@ def compile_graph(
     """Compile one Dynamo graph into a callable whose forwards and backwards are regions."""
     if options.engine == "off" or disabled_by_environment():
         return torch_internals.compile_with_inductor(gm, example_inputs, None, options.inductor)
-    measure = options.selection and options.engine != "emulated"  # which is slower by nature
     torch_internals.start_untraced()
-    pair, number = Pair(options.indirection, measure), next(_numbers)
-    build = _with_absent(functools.partial(_region, pair=pair, number=number, options=options), pair.absent)
+    number = next(_numbers)
+    try:
+        return compile_truly(
+            gm,
+            example_inputs,
+            lambda gm, look: _compile_regions(gm, example_inputs, options, number, look),
+        )
+    except Unfit as unfit:
+        where, reason = _first_user_line(gm), str(unfit)
+        _records.append(RegionRecord(f"function {number}", "function", where, "plain", reason))
+        return as_eager(gm).forward
+
+
+def _compile_regions(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: BackendOptions,
+    number: int,
+    look: Callable[[], None],
+) -> Callable[..., Any]:
+    measure = options.selection and options.engine != "emulated"  # which is slower by nature
+    pair = Pair(options.indirection, measure)
+    region = functools.partial(_region, pair=pair, number=number, options=options)
+    build = _looked_at(_with_absent(region, pair.absent), look)
     pair.direct = options.direct and not torch_internals.compiled_autograd_wanted()
     if options.engine == "emulated":
         compiled = torch_internals.compile_with_aten(gm, example_inputs, build)
@@ -49,6 +72,22 @@ def compile_graph(
         compiled = torch_internals.compile_with_inductor(gm, example_inputs, build, options.inductor)
     compiled = Noting(compiled, pair.absent)
     return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
+
+
+def _looked_at(build: torch_internals.BuildRegion, look: Callable[[], None]) -> torch_internals.BuildRegion:
+    """`build`, after a look at what AOTAutograd has traced."""
+
+    def looking(
+        compile_kernels: torch_internals.CompileKernels,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        traced: torch_internals.TracedGraph,
+    ) -> Callable[[list[Any]], Any]:
+        if traced.phase != "backward":
+            look()
+        return build(compile_kernels, gm, example_inputs, traced)
+
+    return looking
 
 
 def _with_absent(build: torch_internals.BuildRegion, absent: Absent) -> torch_internals.BuildRegion:
@@ -128,6 +167,8 @@ def compile_whole(
 
     Args:
         left: what could not be done is added to it.
+    Raises:
+        Unfit: compiled, it would compute something else.
     """
 
     def build(
@@ -143,11 +184,15 @@ def compile_whole(
         left.extend(_told(f"{failure.op}: {failure.why}", failure.where) for failure in failures)
         return _with_small_ends_together(compile_kernels, gm, example_inputs, left)
 
-    if not _has_several_gradients(gm):
-        return torch_internals.compile_with_inductor(gm, example_inputs, build, {}, cached=True)
-    absent = Absent()
-    build = _with_absent(build, absent)
-    return Noting(torch_internals.compile_with_inductor(gm, example_inputs, build, {}), absent)
+    def compile_function(gm: torch.fx.GraphModule, look: Callable[[], None]) -> Callable[..., Any]:
+        looking = _looked_at(build, look)
+        if not _has_several_gradients(gm):
+            return torch_internals.compile_with_inductor(gm, example_inputs, looking, {}, cached=True)
+        absent = Absent()
+        looking = _with_absent(looking, absent)
+        return Noting(torch_internals.compile_with_inductor(gm, example_inputs, looking, {}), absent)
+
+    return compile_truly(gm, example_inputs, compile_function)
 
 
 def _has_several_gradients(gm: torch.fx.GraphModule) -> bool:

@@ -17,7 +17,7 @@ class RegionRecord:
 
     Attributes:
         name: phase and number, as in "forward 2".
-        phase: "forward", "backward" or "inference".
+        phase: "forward", "backward" or "inference"; "function" where nothing was compiled.
         where: `file:line` of the first user code in it.
         decision: "warming up", "measuring", "graph", "graph, indirect" or "plain".
         reason: why, in words.
