@@ -20,7 +20,6 @@ KNOWN: dict[str, str] = {
     "backend: change data_transposed": "torch 2.11 does not guard parameters whose dict is as it was",
     "backend: change data_cut": "torch 2.11 does not guard parameters whose dict is as it was",
     "backend: change frozen_first": "torch 2.11 does not guard parameters whose dict is as it was",
-    "block spectral_norm": "torch 2.11 only: regions mix up results of a step with spectral_norm",
     "step saved_tensors": "compiled functions save other tensors than eager ones, so hooks see other numbers of them",
     "backend: change saved_tensors_hooks": "compiled functions save other tensors than eager ones",
     "accelerate: change saved_tensors_hooks": "compiled functions save other tensors than eager ones",
