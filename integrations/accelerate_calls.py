@@ -190,8 +190,10 @@ class Observation:
         self.events.append(Event(kind, index, constants))
 
     def _note_clip(self, kind: str, parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        limits = (*args, *kwargs.values())
+        parameters = _listed(parameters)
+        limits = (
+            _norm_limits(*args, **kwargs) if kind == "clip_grad_norm_" else _value_limits(*args, **kwargs)
+        )
         self.events.append(Event(kind, 0, limits))
         clipped = {id(p) for p in parameters if p.requires_grad}
         for optimizer in self._accelerator._optimizers:
@@ -250,7 +252,11 @@ class _AfterBackward(TorchDispatchMode):
 
 
 class _Stub:
-    """Stands in for one method while the step is traced: notes the call and does nothing."""
+    """Stands in for one method while the step is traced: notes the call and does nothing.
+
+    It notes the method's name, the owner's index, Python values, a tensor that is passed or returned (the loss,
+    the norm), and the parameters that are to be clipped.
+    """
 
     def __init__(self, put_off: list[tuple[Any, ...]], name: str, index: int) -> None:
         self.put_off = put_off
@@ -260,7 +266,7 @@ class _Stub:
 
 class _BackwardStub(_Stub):
     def __call__(self, loss: Tensor) -> None:
-        self.put_off.append((self.name, self.index, (), loss))
+        self.put_off.append((self.name, self.index, (), loss, []))
 
 
 class _ClipNormStub(_Stub):
@@ -269,25 +275,38 @@ class _ClipNormStub(_Stub):
         self.device = device
 
     def __call__(self, parameters: Any, *limits: Any, **named: Any) -> Tensor:
-        arguments = (*limits, *named.values())
+        arguments = _norm_limits(*limits, **named)
         guard_constants(arguments)
         norm = torch.zeros((), device=self.device)  # filled when gradients are clipped
-        self.put_off.append((self.name, self.index, arguments, norm))
+        self.put_off.append((self.name, self.index, arguments, norm, _listed(parameters)))
         return norm
 
 
 class _ClipValueStub(_Stub):
     def __call__(self, parameters: Any, *limits: Any, **named: Any) -> None:
-        arguments = (*limits, *named.values())
+        arguments = _value_limits(*limits, **named)
         guard_constants(arguments)
-        self.put_off.append((self.name, self.index, arguments, None))
+        self.put_off.append((self.name, self.index, arguments, None, _listed(parameters)))
 
 
 class _CallStub(_Stub):
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         arguments = (*args, *kwargs.values())
         guard_constants(arguments)
-        self.put_off.append((self.name, self.index, arguments, None))
+        self.put_off.append((self.name, self.index, arguments, None, []))
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    """What is clipped. Inside a trace this reads the model's tables, which are guarded from then on."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _norm_limits(max_norm: Any, norm_type: Any = 2) -> tuple[Any, ...]:
+    return (max_norm, norm_type)
+
+
+def _value_limits(clip_value: Any) -> tuple[Any, ...]:
+    return (clip_value,)
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:

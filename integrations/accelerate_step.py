@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from pygraph_train import torch_internals
 from pygraph_train.diagnose.report import Fallback, StepReport
@@ -38,7 +39,7 @@ from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.step.legality import Problem, PyGraphError
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, at_work, plain_call
+from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.step.signature import map_leaves
 
@@ -166,6 +167,10 @@ class GraphedStepFunction:
             raise PyGraphError(str(problem))
 
 
+_Noted = tuple[Script, tuple[int, ...], tuple[tuple[WeakIdRef, ...], ...]]
+"""Calls that were put off, which results are norms of theirs, and what each of them is to clip."""
+
+
 class _StepFunctionProgram:
     """`StepProgram` over a function that makes a whole step of an Accelerate loop."""
 
@@ -190,9 +195,11 @@ class _StepFunctionProgram:
         self._preparation: OptimizerPreparation | None = None
         self._put_off: list[tuple[Any, ...]] = []
         self._stubs = stubs(accelerator, self._put_off)
-        self._scripts: list[tuple[Script, tuple[int, ...]]] = []
+        self._scripts: list[_Noted] = []
         self._present: Script = ()
         self._norms: list[Tensor | None] = []
+        self._clipped: list[list[Tensor]] = []
+        self._clips_others = False
         self._unscales_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     def position(self, script: Script, *, sync: bool) -> PositionInAccumulation:
@@ -227,8 +234,8 @@ class _StepFunctionProgram:
 
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         clipped = clips(self._present)
-        for event, norm in zip(clipped, self._norms, strict=True):
-            self._clip(event, norm)
+        for event, norm, parameters in zip(clipped, self._norms, self._clipped, strict=True):
+            self._clip(event, norm, parameters)
         scaler = at_work(self._accelerator.scaler)
         if scaler is not None and not clipped and not in_kernels:  # clipping unscales, and so do the kernels
             assert self.optimizer is not None
@@ -243,7 +250,7 @@ class _StepFunctionProgram:
             self._unscales_itself and preparation.step_supports_scaler
         ):
             return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
-        return None
+        return CLIPS_OTHERS if self._clips_others else None
 
     def acts_before_backward(self) -> Problem | None:
         return None
@@ -280,11 +287,12 @@ class _StepFunctionProgram:
 
     def finish(self, result: Any, number: int, *, updated: bool) -> Any:
         """What remains to be done in Python after a replay."""
-        script, norm_leaves = self._scripts[number]
+        script, norm_leaves, clipped = self._scripts[number]
         if updated:
             torch_internals.count_optimizer_step(self.accelerated)
         norms: list[Tensor] = []
         self._norms = []
+        self._clipped = [] if updated else [[p for r in refs if (p := r()) is not None] for refs in clipped]
         for event in after_backward(script):
             if updated and (event.name in CLIPS or event.name == "step"):
                 continue
@@ -301,10 +309,13 @@ class _StepFunctionProgram:
             result = call(self._fn, args, kwargs)
             put_off = list(self._put_off)
             self._put_off.clear()
-        script = tuple(Event(name, index, arguments) for name, index, arguments, _ in put_off)
-        tensors = {name: tensor for name, _, _, tensor in put_off if name == "backward"}
+        script = tuple(Event(name, index, arguments) for name, index, arguments, _, _ in put_off)
+        tensors = {name: tensor for name, _, _, tensor, _ in put_off if name == "backward"}
         self._present = script
-        self._norms = [tensor for name, _, _, tensor in put_off if name in CLIPS]
+        self._norms = [tensor for name, _, _, tensor, _ in put_off if name in CLIPS]
+        self._clipped = [clipped for name, _, _, _, clipped in put_off if name in CLIPS]
+        if self._clipped:
+            self._clips_others = self._others_are_clipped()
         expected = self.observed.get(self._accelerator.sync_gradients)
         if script != expected:
             self.problem = Problem(
@@ -315,7 +326,8 @@ class _StepFunctionProgram:
         wanted = {id(norm) for norm in self._norms if norm is not None}
         leaves: list[Any] = []
         map_leaves(leaves.append, result)
-        entry = (script, tuple(k for k, leaf in enumerate(leaves) if id(leaf) in wanted))
+        clipped = tuple(tuple(map(WeakIdRef, parameters)) for parameters in self._clipped)
+        entry = (script, tuple(k for k, leaf in enumerate(leaves) if id(leaf) in wanted), clipped)
         if entry not in self._scripts:
             self._scripts.append(entry)
         return tensors["backward"], result, self._scripts.index(entry)
@@ -324,7 +336,7 @@ class _StepFunctionProgram:
         """One of the calls, for real. Returns the norm of gradients that were clipped."""
         if event.name in CLIPS:
             waiting = self._norms.pop(0) if self._norms else None
-            return self._clip(event, waiting)
+            return self._clip(event, waiting, self._clipped.pop(0))
         if event.name == "step":
             if self._accelerator.sync_gradients:
                 self.run_update(self.accelerated.step)
@@ -335,11 +347,19 @@ class _StepFunctionProgram:
                 self._accelerator._schedulers[event.index].step()
         return None
 
-    def _clip(self, event: Event, norm: Tensor | None) -> Tensor | None:
-        found = getattr(self._accelerator, event.name)(self._parameters(), *event.arguments)
+    def _clip(self, event: Event, norm: Tensor | None, parameters: list[Tensor]) -> Tensor | None:
+        found = getattr(self._accelerator, event.name)(parameters, *event.arguments)
         if norm is not None and found is not None:
             norm.copy_(found)
         return found
+
+    def _others_are_clipped(self) -> bool:
+        """Whether gradients count that the optimizer does not empty."""
+        if self.optimizer is None:
+            return False
+        held = set(map(id, self._parameters()))
+        clipped = [p for parameters in self._clipped for p in parameters if id(p) not in held]
+        return any(p.requires_grad or p.grad is not None for p in clipped)
 
     def _parameters(self) -> list[Tensor]:
         assert self.optimizer is not None

@@ -24,8 +24,6 @@ KNOWN: dict[str, str] = {
     "backend: change saved_tensors_hooks": "compiled functions save other tensors than eager ones",
     "accelerate: change saved_tensors_hooks": "compiled functions save other tensors than eager ones",
     "accelerate: change data_cut": "plain training raises for a gradient of the old shape, the library trains on",
-    "accelerate: change module_replaced": "graphed_step clips what the optimizer holds",
-    "accelerate: change parameter_replaced": "graphed_step clips what the optimizer holds",
     "change swapped_tensors": "memory that results share (issue 15, 11)",
     "option scaler_off": "GradScaler(enabled=False)",
     "step random_branch": "Dynamo's warnings",
