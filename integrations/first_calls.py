@@ -13,6 +13,7 @@ from torch import Tensor
 from pygraph_train import torch_internals
 from pygraph_train.diagnose.report import Fallback
 from pygraph_train.graphs.location import user_location
+from pygraph_train.step.activations import Activation, activations_among
 from pygraph_train.step.signature import map_leaves
 
 __all__ = ["FirstCalls"]
@@ -60,14 +61,24 @@ class FirstCalls:
         @torch_internals.untraced
         def look(_: Tensor) -> None:
             self._differentiated = True
-            if torch.is_grad_enabled() and not self.refused:
+            if self.refused:
+                return
+            why = None
+            if torch.is_grad_enabled():
+                why = "its backward is differentiated itself (create_graph=True)"
+            elif any(activation.is_asked_for() for activation in activations):
+                why = (
+                    "the gradient of an activation that it returns is asked for, and compiled ones have none"
+                )
+            if why is not None:
                 self.refused = True
-                reason = f"{self._name} is left as it is: its backward is differentiated itself (create_graph=True)"
+                reason = f"{self._name} is left as it is: {why}"
                 self._refuse(Fallback(reason, user_location(thread=thread), "", self._steps() + 1))
 
         watched = [x for x in _tensors(result) if x.grad_fn is not None]
         for tensor in watched:
             tensor.register_hook(look)
+        activations = [Activation(x, eager=True) for x in activations_among(watched)]
         self._differentiated |= not watched  # nothing will be
 
 

@@ -23,6 +23,7 @@ from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.recompute import as_eager
 from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.dry_trace import DryTrace
 from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, innermost
 from pygraph_train.step.optimizer_graph import OptimizerGraph
@@ -170,9 +171,10 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
     teller = weakref.WeakMethod(tell)
 
     def regions(gm: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
-        kept = torch_internals.dynamo_side_effects() if _hands_out_activations(gm) else []
+        activations = handed_out(gm)
+        kept = torch_internals.dynamo_side_effects() if activations else []
         if not kept:
-            return backend.pygraph(gm, inputs, **kwargs)
+            return explained(backend.pygraph(gm, inputs, **kwargs), activations, name)
         now, (_, _, stack) = teller(), kept[0]
         if now is not None:
             now(
@@ -186,27 +188,6 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
         return as_eager(gm).forward
 
     return regions
-
-
-def _hands_out_activations(gm: torch.fx.GraphModule) -> bool:
-    """Whether a result with a history is computed from another one."""
-    results = {x for x in gm.graph.output_node().all_input_nodes if _differentiable(x)}
-    for result in results:
-        left, seen = list(result.users), set()
-        while left:
-            node = left.pop()
-            if node in results:
-                return True
-            if node not in seen and _differentiable(node):
-                seen.add(node)
-                left += node.users
-    return False
-
-
-def _differentiable(node: torch.fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return node.op != "placeholder" and any(map(_requires_grad, values))
 
 
 def _requires_grad(value: object) -> bool:

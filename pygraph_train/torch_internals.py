@@ -751,11 +751,13 @@ def has_symbols(values: Iterable[Any]) -> bool:
     return any(not isinstance(n, int) for x in tensors for n in (*x.size(), *x.stride()))
 
 
-def refuse_second_backward(gradients: Sequence[Any]) -> Any:
+def refuse_second_backward(
+    gradients: Sequence[Any],
+    message: str = "torch.compile with aot_autograd does not currently support double backward",
+) -> Any:
     """Gradients that raise when they are differentiated, as those of every compiled function. (2.11, 2.13)"""
-    message = b"torch.compile with aot_autograd does not currently support double backward"
     given = [g if g is None else g.detach().requires_grad_() for g in gradients]
-    return torch._C._functions.DelayedError(message, len(given))(*given)  # type: ignore[arg-type]
+    return torch._C._functions.DelayedError(message.encode(), len(given))(*given)  # type: ignore[arg-type]
 
 
 def autocast_enabled() -> bool:

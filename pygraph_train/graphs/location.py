@@ -17,6 +17,7 @@ NOT_USER_PACKAGES = (
     "pytorch_lightning",
     "lightning_fabric",
     "lightning_utilities",
+    "accelerate",
     "pygraph_train",
     "integrations",  # our adapters, when run from the checkout
 )

@@ -1,0 +1,152 @@
+"""Gradients that eager kernels have and compiled ones have not: of activations, and of gradients.
+
+One compiled function has one backward. The gradient of a result that other results are computed from is not in it,
+and it cannot be differentiated again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdRef
+
+from pygraph_train import torch_internals
+from pygraph_train.graphs.location import user_location
+from pygraph_train.step.legality import Problem, PyGraphError
+
+__all__ = ["Activation", "activations_among", "explained", "handed_out"]
+
+_FIX = "Ask for it in the first step, too, and it is not compiled; or set forward='off', backward='off'"
+
+
+class Activation:
+    """A result that other results are computed from. Somebody may ask for its gradient.
+
+    It does not keep the tensor: a hook that did would hold the memory of a whole step.
+
+    Args:
+        tensor: after all hooks that are not the user's were registered.
+        eager: whether it was made by an operation of its own, at which a backward may end.
+    """
+
+    def __init__(self, tensor: Tensor, *, eager: bool) -> None:
+        self._tensor = WeakIdRef(tensor)
+        self._eager = eager
+        tensor.register_hook(_nothing)
+        self._hooks = tensor._backward_hooks
+        self._registered = len(self._hooks or ())
+
+    def is_asked_for(self) -> bool:
+        """Inside a backward: whether somebody wants its gradient."""
+        if len(self._hooks or ()) > self._registered:
+            return True
+        tensor = self._tensor()
+        if tensor is None:
+            return False
+        return tensor.retains_grad or (self._eager and torch_internals.backward_ends_at(tensor))
+
+
+def _nothing(gradient: Tensor) -> None:
+    """The hook that makes a tensor's table of hooks."""
+
+
+def activations_among(results: Iterable[Tensor]) -> list[Tensor]:
+    """Those of eager results that other ones are computed from."""
+    nodes = {result.grad_fn: result for result in results if result.grad_fn is not None}
+    found: dict[Any, Tensor] = {}
+    for node in nodes:
+        seen, left = set(), [source for source, _ in node.next_functions]
+        while left:
+            source = left.pop()
+            if source is None or source in seen:
+                continue
+            seen.add(source)
+            if source in nodes:
+                found[source] = nodes[source]
+            left += [further for further, _ in source.next_functions]
+    return list(found.values())
+
+
+def handed_out(graph: torch.fx.GraphModule) -> list[int]:
+    """Positions of the results of a traced function that other results are computed from."""
+    (outputs,) = graph.graph.output_node().args
+    if not isinstance(outputs, (list, tuple)):
+        return []
+    results = {x for x in outputs if isinstance(x, torch.fx.Node) and _differentiable(x)}
+    return [k for k, x in enumerate(outputs) if x in results and _leads_to(x, results)]
+
+
+def explained(compiled: Callable[..., Any], activations: Sequence[int], name: str) -> Callable[..., Any]:
+    """`compiled`, which says what it cannot where torch would say little, or give None for a gradient.
+
+    Args:
+        compiled: a function of tensors that gives a list of them.
+        activations: see `handed_out`.
+        name: of the module, for the sentences.
+    """
+    thread = threading.get_ident()
+
+    def told(what: str) -> str:
+        where = user_location(thread=thread)
+        return str(Problem(what, where, _FIX))
+
+    @torch_internals.untraced
+    def refuse_gradients_of_gradients(given: Any, _: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        what = told(
+            f"the backward of {name} is differentiated (create_graph=True), and its compiled code cannot be"
+        )
+        return tuple(
+            g if g is None or not g.requires_grad else torch_internals.refuse_second_backward([g], what)
+            for g in given
+        )
+
+    def run(*args: Any) -> Any:
+        outputs = compiled(*args)
+        results = [x for x in outputs if _has_history(x)]
+        if not results:
+            return outputs
+        node = results[-1].grad_fn
+        if isinstance(node, torch.autograd.function.BackwardCFunction):  # and no view of what it gives
+            node.register_hook(refuse_gradients_of_gradients)
+        watched = [Activation(x, eager=False) for k in activations if _has_history(x := outputs[k])]
+        if watched:
+
+            @torch_internals.untraced
+            def look(_: Tensor) -> None:
+                if any(activation.is_asked_for() for activation in watched):
+                    what = f"the gradient of an activation that {name} returns is asked for, and its compiled code"
+                    raise PyGraphError(told(f"{what} has none"))
+
+            ends = [x for k, x in enumerate(outputs) if k not in activations and _has_history(x)]
+            (ends or results)[-1].register_hook(look)
+        return outputs
+
+    return run
+
+
+def _has_history(value: object) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+def _leads_to(result: torch.fx.Node, results: set[torch.fx.Node]) -> bool:
+    left, seen = list(result.users), set()
+    while left:
+        node = left.pop()
+        if node in results:
+            return True
+        if node not in seen and _differentiable(node):
+            seen.add(node)
+            left += node.users
+    return False
+
+
+def _differentiable(node: torch.fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return node.op != "placeholder" and any(isinstance(x, Tensor) and x.requires_grad for x in values)

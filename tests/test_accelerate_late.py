@@ -1,0 +1,124 @@
+"""What compiled code of an Accelerate loop cannot give is asked for: in the first step, or later."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("accelerate")
+
+from accelerate_training import Script, both, fresh, run  # noqa: F401
+
+from pygraph_train import PyGraph
+
+
+class Features(nn.Module):
+    """Returns the activation that its result is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.first(x))
+        return self.last(h), h
+
+
+def penalty(s: Script, model: Any, loss: Tensor, h: Tensor) -> Tensor:
+    found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)  # asked
+    return loss + sum(g.square().sum() for g in found)
+
+
+def graph_of_no_use(s: Script, model: Any, loss: Tensor, h: Tensor) -> Tensor:
+    found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    s.write("gradients", found)
+    return loss
+
+
+def gradient(s: Script, model: Any, loss: Tensor, h: Tensor) -> Tensor:
+    s.write("gradient", torch.autograd.grad(loss, h, retain_graph=True)[0])  # asked
+    return loss
+
+
+def retained(s: Script, model: Any, loss: Tensor, h: Tensor) -> Tensor:
+    h.retain_grad()
+    return loss
+
+
+def hooked(s: Script, model: Any, loss: Tensor, h: Tensor) -> Tensor:
+    h.register_hook(lambda g: s.write("hook", g))
+    return loss
+
+
+Ask = Callable[[Script, Any, Tensor, Tensor], Tensor]
+
+
+def script(s: Script, ask: Ask, begins: int, kept: list[Any]) -> None:
+    """Steps that ask for it from one on."""
+    model: Any = Features()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer = s.accelerator.prepare(model, optimizer)
+    for i in range(30):
+        out, h = model(torch.randn(5, 6))
+        loss = out.square().mean()
+        if i >= begins:
+            loss = ask(s, model, loss, h)
+        s.accelerator.backward(loss)  # asked
+        s.write("gradient", h.grad if h.retains_grad else None)
+        optimizer.step()
+        optimizer.zero_grad()
+        s.write("loss", loss)
+        kept.append(weakref.ref(h))
+    s.write_state(model, optimizer)
+
+
+def line_of(where: str) -> str:
+    file, _, line = where.rpartition(":")
+    assert file == __file__, where
+    return linecache.getline(file, int(line))
+
+
+@pytest.mark.parametrize("ask", [penalty, gradient, retained, hooked])
+def test_what_the_first_step_asks_for_it_gets_in_every_step(ask: Ask) -> None:
+    report = both(lambda s: script(s, ask, 0, []))
+    assert report.present_plan() == "F B {O}" and report.optimizer_steps_replayed >= 10, str(report)
+    (row,) = report.fallbacks
+    assert "# asked" in line_of(str(row.where)), row
+
+
+@pytest.mark.parametrize("ask", [penalty, retained, hooked])
+def test_what_a_late_step_asks_for_in_vain_has_a_sentence_and_a_line(ask: Ask) -> None:
+    plugin = PyGraph(engine="emulated", warmup_steps=2)
+    with pytest.raises(
+        RuntimeError, match=r"Features .*and its compiled code .*Ask for it in the first step"
+    ) as e:
+        run(lambda s: script(s, ask, 20, []), plugin)
+    assert plugin.report().steps_replayed >= 10
+    (where,) = re.findall(r"\((/[^()]*:\d+)\)", str(e.value))
+    assert "# asked" in line_of(where)
+
+
+def test_a_graph_of_the_backward_that_nobody_uses_hurts_nobody() -> None:
+    report = both(lambda s: script(s, graph_of_no_use, 20, []))
+    assert min(region.replays for region in report.regions()) >= 24, str(report)
+
+
+def test_whoever_looks_for_it_does_not_hold_the_memory_of_steps() -> None:
+    plugin, kept = PyGraph(engine="emulated", warmup_steps=2), []
+    gc.collect()
+    gc.disable()
+    try:
+        run(lambda s: script(s, graph_of_no_use, 99, kept), plugin)
+    finally:
+        gc.enable()
+    assert plugin.report().steps_replayed >= 20
+    assert sum(ref() is not None for ref in kept[:-1]) == 0
