@@ -31,6 +31,12 @@ class Layout(NamedTuple):
     addresses: list[int]
     looks: tuple[Any, ...]
 
+    @property
+    def missing(self) -> Sequence[bool]:
+        """For each parameter whether it has none; empty where all have one."""
+        missing: Sequence[bool] = self.looks[0]
+        return missing
+
     @classmethod
     def of(cls, gradients: Sequence[Tensor | None]) -> Layout:
         """Of those that are there.

@@ -481,9 +481,9 @@ class OptimizerPreparation:
     def what_changed(self) -> Problem:
         """What to say where captures become invalid again and again, for other reasons than moved parameters."""
         return Problem(
-            "the optimizer runs outside of the graph: a hyperparameter other than the learning rate, or which "
-            "parameters have gradients, changes again and again",
-            fix="OneCycleLR(cycle_momentum=False) keeps it in the graph",
+            "the optimizer runs outside of the graph: a hyperparameter other than the learning rate, or the memory of "
+            "the optimizer's state, changes again and again",
+            fix="A scheduler that changes betas or momentum does so: OneCycleLR(cycle_momentum=False) does not",
         )
 
     def close(self) -> None:

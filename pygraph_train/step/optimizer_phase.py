@@ -42,6 +42,15 @@ _MOST_CHANGES = 3
 _REPLAYS_PER_CHANGE = 50
 """A capture that served this many replays has paid for one more."""
 
+_MOST_SETS = 4
+"""Captures kept for one source of gradients: one for each set of parameters that have none (heads that take turns)."""
+
+_MOST_MET = 32
+"""Such sets after which no end of them is expected."""
+
+_Key = tuple[Source, tuple[bool, ...]]
+"""Who has left the gradients, and which parameters have none; empty where all have one."""
+
 _grad = operator.attrgetter("grad")
 
 
@@ -105,10 +114,10 @@ class OptimizerPhase:
         self._engine = engine
         self._config = config
         self._report = report
-        # by the source of the gradients: their addresses are others then
-        self._captures: dict[Source, _Capture] = {}
-        self._places: dict[Source, Place] = {}
-        self._runs = 0
+        # by the source of the gradients, and by which are there: their addresses are others then
+        self._captures: dict[_Key, _Capture] = {}
+        self._places: dict[_Key, Place] = {}
+        self._runs: dict[_Key, int] = {}
         self._changes = 0
         self._replays = 0
 
@@ -131,15 +140,18 @@ class OptimizerPhase:
         except RuntimeError as error:
             self.problem = self._preparation.problem or _outside(str(error))
             return body()
-        place = self._places.setdefault(source, Place(source))
+        key: _Key = source, tuple(layout.missing)
+        if key not in self._places and len(self._places) >= _MOST_MET:
+            self.problem = _ABSENT
+            return body()
+        place = self._places.setdefault(key, Place(source))
         place.follow(layout)
-        capture = self._captures.get(source)
+        capture = self._captures.get(key)
         if capture is not None and (why := self._invalid(capture, parameters, layout, constants)) is not None:
-            self._forget(source)
+            self._forget(key)
             capture = None
-            self._runs = (
-                _RUNS_BEFORE_CAPTURE - 1
-            )  # state of what is new comes into being outside of a capture
+            # state of what is new comes into being outside of a capture
+            self._runs[key] = _RUNS_BEFORE_CAPTURE - 1
             self._changes += 1
             if self._changes > _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE:
                 self.problem = why
@@ -148,8 +160,8 @@ class OptimizerPhase:
             if (problem := self._preparation.problem) is not None:
                 self.problem = problem
                 return body()
-            if self._runs < _RUNS_BEFORE_CAPTURE or not layout.addresses:
-                self._runs += 1
+            if self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
+                self._runs[key] += 1
                 return self._run_prepared(body)
             if not place.settled(self._replays):
                 return self._run_prepared(body)
@@ -160,7 +172,10 @@ class OptimizerPhase:
                     return body()
                 return self._run_prepared(body)
             if capture is not None:
-                self._forget(source)
+                self._forget(key)
+            elif not self._make_room(source):
+                self.problem = _ABSENT
+                return body()
             # a graph knows nothing of what other kinds of tensors do, and none has an address for no elements
             present = [g for g in gradients if g is not None]
             place.buffers |= any(type(g) is not Tensor or not g.numel() for g in present)
@@ -169,13 +184,13 @@ class OptimizerPhase:
             capture = self._capture(body, parameters, layout, constants, place.buffers, step)
             if capture is None:
                 return body()
-            self._captures[source] = capture
+            self._captures[key] = capture
         audits = capture.audits
         if capture.verified and (audits.left > 0 or not audits.due(time.perf_counter())):
             self.replayed = True
             audits.left -= 1
             return self._replay(capture, gradients)
-        self._verified_replay(capture, body, parameters, gradients, source)
+        self._verified_replay(capture, body, parameters, gradients, key)
 
     def _replay(self, capture: _Capture, gradients: Sequence[Tensor | None]) -> None:
         """The hot path: gradients into buffers if there are any, learning rate in, launch."""
@@ -273,7 +288,7 @@ class OptimizerPhase:
         body: Callable[[], None],
         parameters: list[Tensor],
         gradients: list[Tensor | None],
-        source: Source,
+        key: _Key,
     ) -> None:
         """A replay that must leave what the phase leaves without a graph; else it is undone."""
         device, started, audited = self._program.device, time.perf_counter(), capture.verified
@@ -325,16 +340,25 @@ class OptimizerPhase:
             else "Please report this; the optimizer runs without a graph",
         )
         log.warning("pygraph: %s", self.problem)
-        self._forget(source)
+        self._forget(key)
         self._run_prepared(body)
 
-    def _forget(self, source: Source) -> None:
-        self._captures.pop(source).graph.close()
+    def _make_room(self, source: Source) -> bool:
+        """Before a capture for another set of gradients: False where old ones go again and again."""
+        kept = [key for key in self._captures if key[0] == source]
+        if len(kept) < _MOST_SETS:
+            return True
+        self._forget(min(kept, key=lambda key: self._captures[key].replays))
+        self._changes += 1
+        return self._changes <= _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE
+
+    def _forget(self, key: _Key) -> None:
+        self._captures.pop(key).graph.close()
 
     def close(self) -> None:
         """Release the graphs."""
-        for source in list(self._captures):
-            self._forget(source)
+        for key in list(self._captures):
+            self._forget(key)
 
 
 def _overlaps(gradient: Tensor) -> bool:
@@ -346,5 +370,11 @@ def _copy(gradient: Tensor) -> Tensor:
     return gradient.detach().clone()
 
 
-def _outside(reason: str) -> Problem:
-    return Problem(f"the optimizer runs outside of the graph: {reason}")
+def _outside(reason: str, fix: str = "") -> Problem:
+    return Problem(f"the optimizer runs outside of the graph: {reason}", fix=fix)
+
+
+_ABSENT = _outside(
+    "which parameters have gradients changes again and again",
+    f"Let at most {_MOST_SETS} sets of parameters take turns, or give each group an optimizer of its own",
+)
