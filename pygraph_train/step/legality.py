@@ -474,6 +474,22 @@ def _problem_of_break(error: BaseException) -> Problem:
             innermost(stack),
             "Call it outside of the step",
         )
+    if "Could not guard on data-dependent" in message:
+        return _number_on_device(innermost(stack))
+    if "(Generator)" in message and "as_proxy" in message:
+        return Problem(
+            "the step is not one graph: it draws random numbers from a torch.Generator of its own, which Dynamo does "
+            "not trace",
+            innermost(stack),
+            "Draw them before the step, or without a generator",
+        )
+    if any(f"torch{os.sep}_functorch{os.sep}" in frame.filename for frame in stack or ()):
+        return Problem(
+            "the step is not one graph: it calls a transform of torch.func (vmap, grad, ...), which Dynamo does not "
+            "trace here",
+            innermost(stack),
+            "Call it outside of the step, or compute the same without torch.func",
+        )
     explanation = next(
         (
             line.split(":", 1)[1].strip()
@@ -487,6 +503,15 @@ def _problem_of_break(error: BaseException) -> Problem:
         "",
     )
     return Problem(f"the step is not one graph: {explanation.rstrip('.')}", innermost(stack), hint)
+
+
+def _number_on_device(where: str | None) -> Problem:
+    return Problem(
+        "Python computes with a number that is on the device (BatchNorm with momentum=None does so), and a graph would "
+        "bake it in",
+        where,
+        "Keep it in a tensor, or give BatchNorm a momentum",
+    )
 
 
 def innermost(stack: Any) -> str | None:
@@ -542,6 +567,8 @@ def compiler_failed(error: BaseException) -> Problem:
     """What Dynamo raised while it traced, in one line."""
     kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else f"{type(error).__name__}: "
     where = torch_internals.dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
+    if "Could not guard on data-dependent" in str(error):
+        return _number_on_device(where)
     said = f"{kind}{_first_line(error)}".strip()
     if said.endswith(":"):  # an exception without a message
         said = f"{said[:-1]} while it traced the step"
