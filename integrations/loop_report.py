@@ -63,9 +63,13 @@ class LoopReport(StepReport):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
+        plain, whole = super().to_dict(), list(self.whole_steps.values())
+        if whole and not self.steps:  # nothing ran outside of steps that were graphed as a whole
+            plain["steps"] = sum(report.steps for report in whole)
+            plain["steps_replayed"] = sum(report.steps_replayed for report in whole)
         return {
-            **super().to_dict(),
-            "plan": self.present_plan(),
+            **plain,
+            "plan": whole[0].plan if len(whole) == 1 and not self.steps else self.present_plan(),
             "whole_steps": {name: report.to_dict() for name, report in self.whole_steps.items()},
         }
 

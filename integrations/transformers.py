@@ -250,7 +250,7 @@ class _WholeStep:
             log.info("pygraph: training steps are not graphed as a whole: %s", problem)
             if loop.config.on_failure == "raise":
                 raise PyGraphError(str(problem))
-        if not trainer.args.torch_compile:
+        if not trainer.args.torch_compile and trainer.model is not None:
             loop.take_module(trainer.model)
         optimizer: Any = trainer.optimizer
         if hasattr(optimizer, "scaler"):

@@ -131,6 +131,9 @@ def test_callback_with_accumulation(tmp_path: Path) -> None:
 def test_accumulation_in_the_fused_step(tmp_path: Path) -> None:
     report: Any = both(whole(), tmp_path, gradient_accumulation_steps=4).report()
     assert report.whole_steps["training_step"].steps_replayed > 18, str(report)
+    told, step = report.to_dict(), report.whole_steps["training_step"]
+    assert (told["steps"], told["steps_replayed"]) == (step.steps, step.steps_replayed)
+    assert told["plan"] == step.plan
 
 
 def test_a_callback_before_the_optimizer_splits_the_step(tmp_path: Path) -> None:
