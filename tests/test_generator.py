@@ -114,6 +114,19 @@ def test_a_planted_fault_is_found(name: str) -> None:
     assert found
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, pytest.fail.Exception])
+def test_the_first_error_of_a_case_is_raised(error: type[BaseException]) -> None:
+    called: list[Case] = []
+
+    def body(case: Case) -> None:
+        called.append(case)
+        raise error("of the first case")
+
+    with pytest.raises(error, match="of the first case"):
+        each_case("graphed", 5, 0, body)
+    assert len(called) == 1
+
+
 def test_a_printed_case_is_the_same_case() -> None:
     found: list[Case] = []
     each_case(None, 60, 0, found.append)

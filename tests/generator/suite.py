@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
 from .case import Case
@@ -77,6 +77,7 @@ def each_case(
     """Call `body` with `count` cases; the same ones for the same arguments."""
 
     seen: set[Case] = set()
+    errors: list[BaseException] = []
 
     @seeded(seed)
     @settings(
@@ -88,11 +89,17 @@ def each_case(
     )
     @given(cases(loop, without, only))
     def one(case: Case) -> None:
-        assume(case not in seen)
+        if errors or case in seen:  # hypothesis runs a case that raised again
+            return
         seen.add(case)
-        body(case)
+        try:
+            body(case)
+        except BaseException as error:  # a time limit of pytest, too
+            errors.append(error)
 
     one()
+    if errors:
+        raise errors[0]
 
 
 def check(loop: str, count: int, seed: int, *, share: float) -> Tally:
