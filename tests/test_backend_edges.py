@@ -10,11 +10,13 @@ import pytest
 import torch
 from test_backend import batches, compiled, hostile, regions  # noqa: F401
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pygraph_train.backend as backend
 from pygraph_train.backend.arena import Arena
 from pygraph_train.backend.capture import RegionCapture
 from pygraph_train.backend.staging import _Buffer
+from pygraph_train.graphs.emulated import EmulatedEngine
 
 pytestmark = pytest.mark.usefixtures("hostile")
 
@@ -47,6 +49,40 @@ def test_an_expanded_input_beside_a_strided_one() -> None:
             given = (x[0].expand(4, 6), x.flatten()[::2])
             assert torch.equal(run(*given), step(*given))
     assert regions("inference")[0].replays >= 5
+
+
+@pytest.mark.parametrize("indirection", ["copy", "device"])
+def test_an_input_between_aligned_addresses_is_read_at_such_an_address(
+    indirection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are chosen by it, and others add up in another order."""
+    seen: list[int] = []
+    product = torch.ops.aten.addmm.out
+
+    class Addresses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is product or func is torch.ops.aten.addmm.default:
+                seen.append(args[1].data_ptr() % 16)
+            return func(*args, **(kwargs or {}))
+
+    capture = EmulatedEngine.capture
+
+    def watched(self: EmulatedEngine, body: Callable[[], Any], **options: Any) -> Any:
+        def watching() -> Any:
+            with Addresses():
+                return body()
+
+        return capture(self, watching, **options)
+
+    monkeypatch.setattr(EmulatedEngine, "capture", watched)
+    model = nn.Linear(6, 8)
+    run = compiled(model, indirection=indirection)
+    with torch.no_grad():
+        for _ in range(8):
+            x = torch.randn(8 * 6 + 1)[1:].view(8, 6)
+            assert torch.equal(run(x), model(x))
+    assert regions("inference")[0].replays >= 5
+    assert seen and set(seen) == {4}
 
 
 @pytest.mark.parametrize("indirection", ["copy", "device"])

@@ -267,7 +267,7 @@ class RegionCapture:
         changes = {position: inputs[i] for i, position in self._served}
         for position, tensor in changes.items():
             if not graph.accepts(position, tensor):  # kernels rely on the alignment of the capture
-                changes[position] = self._aligned[position] = copy_elsewhere(tensor)
+                changes[position] = self._aligned[position] = copy_elsewhere(tensor, aligned=True)
         graph.retarget(changes)
         before = self.served_at or [0] * len(addresses)
         self.patched = sum(a != b for a, b in zip(addresses, before, strict=True))

@@ -18,16 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pygraph_train.graphs.memory import AddressRange
+from pygraph_train.graphs.memory import ALIGNMENT, AddressRange
 from pygraph_train.graphs.nodes import Node
 
 __all__ = ["Discovery", "Slot", "discover", "misplaced", "moved_inputs", "refusals", "required_alignment"]
 
 MARGIN = 512
 """Bytes around an input where an address that moves with it is taken for one that was derived from it."""
-
-ALIGNMENT = 16
-"""What Inductor, cuBLAS and TMA descriptors assume of an address that had it during the capture."""
 
 NOT_FOUND = "no captured operation holds its address: it is unused, or reached in a way that cannot be seen"
 

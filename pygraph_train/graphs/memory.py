@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["AddressRange", "address_range", "bits", "copy_elsewhere", "extent", "span"]
+__all__ = ["ALIGNMENT", "AddressRange", "address_range", "bits", "copy_elsewhere", "extent", "span"]
+
+ALIGNMENT = 16
+"""Bytes: what kernels of Inductor and cuBLAS, and TMA descriptors, look for in an address."""
 
 
 class AddressRange(NamedTuple):
@@ -41,7 +44,20 @@ def address_range(tensor: torch.Tensor) -> AddressRange:
     return AddressRange(tensor.data_ptr(), extent(tensor.shape, tensor.stride()) * tensor.element_size())
 
 
-def copy_elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, shape and strides in memory of their own, outside of autograd."""
+def copy_elsewhere(tensor: torch.Tensor, *, aligned: bool = False) -> torch.Tensor:
+    """The same values, shape and strides in memory of their own, outside of autograd.
+
+    Args:
+        tensor: is copied.
+        aligned: begin at an aligned address. Otherwise the copy misses one as far as `tensor` does, because
+            kernels are chosen by that.
+    """
     tensor = tensor.detach()
-    return span(tensor).clone().as_strided(tensor.shape, tensor.stride(), 0)
+    odd = 0 if aligned else tensor.data_ptr() % ALIGNMENT
+    offset, rest = divmod(odd, tensor.element_size())
+    source = span(tensor)
+    if not offset or rest or not source.numel():
+        return source.clone().as_strided(tensor.shape, tensor.stride(), 0)
+    whole = source.new_empty(offset + source.numel())
+    whole[offset:].copy_(source)
+    return whole.as_strided(tensor.shape, tensor.stride(), offset)
