@@ -27,7 +27,7 @@ from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.dry_trace import DryTrace
 from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, innermost
 from pygraph_train.step.optimizer_graph import OptimizerGraph
-from pygraph_train.step.refusals import GLOBAL_HOOK
+from pygraph_train.step.refusals import GLOBAL_HOOK, SAVED_TENSORS_HOOKS
 
 __all__ = ["Loop", "RegionedCall", "never_replays"]
 
@@ -94,6 +94,9 @@ class RegionedCall:
             self._first[kind] = None
         if any(self._hooks_on_all):
             self._tell(_without_graphs(self.module, GLOBAL_HOOK))
+            return _call(self.module, args, kwargs)
+        if torch_internals.saved_tensors_hooks_active():  # a compiled forward saves other tensors
+            self._tell(_without_graphs(self.module, SAVED_TENSORS_HOOKS))
             return _call(self.module, args, kwargs)
         with torch_internals.dynamo_region_config() as failures:
             result = self._compiled(self.module, args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import linecache
 import pickle
 import random
@@ -342,7 +343,35 @@ CHANGES_OF_MODULES = {
         nn.Linear, "forward", lambda self, x: x @ self.weight.t()
     ),
     "a method": lambda model, last: Changed(Halves, "scaled", lambda self, x: x * 0.5),
+    "hooks of saved tensors": lambda model, last: Scaling(),
+    "the tensor of a parameter": lambda model, last: Swapped(last),
 }
+
+
+class Swapped:
+    """`swap_tensors` refuses a tensor that a compiler still has weak references to."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+        self.remove()
+
+    def remove(self) -> None:
+        bias = self._layer.bias
+        torch.utils.swap_tensors(bias, nn.Parameter(torch.full_like(bias, 0.2)))
+
+
+class Scaling:
+    """What is saved for a backward is changed a little, another tensor by another factor, until `remove`."""
+
+    def __init__(self) -> None:
+        factors = itertools.cycle((1.0, 1.01, 1.02, 1.03, 1.04))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t * next(factors) if t.is_floating_point() else t, lambda t: t
+        )
+        self._hooks.__enter__()
+
+    def remove(self) -> None:
+        self._hooks.__exit__()
 
 
 class Changed:
