@@ -213,6 +213,7 @@ def _tracing(**settings: Any) -> AbstractContextManager[None]:
 
     settings["trace_numpy"] = False  # `host_numbers` has the reasons
     settings["enable_dynamo_decompositions"] = False  # `a.add_(b, alpha=c)` is rounded once, not twice
+    settings["invalidate_compile_context_weakrefs"] = True  # `torch.utils.swap_tensors` refuses what has any
     changes = [(config, name, value) for name, value in settings.items()]
     mends = [*host_numbers.mends(), *checkpoints.mends(), *_mends(), *_quiet()]
     return _changed([*changes, *mends, _optimizers_as_they_are(), _tracer()])
