@@ -15,12 +15,14 @@ from generator.shrink import shrunk
 from generator.strategies import LOOPS
 from generator.suite import each_case
 
+from pygraph_train import torch_internals
 from pygraph_train.step import runner
 from pygraph_train.step.gradients import Gradients
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.legality import Trace
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.outputs import Outputs
+from pygraph_train.step.rebinding import Moves
 from pygraph_train.step.watch import ModuleWatch
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -61,6 +63,11 @@ def _absent_gradients_are_zero(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gradients, "after_replay", with_zeros)
 
 
+def _memory_of_parameters_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch_internals, "writes_to_inputs", lambda graph: [])
+    patch.setattr(Moves, "found", lambda self: [])
+
+
 def _changes(*names: str) -> frozenset[str]:
     return frozenset(f"change {name}" for name in names)
 
@@ -89,6 +96,18 @@ FAULTS: dict[str, tuple[Plant, frozenset[str]]] = {
         _changes("decay_changed", "momentum_changed", "maximize"),
     ),
     "absent gradients are zero": (_absent_gradients_are_zero, frozenset({"block unused", "block frozen"})),
+    "`.data = ...` in a step is not noticed": (
+        _memory_of_parameters_is_not_looked_at,
+        frozenset({"step moco", "step moco_in_model", "step clip_weights"}),
+    ),
+    "shapes and strides of parameters are not looked at": (
+        _constant(torch_internals, "tensor_looks", lambda *tensors: True),
+        _changes("data_cut", "data_transposed", "frozen_first"),
+    ),
+    "a capture that fails loses gradients": (
+        _constant(Gradients, "restore", None),
+        frozenset({"step gradient_read", "step hook_on_activation", "step raises_late"}),
+    ),
     "hooks on gradients are not noticed": (
         _constant(runner, "hooked", False),
         _changes("tensor_hook", "post_accumulate_hook"),
