@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from pygraph_train.torch_private import checkpoints, host_numbers
+from pygraph_train.torch_private import checkpoints, host_numbers, switches
 
 
 def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
@@ -1182,7 +1182,7 @@ def _tracing_regions(failures: list[BaseException], settings: dict[str, Any]) ->
         **settings,
     }
     try:
-        with _changed(_guarded_methods()), _tracing(**settings):
+        with _changed([*_guarded_methods(), *switches.guarded()]), _tracing(**settings):
             yield
     finally:
         log.removeFilter(take)

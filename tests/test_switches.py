@@ -28,7 +28,7 @@ class Attention(nn.Module):
         return self.outer(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum((1, 2)))
 
 
-def train(context: Any, make: Any = Net, *, steps: int = 40, write: Any = lambda: None) -> Any:
+def train(context: Any, make: Any = Net, *, steps: int = 40, write: Any = lambda: None, **config: Any) -> Any:
     """Every step runs in `context(index)`."""
 
     def script(diary: Diary) -> None:
@@ -42,7 +42,7 @@ def train(context: Any, make: Any = Net, *, steps: int = 40, write: Any = lambda
             diary.write("seen", write())
             diary.write_state(model, optimizer)
 
-    return both(script)
+    return both(script, **config)
 
 
 def test_another_attention_kernel_in_mid_run() -> None:
@@ -51,6 +51,15 @@ def test_another_attention_kernel_in_mid_run() -> None:
 
     report = replayed(train(context, Attention))
     assert len(report.captures) == 2, "each kernel has its own capture, and the first one serves again"
+
+
+def test_another_attention_kernel_where_forward_and_backward_have_their_own_graphs() -> None:
+    def context(index: int) -> AbstractContextManager[None]:
+        return sdpa_kernel(SDPBackend.MATH if 20 <= index < 35 else SDPBackend.FLASH_ATTENTION)
+
+    report = train(context, Attention, steps=50, fuse="off", optimizer="off")
+    ours = [r for r in report.regions() if r.name.startswith("forward")]
+    assert len(ours) == 2 and all(r.replays >= 8 for r in ours), str(report)
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["SWITCHES", "function_modes", "is_dispatch_watched", "is_function_watched", "switches"]
+__all__ = ["SWITCHES", "function_modes", "guarded", "is_dispatch_watched", "is_function_watched", "switches"]
 
 _NAMES = (
     "flash_sdp_enabled",
@@ -55,6 +56,23 @@ SWITCHES = tuple(_GETTERS)
 
 switches = _all_of(_GETTERS)
 """What the switches are set to now. Hot path."""
+
+
+@functools.cache
+def guarded() -> tuple[tuple[Any, str, Any], ...]:
+    """(owner, attribute, value): with these Dynamo guards the switches in all that it traces. (2.11, 2.13)"""
+    from torch._dynamo.guards import GuardBuilder
+
+    ambient = GuardBuilder.AUTOGRAD_SAVED_TENSORS_HOOKS  # every trace has it
+
+    @functools.wraps(ambient)
+    def guard_switches(self: Any, guard: Any) -> None:
+        ambient(self, guard)
+        seen = switches()
+        said = [f"the switches of torch that choose kernels are {seen}"]
+        self.guard_manager.root.add_lambda_guard(lambda _: switches() == seen, said, guard.user_stack)
+
+    return ((GuardBuilder, "AUTOGRAD_SAVED_TENSORS_HOOKS", guard_switches),)
 
 
 is_dispatch_watched: Callable[[], int] = torch._C._len_torch_dispatch_stack
