@@ -909,7 +909,11 @@ def compile_with_inductor(
     cached = cached and torch._functorch.config.enable_autograd_cache
     if cached:
         settings = {**settings, **_TOGETHER_KEY}
-    with torch._functorch.config.patch(enable_autograd_cache=cached):
+    keys: Any = torch.compiler.config
+    tag = keys.cache_key_tag
+    if cached:  # what AOTAutograd makes of attention depends on the switches, and its key does not
+        tag = f"{tag}{switches.switches()}"
+    with torch._functorch.config.patch(enable_autograd_cache=cached), keys.patch(cache_key_tag=tag):
         return compile_fx(  # type: ignore[return-value]
             gm,
             list(example_inputs),  # type: ignore[arg-type]

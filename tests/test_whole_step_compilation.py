@@ -11,6 +11,7 @@ import torch
 import torch._inductor.compile_fx
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import differs
 
 from pygraph_train import torch_internals
@@ -82,6 +83,16 @@ def test_casts_of_weights_and_of_their_gradients_run_together(batches: list[int]
     found, trace = compiled(model, under_autocast, model, x)
     assert batches == [9, 4] and not trace.left and trace.problem is None
     assert differs(expected, found) is None
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_cache_has_an_entry_for_each_setting_of_the_switches_that_choose_kernels() -> None:
+    model, x = Layers(2), torch.randn(8, 8)
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            compiled(model, model, x)
+    assert counters["aot_autograd"]["autograd_cache_saved"] == 2
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 def test_caches_are_not_shared_with_those_who_compile_plainly(batches: list[int]) -> None:
