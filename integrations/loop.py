@@ -20,7 +20,8 @@ from pygraph_train import backend, torch_internals
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import Engine, make_engine
-from pygraph_train.graphs.recompute import as_eager
+from pygraph_train.graphs.location import user_line_in
+from pygraph_train.graphs.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
 from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.step.activations import explained, handed_out
@@ -165,7 +166,9 @@ def never_replays(whole: StepReport) -> bool:
 
 
 def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callable[..., Any]]:
-    """The compile backend, but for graphs with an activation whose gradient somebody may ask for.
+    """The compile backend, but for graphs that compiled functions would not do justice.
+
+    These are checkpoints that change buffers, and activations whose gradient somebody may ask for.
 
     Args:
         name: of the module.
@@ -173,22 +176,30 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
     """
     teller = weakref.WeakMethod(tell)
 
+    def eager(gm: torch.fx.GraphModule, problem: Problem) -> Callable[..., Any]:
+        if (now := teller()) is not None:
+            now(problem)
+        return as_eager(gm).forward
+
     def regions(gm: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
+        write = write_in_checkpoint(gm)
+        if write is not None:
+            where = user_line_in(write.meta.get("stack_trace"))
+            return eager(gm, Problem(f"{_begins(name)}: {CHANGED_AGAIN}", where))
         activations = handed_out(gm)
         kept = torch_internals.dynamo_side_effects() if activations else []
         if not kept:
             return explained(backend.pygraph(gm, inputs, **kwargs), activations, name)
-        now, (_, _, stack) = teller(), kept[0]
-        if now is not None:
-            now(
-                Problem(
-                    f"{_begins(name)}: it stores an activation that its results are "
-                    "computed from, and compiled ones have no gradient",
-                    innermost(stack),
-                    "Store it detached, where nobody asks for its gradient",
-                )
-            )
-        return as_eager(gm).forward
+        _, _, stack = kept[0]
+        return eager(
+            gm,
+            Problem(
+                f"{_begins(name)}: it stores an activation that its results are "
+                "computed from, and compiled ones have no gradient",
+                innermost(stack),
+                "Store it detached, where nobody asks for its gradient",
+            ),
+        )
 
     return regions
 

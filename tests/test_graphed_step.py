@@ -1146,6 +1146,28 @@ def test_a_checkpointed_block_with_batch_norm(reentrant: bool, given: str, reads
     both(script)
 
 
+def test_a_checkpointed_batch_norm_whose_backward_has_a_graph_of_its_own():
+    """Its statistics change twice in a step: once more in the recomputation."""
+
+    def script(diary: Diary) -> None:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = sgd(model)
+
+        def step_fn(batch: Any) -> torch.Tensor:
+            return nn.functional.cross_entropy(checkpoint(model, batch[0], use_reentrant=False), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(40):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, fuse="off", backward="off")
+    assert report.optimizer_steps_replayed >= 20, str(report)
+    assert any("a checkpoint changes tensors" in fallback.reason for fallback in report.fallbacks), str(
+        report
+    )
+
+
 def test_an_error_in_a_replay_leaves_no_gradients_of_the_step_before():
     def script(diary: Diary) -> None:
         model = Net()

@@ -12,9 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pygraph_train.torch_internals import CHECKPOINT
+from pygraph_train.torch_internals import CHECKPOINT, writes_to_inputs
 
-__all__ = ["as_eager"]
+__all__ = ["CHANGED_AGAIN", "as_eager", "write_in_checkpoint"]
+
+CHANGED_AGAIN = (
+    "a checkpoint changes tensors that live longer (statistics of a BatchNorm, say): its recomputation changes them "
+    "once more, which compiled functions do not"
+)
 
 
 def as_eager(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -27,6 +32,19 @@ def as_eager(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
             if nodes:
                 module.recompile()
     return graph
+
+
+def write_in_checkpoint(graph: torch.fx.GraphModule) -> torch.fx.Node | None:
+    """An operation in a checkpoint that changes what it is given, as batch normalisation does with its statistics.
+
+    Eager kernels make it once more in the recomputation, and compiled functions do not.
+    """
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if node.target is CHECKPOINT:
+                for write, _, _ in writes_to_inputs(getattr(module, node.args[0].target)):
+                    return write
+    return None
 
 
 def _checkpoint(body: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:

@@ -26,8 +26,8 @@ from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.graphs.location import user_location
-from pygraph_train.graphs.recompute import as_eager
+from pygraph_train.graphs.location import user_line_in, user_location
+from pygraph_train.graphs.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
 from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, held_weakly
 from pygraph_train.step.program import Call, StepProgram, plain_call
 
@@ -236,6 +236,10 @@ class Regions:
             self.problem = Problem(
                 f"forward and backward get no graphs of their own: they take a {odd.pop()}"
             )
+        write = write_in_checkpoint(graph)
+        if write is not None:
+            where = user_line_in(write.meta.get("stack_trace"))
+            self.problem = Problem(f"forward and backward get no graphs of their own: {CHANGED_AGAIN}", where)
         if self.problem is not None:
             return as_eager(graph).forward
         known = set(map(id, backend.report().regions))
