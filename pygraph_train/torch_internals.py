@@ -955,8 +955,12 @@ def compile_with_aten(
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.compile_fx import get_static_input_idxs
     from torch._inductor.utils import count_tangents, num_fw_fixed_arguments
+    from torch.fx._lazy_graph_module import _LazyGraphModule
 
     def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        _LazyGraphModule.force_recompile(
+            gm
+        )  # before that `forward` calls the module, and hooks of all modules
         return make_boxed_func(gm.forward)
 
     given = len(example_inputs)  # the compilers live on, and must not keep the inputs

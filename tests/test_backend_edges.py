@@ -319,6 +319,23 @@ def test_assigned_data_that_a_graph_cannot_express_names_its_line(update: Any, w
     assert why in row.reason and f"{__file__}:{line}" in row.reason, row.reason
 
 
+@pytest.mark.parametrize("warmup", [2, 10**6])
+def test_hooks_of_all_modules_see_modules_of_the_user_only(warmup: int) -> None:
+    """A region that runs without a graph is no module of its own, whose results a hook could change."""
+    model = nn.Linear(6, 3)
+    run = compiled(lambda x: model(x).sum(), warmup_runs=warmup)
+    seen: list[nn.Module] = []
+    run(torch.ones(2, 6)).backward()
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, result: seen.append(module))
+    try:
+        for _ in range(6):
+            run(torch.ones(2, 6)).backward()
+    finally:
+        hook.remove()
+    assert [module for module in seen if module is not model] == []
+    assert (regions("forward")[0].replays > 0) == (warmup == 2)
+
+
 def test_parameters_may_be_swapped() -> None:
     def trained(wrap: Callable[[nn.Module], Any]) -> list[list[torch.Tensor]]:
         torch.manual_seed(0)
