@@ -9,7 +9,7 @@ pytest.importorskip("lightning")
 from generator.suite import check
 
 
-@pytest.mark.timeout(900)  # a busy machine needed more than the usual limit, which looked like a flaky case
+@pytest.mark.timeout(900)  # a busy machine needs more than the usual limit
 @pytest.mark.parametrize("seed", range(2))
 def test_generated_cases_are_equal(seed: int) -> None:
     check("lightning", 15, seed, share=0.4)
