@@ -115,6 +115,7 @@ FAULTS: dict[str, tuple[Plant, frozenset[str]]] = {
 }
 
 
+@pytest.mark.timeout(900)  # a busy machine needs more than the usual limit
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str) -> None:
     plant, features = FAULTS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 from collections import Counter
 from collections.abc import Callable
@@ -97,7 +98,12 @@ def each_case(
         except BaseException as error:  # a time limit of pytest, too
             errors.append(error)
 
-    one()
+    gc.collect()
+    gc.freeze()  # each case collects garbage, and need not go through what the process had before
+    try:
+        one()
+    finally:
+        gc.unfreeze()
     if errors:
         raise errors[0]
 
