@@ -72,9 +72,13 @@ def compile_truly(
                 f"`.data = ...` gives an input another shape, other strides or another type{new.line}"
             )
 
+    offsets = [
+        offset(example_inputs[new.place]) for new in replacements
+    ]  # `look` lives on: it must keep no input
+
     def look() -> None:
-        for new in replacements:
-            moved = offset(new.value) != offset(example_inputs[new.place])
+        for new, before in zip(replacements, offsets, strict=True):
+            moved = offset(new.value) != before
             if moved and not gets_other_memory(new.place, len(inputs)):
                 raise Unfit(f"`.data = ...` gives an input another part of its memory{new.line}")
         if results_are_misplaced():
