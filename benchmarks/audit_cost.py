@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_device
 from benchmarks.record import DASH, print_table, write_json
-from benchmarks.workloads import Batch, build
+from benchmarks.workloads import Training, build_training
 from pygraph_train import GraphedStep, PyGraphConfig
 from pygraph_train.step.verify import Audits
 
@@ -42,14 +42,8 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
-    workload = build(model, args.scale)
-    module = workload.module.to(device)
-    batches = [{k: v.to(device) for k, v in batch.items()} for batch in workload.batches]
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-
-    def loss_of(batch: Batch) -> torch.Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            return workload.loss(module, batch)
+    training = build_training(model, args.scale, device)
+    batches = training.batches
 
     def run(count: int) -> float:
         """Seconds of so many steps."""
@@ -61,9 +55,7 @@ def _measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
         return time.perf_counter() - started
 
     engine = "cuda" if device.type == "cuda" else "emulated"
-    step = GraphedStep(
-        loss_of, model=module, optimizer=optimizer, config=PyGraphConfig(compile=False, engine=engine)
-    )
+    step = _graphed(training, engine)
     report = step.report()
     run(60)
     step_seconds = statistics.median(run(20) / 20 for _ in range(5))
@@ -76,20 +68,25 @@ def _measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
                 forced.append(report.verify_seconds - before)
     step.close()
     return {"step_ms": 1e3 * step_seconds, "audit_ms": 1e3 * statistics.median(forced)} | _whole_run(
-        loss_of, module, optimizer, engine, batches, args.seconds
+        training, engine, args.seconds
     )
 
 
-def _whole_run(
-    loss_of: Any, module: Any, optimizer: Any, engine: str, batches: list[Batch], seconds: float
-) -> dict[str, Any]:
+def _graphed(training: Training, engine: str) -> GraphedStep:
+    return GraphedStep(
+        training.loss,
+        model=training.module,
+        optimizer=training.optimizer,
+        config=PyGraphConfig(compile=False, engine=engine),
+    )
+
+
+def _whole_run(training: Training, engine: str, seconds: float) -> dict[str, Any]:
     """A run of its own, as a user's: how many audits it makes, and their share of its time after the capture."""
-    step = GraphedStep(
-        loss_of, model=module, optimizer=optimizer, config=PyGraphConfig(compile=False, engine=engine)
-    )
+    step = _graphed(training, engine)
     report, started, count, first = step.report(), 0.0, 0, 0.0
     while not started or time.perf_counter() - started < seconds:
-        step(batches[count % len(batches)])
+        step(training.batches[count % len(training.batches)])
         count += 1
         if not started and report.steps_replayed:
             started, first = time.perf_counter(), report.verify_seconds

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_device
 from benchmarks.record import DASH, print_table, write_json
-from benchmarks.workloads import Batch, build
+from benchmarks.workloads import Batch, build_training
 from pygraph_train import GraphedStep, PyGraphConfig
 
 MODELS = ("mlp", "bert")
@@ -43,19 +43,11 @@ def measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, Any
 
 def _measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
-    workload = build(model, args.scale)
-    module = workload.module.to(device)
-    # on the device already: copies of the input are the data loader's cost, not the step's
-    batches = [{k: v.to(device) for k, v in batch.items()} for batch in workload.batches]
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-
-    def loss_of(batch: Batch) -> torch.Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            return workload.loss(module, batch)
-
+    training = build_training(model, args.scale, device)
+    batches = training.batches
     engine = "cuda" if device.type == "cuda" else "emulated"
     config = PyGraphConfig(compile=kernels == "compiled", engine=engine)
-    step = GraphedStep(loss_of, model=module, optimizer=optimizer, config=config)
+    step = GraphedStep(training.loss, model=training.module, optimizer=training.optimizer, config=config)
     row: dict[str, Any] = {"warmup_steps": 0, "steady": False}
     while not row["steady"] and row["warmup_steps"] < args.max_warmup:
         for _ in range(10):

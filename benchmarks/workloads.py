@@ -16,9 +16,11 @@ __all__ = [
     "WORKLOADS",
     "Batch",
     "Scale",
+    "Training",
     "Workload",
     "WorkloadUnavailable",
     "build",
+    "build_training",
     "classification_loss",
     "input_batches",
     "language_loss",
@@ -41,6 +43,15 @@ class Workload(NamedTuple):
 
 class WorkloadUnavailable(RuntimeError):
     """A workload needs a package that is not installed; the message is one line for the user."""
+
+
+class Training(NamedTuple):
+    """A workload that is trained on a device: its batches lie there, and `loss(batch)` runs under bf16 autocast."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[Batch]
+    loss: Callable[[Batch], torch.Tensor]
 
 
 def make_batches(make: Callable[[], Batch]) -> list[Batch]:
@@ -159,3 +170,16 @@ def build(name: str, scale: Scale = "full", seed: int = 0) -> Workload:
     """
     torch.manual_seed(seed)
     return WORKLOADS[name](scale)
+
+
+def build_training(name: str, scale: Scale, device: torch.device) -> Training:
+    """A workload with fused AdamW. Copies of its batches are the data loader's cost, and are made before."""
+    workload = build(name, scale)
+    module = workload.module.to(device)
+    batches = [{k: v.to(device) for k, v in batch.items()} for batch in workload.batches]
+
+    def loss_of(batch: Batch) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return workload.loss(module, batch)
+
+    return Training(module, torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True), batches, loss_of)
