@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train import torch_internals
-from pygraph_train.step.legality import NotLegal, Problem, Trace, _reader, compiler_failed
-from pygraph_train.step.watch import ModuleWatch
+from pygraph_train.step.legality import NotLegal, Problem, Trace, compiler_failed
 
 __all__ = ["DryTrace"]
 
@@ -45,11 +44,21 @@ class DryTrace(Trace):
         try:
             self(fn, arguments, kwargs)
         except _Traced:
-            self._take_guards({"fn": fn, "args": arguments, "kwargs": kwargs})
+            self._stopped({"fn": fn, "args": arguments, "kwargs": kwargs})
         except NotLegal as refused:
             self.refused = _of_a_branch(refused) or refused.problem
         except Exception as error:  # the real call comes next, and raises what it has to
             self.refused = compiler_failed(error)
+
+    def _stopped(self, frame: dict[str, Any]) -> None:
+        entries = torch_internals.dynamo_cache_entries(self._code.__code__)
+        if not entries:
+            self.refused = Problem("Dynamo did not trace it")
+            return
+        try:
+            self._take_guards(entries[0], frame)
+        except NameError:  # Dynamo's own words, for what it makes tensors of
+            self.refused = Problem("it computes with NumPy numbers or arrays")
 
     def still_holds(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
         """Whether this call is the one that was traced. Hot path."""
@@ -66,20 +75,6 @@ class DryTrace(Trace):
 
     def _reads_gradients(self, graph: torch.fx.GraphModule) -> None:
         """An optimizer reads those of the present step."""
-
-    def _take_guards(self, frame: dict[str, Any]) -> None:
-        entries = torch_internals.dynamo_cache_entries(self._code.__code__)
-        if not entries:
-            self.refused = Problem("Dynamo did not trace it")
-            return
-        self._read = _reader([*self.inputs, *self._modules], self._code.__globals__)
-        try:
-            objects: Any = self._read(frame, self._code.__globals__)
-        except NameError:  # Dynamo's own words, for what it makes tensors of
-            self.refused = Problem("it computes with NumPy numbers or arrays")
-            return
-        self._guards = entries[0].guard_manager
-        self._watch = ModuleWatch(objects[: len(self.inputs)], objects[len(self.inputs) :])
 
 
 def _of_a_branch(refused: NotLegal) -> Problem | None:

@@ -232,21 +232,22 @@ class Trace:
         if not entries:
             self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
         elif self._guards is None:
-            # not the entry: torch._dynamo.reset() frees it
-            self._guards = entries[0].guard_manager
-            self._read = _reader([*self.inputs, *self._modules], self._code.__globals__)
             try:
-                objects: Any = self._read(frame, self._code.__globals__)
+                self._take_guards(entries[0], frame)
             except Exception as error:  # an expression that only Dynamo's own code understands
-                self._guards = None
                 self.problem = self.problem or Problem(
                     f"the step reads tensors in a way that is not followed: {error}"
                 )
-                return result
-            self._watch = ModuleWatch(objects[: len(self.inputs)], objects[len(self.inputs) :])
         elif self._compiles > before and self.problem is None:
             self.problem = stale or Problem("the step is traced anew although its inputs look the same")
         return result
+
+    def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
+        """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
+        self._read = _reader([*self.inputs, *self._modules], self._code.__globals__)
+        objects: Any = self._read(frame, self._code.__globals__)
+        self._watch = ModuleWatch(objects[: len(self.inputs)], objects[len(self.inputs) :])
+        self._guards = entry.guard_manager  # not the entry: torch._dynamo.reset() frees it
 
     @property
     def traced(self) -> bool:
