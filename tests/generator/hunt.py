@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -97,6 +98,7 @@ class Hunt:
         seed: of the choice of all cases.
         processes: that work at the same time.
         limit: seconds after which a case counts as hanging.
+        minutes: after which no more cases are run.
         loop: the kind of loop, None for all.
         without, only: features that no case has, and of which each case has one.
     """
@@ -108,6 +110,7 @@ class Hunt:
         processes: int,
         *,
         limit: float = 120.0,
+        minutes: float = math.inf,
         loop: str | None = None,
         without: frozenset[str] = frozenset(),
         only: frozenset[str] = frozenset(),
@@ -126,11 +129,14 @@ class Hunt:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._started = time.monotonic()
+        self._until = self._started + 60 * minutes
 
     def run(self) -> None:
-        """Work until nothing is left."""
+        """Work until nothing or no time is left."""
         shown = 0.0
         while self._waiting or self._workers:
+            if time.monotonic() > self._until:
+                return self._stop()
             while self._waiting and len(self._workers) < self._processes:
                 self._start(self._waiting.pop(0))
             pipes = [worker.pipe for worker in self._workers]
@@ -204,6 +210,15 @@ class Hunt:
                 self._waiting.append(_Task(worker.task.seed + 1, left))
         self._end(worker)
 
+    def _stop(self) -> None:
+        """The time is over. Cases that are under way do not count; what is being made smaller is told as it is."""
+        for task in [*self._waiting, *(worker.task for worker in self._workers)]:
+            if task.case:
+                self._found(case_from(task.case), task.difference)
+        for worker in list(self._workers):
+            worker.process.kill()
+            self._end(worker)
+
     def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)
         worker.pipe.close()
@@ -223,6 +238,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--loop", choices=LOOPS, default=None)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a case hangs")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no more cases are run")
     parser.add_argument("--without", default="", help='features, comma-separated: "step moco,change sdpa"')
     parser.add_argument("--only", default="", help="cases with one of these features")
     parser.add_argument("--all", action="store_true", help="known differences, too")
@@ -236,6 +252,7 @@ def main() -> int:
         args.seed,
         args.processes,
         limit=args.limit,
+        minutes=args.minutes,
         loop=args.loop,
         without=frozenset(names),
         only=only,
