@@ -912,7 +912,7 @@ def compile_with_inductor(
     keys: Any = torch.compiler.config
     tag = keys.cache_key_tag
     if cached:  # what AOTAutograd makes of attention depends on the switches, and its key does not
-        tag = f"{tag}{switches.switches()}"
+        tag = f"{tag}{switches.settled_switches()}"
     with torch._functorch.config.patch(enable_autograd_cache=cached), keys.patch(cache_key_tag=tag):
         return compile_fx(  # type: ignore[return-value]
             gm,

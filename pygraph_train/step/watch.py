@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train import torch_internals
-from pygraph_train.torch_private.switches import SWITCHES, switches
+from pygraph_train.torch_private.switches import SWITCHES, settled_switches, switches
 
 __all__ = ["ModuleWatch", "is_watched"]
 
@@ -62,7 +62,7 @@ class ModuleWatch:
         self._attribute_counts = list(map(len, self._attributes))
         self._look_the_same = torch_internals.tensor_looks(tensors)
         self._seen = [_look(t) for t in tensors]
-        self._switches = switches()
+        self._switches = settled_switches()
         self._hook_tables = [table for m in modules for table in torch_internals.module_hook_tables(m)]
         self._hook_counts = list(map(len, self._hook_tables))
         self._registrations = torch_internals.hook_registrations()

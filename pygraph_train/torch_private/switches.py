@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["SWITCHES", "function_modes", "guarded", "is_dispatch_watched", "is_function_watched", "switches"]
+__all__ = [
+    "SWITCHES",
+    "function_modes",
+    "guarded",
+    "is_dispatch_watched",
+    "is_function_watched",
+    "settled_switches",
+    "switches",
+]
 
 _NAMES = (
     "flash_sdp_enabled",
@@ -58,6 +66,23 @@ switches = _all_of(_GETTERS)
 """What the switches are set to now. Hot path."""
 
 
+def settled_switches() -> tuple[Any, ...]:
+    """What the switches are set to, to be compared with `switches()` later."""
+    if torch.cuda.is_initialized():
+        _order_attention_kernels()
+    return switches()
+
+
+@functools.cache
+def _order_attention_kernels() -> None:
+    """Let torch order its attention kernels for this GPU. (2.11, 2.13)
+
+    It does so when it first meets attention on a GPU, by changing a switch: as if the user had done that.
+    """
+    query = torch.empty(1, 1, 8, 64, dtype=torch.float16, device="cuda")
+    torch._fused_sdp_choice(query, query, query)
+
+
 @functools.cache
 def guarded() -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value): with these Dynamo guards the switches in all that it traces. (2.11, 2.13)"""
@@ -68,7 +93,7 @@ def guarded() -> tuple[tuple[Any, str, Any], ...]:
     @functools.wraps(ambient)
     def guard_switches(self: Any, guard: Any) -> None:
         ambient(self, guard)
-        seen = switches()
+        seen = settled_switches()
         said = [f"the switches of torch that choose kernels are {seen}"]
         self.guard_manager.root.add_lambda_guard(lambda _: switches() == seen, said, guard.user_stack)
 

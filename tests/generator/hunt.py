@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .again import self_contained
 from .case import Case
 from .known import KNOWN
@@ -58,7 +60,7 @@ class _Worker:
 
 def _work(task: _Task, pipe: Any, loop: str | None, without: frozenset[str], only: frozenset[str]) -> None:
     """In the process."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)  # there are as many processes as cores
 
     def one(case: Case) -> Outcome:
         pipe.send(("begin", str(case), None))
