@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -23,24 +22,8 @@ from pygraph_train import Accelerator, PyGraph  # noqa: E402
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("same_block_sizes", "matmul_precision_put_back"),
 ]
-
-
-@pytest.fixture(scope="module")
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("inductor"))
-
-
-@pytest.fixture(autouse=True)
-def _same_block_sizes(monkeypatch: pytest.MonkeyPatch, cache_folder: str) -> None:
-    """Inductor times block sizes kernel by kernel, and sums are rounded as their blocks are: not where bits count."""
-
-    def first_by_name(autotuner: Any, *_: Any, **__: Any) -> dict[Any, float]:
-        ranked = sorted(autotuner.launchers, key=lambda launcher: str(launcher.config))
-        return {launcher: float(rank) for rank, launcher in enumerate(ranked)}
-
-    monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", first_by_name)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_folder)  # what was timed before is no answer either
 
 
 STEPS = 60

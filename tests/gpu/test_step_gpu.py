@@ -126,6 +126,7 @@ def test_scheduled_learning_rate_is_followed() -> None:
     assert [float(x) for x in losses] == [float(x) for x in expected]
 
 
+@pytest.mark.usefixtures("same_block_sizes")
 def test_inductor_kernels_replayed_equal_compiled_run_bit_for_bit() -> None:
     a = transformer()
     b = copy.deepcopy(a)
