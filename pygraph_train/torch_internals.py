@@ -215,8 +215,30 @@ def _tracing(**settings: Any) -> AbstractContextManager[None]:
     settings["enable_dynamo_decompositions"] = False  # `a.add_(b, alpha=c)` is rounded once, not twice
     settings["invalidate_compile_context_weakrefs"] = True  # `torch.utils.swap_tensors` refuses what has any
     changes = [(config, name, value) for name, value in settings.items()]
-    mends = [*host_numbers.mends(), *checkpoints.mends(), *_mends(), *_quiet()]
+    mends = [*host_numbers.mends(), *checkpoints.mends(), *_mends(), *_quiet(), _forgetful()]
     return _changed([*changes, *mends, _optimizers_as_they_are(), _tracer()])
+
+
+@functools.cache
+def _forgetful() -> tuple[Any, str, Any]:
+    """Let traces that Dynamo gives up hold no weak references to real tensors. (2.11, 2.13)
+
+    `swap_tensors` refuses tensors with weak references, and traces are reference cycles. The guards hold some.
+    So do two tables that Dynamo of 2.13 empties itself, and that of 2.11 only for traces that it takes.
+    """
+    from torch._dynamo.output_graph import DynamoTracerOutput
+
+    made = DynamoTracerOutput.__init__
+
+    def make(self: Any, tracer: Any, error: Any = None) -> None:
+        made(self, tracer, error)
+        if error:
+            context = tracer.output.tracing_context
+            describer = context.fake_mode.fake_tensor_converter.meta_converter.describer
+            guards = (context.guards_context, "dynamo_guards")
+            forget_notes([guards, (context, "tensor_to_context"), (describer, "lookup_tensor")])
+
+    return DynamoTracerOutput, "__init__", make
 
 
 @functools.cache

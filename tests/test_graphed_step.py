@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -587,6 +588,33 @@ def test_tensors_swapped_in_mid_run(change, config):
     report = both(script, **config)
     if not config:
         replayed(report, least=25)
+
+
+@pytest.mark.parametrize("index", [1, 9])
+def test_tensors_swapped_after_a_refused_trace(index):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = sgd(model, momentum=0)
+        loss_of_model = loss_of(model)
+
+        def refused(batch: Any) -> Tensor:
+            loss = loss_of_model(batch)
+            return loss * 0.1 if loss.item() > 1e6 else loss
+
+        step = diary.step(refused, model=model, optimizer=optimizer)
+        gc.collect()
+        gc.disable()  # a trace that was given up is garbage in reference cycles
+        try:
+            for number, batch in enumerate(batches(12)):
+                if number == index:
+                    _swapped(model)
+                diary.write("loss", step(batch))
+                diary.write_state(model, optimizer)
+        finally:
+            gc.enable()
+
+    report = both(script)
+    assert report.steps_replayed == 0, str(report)
 
 
 def test_a_tensor_attribute_replaced_on_every_step():

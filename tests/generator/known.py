@@ -23,7 +23,6 @@ KNOWN: dict[str, str] = {
     "backend: change pre_hook": "torch.compile looks at no later hooks (aot_eager neither)",
     "backend: change backward_hook": "torch.compile looks at no later hooks (aot_eager neither)",
     "backend: change global_forward_hook": "torch.compile calls no hooks of compiled modules (Inductor neither)",
-    "graphed: change swapped_tensors": "a fault: swap_tensors raises after a refused trace, for weak references",
     "backend: step random_branch": "torch.compile itself warns that it cannot trace random.random",
     "backend: block layer_drop": "torch.compile itself warns that it cannot trace random.random",
     "accelerate: change autocast": "aot_eager differs as well: compiled functions round elsewhere",
