@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.selection.arms import (
@@ -20,8 +18,7 @@ from pygraph_train.selection.arms import (
 __all__ = ["Phase", "Plan", "PositionInAccumulation", "legal_plans"]
 
 
-@dataclass(frozen=True)
-class PositionInAccumulation:
+class PositionInAccumulation(NamedTuple):
     """Where a micro-batch stands.
 
     Attributes:
@@ -41,7 +38,7 @@ class PositionInAccumulation:
 
     def without_update(self) -> PositionInAccumulation:
         """What a graph of forward and backward holds at this position."""
-        return dataclasses.replace(self, update=False) if self.update else self
+        return self._replace(update=False) if self.update else self
 
 
 def legal_plans(
