@@ -284,6 +284,25 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+def test_a_parameter_that_is_laid_out_anew_at_the_same_address() -> None:
+    def train(wrap: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        run, results = wrap(net), []
+        for step, (x, _) in enumerate(batches(24)):
+            if step in (8, 16):
+                net[0].weight.data = net[0].weight.data.t()
+            loss = run(x[:, :4]).square().sum()
+            loss.backward()
+            results += [loss.detach().clone(), *gradients(net)]
+            net.zero_grad()
+        return results
+
+    want, found = train(lambda net: net), train(compiled)
+    assert all(map(torch.equal, want, found))
+    assert regions("forward")[0].replays >= 3
+
+
 @pytest.mark.parametrize("options", [{}, {"indirection": "device"}, {"phases": "forward"}])
 @pytest.mark.parametrize("update", [with_momentum, with_clipped_leader, in_place_first])
 def test_assigned_data_is_memory_of_its_own(update: Any, options: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class RegionCapture:
         handing: how outputs are handed out.
         keeps, pool: see `arena.Occupant`.
         consumes: outputs of another graph that this one reads and frees.
+        watched: look at the strides of what is read in place, because no guard does.
 
     Attributes:
         producers: by settled input, a weak reference to the outputs that it was part of.
@@ -64,6 +65,7 @@ class RegionCapture:
         keeps: frozenset[Block],
         pool: int,
         consumes: Occupant | None,
+        watched: bool = False,
     ) -> None:
         inputs, buffers, served = work.inputs, work.buffers, work.served
         self.graph = work.graph
@@ -75,6 +77,8 @@ class RegionCapture:
             itemgetter(*self.fixed) if len(self.fixed) > 1 else lambda given: [given[i] for i in self.fixed]
         )
         self.addresses = [inputs[i].data_ptr() for i in self.fixed]
+        self._laid_out = [i for i in self.fixed if watched and inputs[i].dim() > 1]
+        self._layouts = [inputs[i].stride() for i in self._laid_out]
         self.settled = tuple(settled)
         # weak: their memory is theirs
         self.producers = {i: weakref.ref(o) for i, o in settled.items()}
@@ -200,6 +204,8 @@ class RegionCapture:
         """Whether every input that the graph reads in place is where it was."""
         if list(map(_address, self._pick_fixed(inputs))) != self.addresses:
             return False
+        if self._laid_out and self.laid_out_anew(inputs):
+            return False
         return not self.settled or [inputs[i].stride() for i in self.settled] == self._strides
 
     def moved(self, inputs: Sequence[Any]) -> set[int]:
@@ -208,6 +214,10 @@ class RegionCapture:
         return moved | {
             i for i, s in zip(self.settled, self._strides, strict=True) if inputs[i].stride() != s
         }
+
+    def laid_out_anew(self, inputs: Sequence[Any]) -> bool:
+        """Whether something that the graph reads in place has other strides, which no guard of Dynamo's saw."""
+        return [inputs[i].stride() for i in self._laid_out] != self._layouts
 
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on `inputs` (emptied as soon as possible) and return the region's outputs."""

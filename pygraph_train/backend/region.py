@@ -25,7 +25,7 @@ from pygraph_train.backend.pair import Pair
 from pygraph_train.backend.recording import record
 from pygraph_train.backend.report import RegionRecord
 from pygraph_train.graphs import CaptureError
-from pygraph_train.torch_internals import backward_keeps_graph, storages
+from pygraph_train.torch_internals import backward_keeps_graph, parameters_go_unguarded, storages
 
 __all__ = ["Region", "RegionSpec"]
 
@@ -102,6 +102,7 @@ class Region:
         self.record = row
         self.choice = Choice(pair.way is not None, arena.engine.synchronize)
         self._compiled = compiled
+        self._watched = parameters_go_unguarded()
         self._arena = arena
         self._options = options
         self._pair = pair
@@ -334,6 +335,9 @@ class Region:
     def _moved(self, key: _Key, last: RegionCapture, inputs: list[Any]) -> bool:
         """An input of a captured region is elsewhere; if that goes on, it is one that moves."""
         moved = last.moved(inputs)
+        if last.laid_out_anew(inputs):
+            self.give_up("a parameter has other strides than when the function was compiled")
+            return False
         if not all(self._follows(last.producers.get(i), i, inputs[i]) for i in moved):
             key.misses += 1
             if key.misses <= MISSES:
@@ -412,6 +416,7 @@ class Region:
                 keeps=keeps,
                 pool=arena.pool(self._apart),
                 consumes=consumed,
+                watched=self._watched,
             )
             for occupant in capture.occupants:
                 occupant.owner = self

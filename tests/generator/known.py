@@ -13,7 +13,6 @@ KNOWN: dict[str, str] = {
     "backend: step numpy_scalar": "torch.compile makes float64 tensors of NumPy scalars (aot_eager does so)",
     "backend: step numpy_sqrt": "torch.compile makes float64 tensors of NumPy scalars (aot_eager does so)",
     "backend: step random_numpy": "torch.compile draws other numbers for NumPy (aot_eager does so)",
-    "backend: change data_transposed": "a fault: torch 2.11 checks no strides of parameters (Inductor raises)",
     "backend: change data_cut": "torch.compile raises another error, and none on 2.11 (aot_eager does so)",
     "backend: change frozen_first": "torch 2.11 does not look at requires_grad again (aot_eager neither)",
     "backend: change saved_tensors_hooks": "torch.compile saves other tensors (so does aot_eager)",
