@@ -34,13 +34,14 @@ def test_audits_come_at_growing_intervals() -> None:
 def test_audits_take_at_most_their_share_of_the_time() -> None:
     audits = Audits("sample", now=0.0)
     audits.took(0.3, first=True)
-    spent = 0.0
+    spent, cost = 0.0, 0.4
     for step in range(1, 400_000):
         now = 0.005 * step + spent
         audits.left -= 1
         if audits.left <= 0 and audits.due(now):
-            audits.took(0.3, first=False)
-            spent += 0.3
+            audits.took(cost, first=False)
+            spent += cost
+            cost = 0.7 - cost  # the next one takes 0.3 s or 0.4 s
             assert spent <= Audits.SHARE * now + 1e-9
     assert spent >= 0.3 * 5
 

@@ -136,7 +136,8 @@ class Audits:
         """Whether the next replay is to be compared. Where audits would take too long, the question is put off."""
         if self.left > 0:
             return False
-        if self._verify == "always" or self._spent + self._last <= self.SHARE * (now - self._since):
+        next_one = 1.5 * self._last  # it may take longer than the one before
+        if self._verify == "always" or self._spent + next_one <= self.SHARE * (now - self._since):
             return True
         self.left = self._every
         return False
