@@ -8,6 +8,7 @@ import io
 import random
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,100 @@ def test_dropout_in_half_precision_rounds_as_without_a_graph(autocast: bool) -> 
         step = diary.step(step_fn, model=model, optimizer=optimizer)
         for batch in batches(40):
             diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script))
+
+
+class SeveralUses(nn.Module):
+    """Its weights are used more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.up, self.down, self.last = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 3),
+        )
+        self.down.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = torch.tanh(self.first(x))
+        return self.last(self.down(torch.tanh(self.up(h))))  # type: ignore[no-any-return]
+
+
+def _twice(model: SeveralUses, x: Tensor) -> Tensor:
+    return model(x) + model(x * 0.5)  # type: ignore[no-any-return]
+
+
+def _without_gradients_in_between(model: SeveralUses, x: Tensor) -> Tensor:
+    out = model(x)
+    with torch.no_grad():
+        target = model(x * 2)
+    return out - 0.1 * target  # type: ignore[no-any-return]
+
+
+def _changed_in_between(model: SeveralUses, x: Tensor) -> Tensor:
+    out = model.first(x)
+    with torch.no_grad():
+        model.first.weight.mul_(0.5)  # the cache has the old one
+    return model.last(model.first(x) + out)  # type: ignore[no-any-return]
+
+
+def _cast_by_hand(model: SeveralUses, x: Tensor) -> Tensor:
+    half = torch.bfloat16
+    h = torch.tanh(nn.functional.linear(x.to(half), model.first.weight.to(half)))
+    h = h + nn.functional.linear(x.to(half), model.first.weight.to(half))
+    return model.last(h + model.first(x) - model.first(x * 3))  # type: ignore[no-any-return]
+
+
+def _in_two_blocks(model: SeveralUses, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        h = model.first(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        h = h + model.first(x * 2)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        return model.last(h + model.first(x) - model.first(x * 3))  # type: ignore[no-any-return]
+
+
+def _checkpointed(model: SeveralUses, x: Tensor) -> Tensor:
+    out = model(x)
+    return model(x * 0.5) + torch.utils.checkpoint.checkpoint(lambda: out * 2, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        SeveralUses.__call__,
+        _twice,
+        _without_gradients_in_between,
+        _changed_in_between,
+        _cast_by_hand,
+        _in_two_blocks,
+        _checkpointed,
+    ],
+)
+def test_a_weight_used_several_times_under_autocast_is_cast_as_often_as_without_a_graph(
+    forward: Any, around: bool
+) -> None:
+    def script(diary: Diary) -> None:
+        model = SeveralUses()
+        optimizer = adamw(model)
+        inside = forward is not _in_two_blocks and not around
+
+        def step_fn(batch: Any) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16) if inside else nullcontext():
+                out = forward(model, batch[0])
+            print(out.mean().item(), file=io.StringIO())
+            return nn.functional.cross_entropy(out.float(), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(40):
+            with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
     in_regions(both(script))

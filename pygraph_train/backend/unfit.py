@@ -18,6 +18,7 @@ from torch import fx
 
 from pygraph_train import torch_internals
 from pygraph_train.backend.passes.draft import in_one_line, user_line
+from pygraph_train.torch_private.autocast import share_casts
 from pygraph_train.torch_private.results import gets_other_memory, layout, offset, results_are_misplaced
 
 __all__ = ["Returning", "Unfit", "compile_truly"]
@@ -64,6 +65,7 @@ def compile_truly(
     Raises:
         Unfit: that is not possible.
     """
+    share_casts(gm)
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     replacements = _replacements(gm, inputs)
     for new in replacements:

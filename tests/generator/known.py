@@ -24,6 +24,4 @@ KNOWN: dict[str, str] = {
     "backend: change global_forward_hook": "torch.compile calls no hooks of compiled modules (Inductor neither)",
     "backend: step random_branch": "torch.compile itself warns that it cannot trace random.random",
     "backend: block layer_drop": "torch.compile itself warns that it cannot trace random.random",
-    "accelerate: change autocast": "aot_eager differs as well: compiled functions round elsewhere",
-    "backend: change autocast": "aot_eager differs as well: compiled functions round elsewhere",
 }

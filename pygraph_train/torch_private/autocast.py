@@ -1,0 +1,193 @@
+"""The cache of autocast, which AOTAutograd leaves out. (2.11, 2.13)
+
+A weight that is used several times under autocast is cast once, and the gradients of all uses are summed in the lower
+precision before they are cast back. AOTAutograd traces a cast for each use and sums in single precision. Here a graph
+of Dynamo gets the casts that eager kernels make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["share_casts"]
+
+
+class _Cast(NamedTuple):
+    """A cast of an input that an operation makes by itself."""
+
+    user: fx.Node
+    weight: fx.Node
+    dtype: torch.dtype
+
+
+def share_casts(gm: fx.GraphModule) -> int:
+    """Cast each weight once where autocast's cache does so, and return the number of casts that are shared.
+
+    Args:
+        gm: from Dynamo; changed. Nothing is changed where its operations cannot be looked at.
+    """
+    if not _has_work(gm):
+        return 0
+    try:
+        each, cached = _casts(gm, cache=False), _casts(gm, cache=True)
+    except Exception:  # something that AOTAutograd will complain of, or knows how to treat
+        return 0
+    return _rewrite(gm, each, set(cached))
+
+
+def _has_work(gm: fx.GraphModule) -> bool:
+    nodes = gm.graph.nodes
+    active = torch._C._is_any_autocast_enabled()
+    if not active and not any(node.target is torch.amp.autocast_mode._enter_autocast for node in nodes):
+        return False
+    if any(getattr(node.target, "__module__", None) == "torch._functorch.predispatch" for node in nodes):
+        return False  # levels of vmap stay open if anything goes wrong
+    return any(_is_weight(node) and len(node.users) > 1 for node in nodes if node.op == "placeholder")
+
+
+def _is_weight(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return (
+        isinstance(value, FakeTensor)
+        and value.dtype is torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+    )
+
+
+def _casts(gm: fx.GraphModule, *, cache: bool) -> list[_Cast]:
+    """The casts of weights that the operations of a graph make, in their order."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    examples = [node.meta["example_value"] for node in inputs]
+    mode = next(value.fake_mode for value in examples if isinstance(value, FakeTensor))
+    with ExitStack() as stack:
+        if mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+        stack.enter_context(mode)
+        given = [_like(value) for value in examples]
+        stack.enter_context(_cache_enabled(cache and torch.is_autocast_cache_enabled()))
+        weights = {id(x): node for x, node in zip(given, inputs, strict=True) if _is_weight(node)}
+        seen = stack.enter_context(_Casting(weights))
+        looking = _Looking(gm, seen, cache)
+        stack.callback(looking.leave)
+        looking.run(*given)
+        return seen.casts
+
+
+def _like(value: Any) -> Any:
+    """Another fake tensor that may be changed."""
+    if not isinstance(value, FakeTensor):
+        return value
+    other = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    other.requires_grad_(value.requires_grad)
+    return other if value.is_leaf else other.clone()
+
+
+@contextmanager
+def _cache_enabled(enabled: bool) -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class _Casting(TorchDispatchMode):
+    """Notes casts of weights."""
+
+    def __init__(self, weights: dict[int, fx.Node]) -> None:
+        super().__init__()
+        self.weights = weights
+        self.node: fx.Node | None = None
+        self.casts: list[_Cast] = []
+        self.results: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        weight = self.weights.get(id(args[0])) if args else None
+        if func is torch.ops.aten._to_copy.default and weight is not None and self.node is not None:
+            self.casts.append(_Cast(self.node, weight, result.dtype))
+            self.results.append(result)
+        return result
+
+
+class _Looking(fx.Interpreter):
+    """Runs a graph with fake tensors, and closes what it opened."""
+
+    def __init__(self, gm: fx.GraphModule, seen: _Casting, cache: bool) -> None:
+        super().__init__(gm)
+        self._seen = seen
+        self._cache = cache
+        self._open: list[Any] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._seen.node = n
+        before = len(self._seen.results)
+        result = super().run_node(n)
+        if any(x is result for x in self._seen.results[before:]):  # the user's cast, which no cache keeps
+            del self._seen.casts[before:], self._seen.results[before:]
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.amp.autocast_mode._enter_autocast:
+            args = args if self._cache else (*args[:3], False)
+            self._open.append(super().call_function(target, args, kwargs))
+            return self._open[-1]
+        if target is torch.amp.autocast_mode._exit_autocast:
+            self._open.remove(args[0])
+        return super().call_function(target, args, kwargs)
+
+    def leave(self) -> None:
+        """Leave the contexts that an error left open."""
+        while self._open:
+            self._open.pop().__exit__(None, None, None)
+
+
+def _rewrite(gm: fx.GraphModule, each: list[_Cast], made: set[_Cast]) -> int:
+    """Let operations whose casts are not `made` take those of the operation that made one last."""
+    count = 0
+    last: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    shared: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    for cast in dict.fromkeys(each):
+        key = (cast.weight, cast.dtype)
+        if cast in made:
+            last[key] = cast.user
+            shared.pop(key, None)
+            continue
+        first = last.get(key)
+        if first is None or not (_takes_tensors(first) and _takes_tensors(cast.user)):
+            continue
+        if key not in shared:
+            shared[key] = _insert(gm, first, cast)
+            first.replace_input_with(cast.weight, shared[key])
+        cast.user.replace_input_with(cast.weight, shared[key])
+        count += 1
+    if count:
+        gm.recompile()
+    return count
+
+
+def _takes_tensors(node: fx.Node) -> bool:
+    """Whether it is an operation, and no graph of its own that would take other tensors then."""
+    graphs = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return node.op in ("call_function", "call_method") and not graphs
+
+
+def _insert(gm: fx.GraphModule, before: fx.Node, cast: _Cast) -> fx.Node:
+    with gm.graph.inserting_before(before):
+        node = gm.graph.call_method("to", (cast.weight, cast.dtype))
+    node.meta = {name: before.meta[name] for name in before.meta.keys() & {"stack_trace"}}
+    value = cast.weight.meta["example_value"]
+    with value.fake_mode:
+        node.meta["example_value"] = value.detach().to(cast.dtype)
+    return node
