@@ -364,6 +364,28 @@ def test_a_weight_used_several_times_under_autocast_is_cast_as_often_as_without_
     in_regions(both(script))
 
 
+def test_weights_that_become_one_in_mid_run() -> None:
+    def script(diary: Diary) -> None:
+        model = SeveralUses()
+        model.down.weight = nn.Parameter(model.up.weight.detach().clone())
+        optimizer = sgd(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(batch[0])
+            print(out.mean().item(), file=io.StringIO())
+            return nn.functional.cross_entropy(out.float(), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index == 30:
+                model.down.weight = model.up.weight
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script))
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
