@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from pygraph_train.torch_private import checkpoints, host_numbers, switches
+from pygraph_train.torch_private import autocast, checkpoints, host_numbers, switches
 
 
 def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
@@ -1192,7 +1192,7 @@ def dynamo_region_config(**settings: Any) -> Iterator[list[BaseException]]:
         with _tracing_regions(failures, settings):
             return trace(self, *args)
 
-    with _changed([(tracer, call, traced)]):
+    with autocast.backward_comes_here(), _changed([(tracer, call, traced)]):
         yield failures
 
 
@@ -1224,7 +1224,8 @@ def _tracing_regions(failures: list[BaseException], settings: dict[str, Any]) ->
         **settings,
     }
     try:
-        with _changed([*_guarded_methods(), *switches.guarded()]), _tracing(**settings):
+        mends = _changed([*_guarded_methods(), *switches.guarded()])
+        with mends, autocast.as_around_backward(), _tracing(**settings):
             yield
     finally:
         log.removeFilter(take)

@@ -386,6 +386,42 @@ def test_weights_that_become_one_in_mid_run() -> None:
     in_regions(both(script))
 
 
+class Island(nn.Module):
+    """A layer in single precision under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.last(h.float())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("around", [range(0), range(30, 50), range(100)], ids=["never", "a while", "always"])
+def test_a_backward_has_the_autocast_that_surrounds_it(inside: bool, around: range) -> None:
+    def script(diary: Diary) -> None:
+        model = Island()
+        optimizer = sgd(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                out = model(batch[0])
+                print(out.mean().item(), file=io.StringIO())  # the model is traced inside of the block
+                return nn.functional.cross_entropy(out.float(), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(70)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=index in around):
+                diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script), least=15)
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

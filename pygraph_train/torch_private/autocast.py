@@ -1,14 +1,17 @@
-"""The cache of autocast, which AOTAutograd leaves out. (2.11, 2.13)
+"""What AOTAutograd does not know of autocast: its cache, and what surrounds a backward. (2.11, 2.13)
 
 A weight that is used several times under autocast is cast once, and the gradients of all uses are summed in the lower
 precision before they are cast back. AOTAutograd traces a cast for each use and sums in single precision. Here a graph
 of Dynamo gets the casts that eager kernels make.
+
+A backward is traced under the autocast of its forward. Where a graph begins inside of an autocast block the backward
+comes after the block, and its eager kernels are those for what surrounds the whole step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,46 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["share_casts"]
+__all__ = ["around_backward", "as_around_backward", "backward_comes_here", "share_casts"]
+
+_State = tuple[tuple[str, torch.dtype], ...]
+
+_around: _State | None = None
+
+
+def around_backward() -> _State | None:
+    """The devices and types of autocast where the backward will be called, None where nobody knows."""
+    return _around
+
+
+@contextmanager
+def backward_comes_here() -> Iterator[None]:
+    """What is traced inside has its backward called under the autocast of the outermost of these contexts."""
+    global _around
+    before = _around
+    if before is None:
+        _around = _state()
+    try:
+        yield
+    finally:
+        _around = before
+
+
+def as_around_backward() -> AbstractContextManager[Any]:
+    """Backwards are traced under the autocast that they will be called under."""
+    config: Any = torch._functorch.config
+    if _around is None or _around == _state():
+        return nullcontext()
+    modes = [{"device_type": device, "dtype": dtype} for device, dtype in _around]
+    patched: AbstractContextManager[Any] = config.patch(backward_pass_autocast=modes or "off")
+    return patched
+
+
+def _state() -> _State:
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    devices = torch._C._autocast_supported_devices()
+    return tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
 
 
 class _Cast(NamedTuple):

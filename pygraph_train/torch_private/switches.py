@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from pygraph_train.torch_private import autocast
+
 __all__ = [
     "SWITCHES",
     "function_modes",
@@ -95,7 +97,14 @@ def guarded() -> tuple[tuple[Any, str, Any], ...]:
         ambient(self, guard)
         seen = settled_switches()
         said = [f"the switches of torch that choose kernels are {seen}"]
-        self.guard_manager.root.add_lambda_guard(lambda _: switches() == seen, said, guard.user_stack)
+        root = self.guard_manager.root
+        root.add_lambda_guard(lambda _: switches() == seen, said, guard.user_stack)
+        around = autocast.around_backward()
+        if around is not None:
+            told = [f"autocast around the backward is {around}"]
+            root.add_lambda_guard(
+                lambda _: autocast.around_backward() in (None, around), told, guard.user_stack
+            )
 
     return ((GuardBuilder, "AUTOGRAD_SAVED_TENSORS_HOOKS", guard_switches),)
 
