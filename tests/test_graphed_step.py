@@ -617,6 +617,45 @@ def test_tensors_swapped_after_a_refused_trace(index):
     assert report.steps_replayed == 0, str(report)
 
 
+class Shifted(Net):
+    """A parameter that works with any shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(0.5, 1.0, 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.shift.mean()
+
+
+@pytest.mark.parametrize("index", [1, 2, 3, 9])
+def test_a_parameter_gets_another_shape_after_a_refused_trace(index):
+    def script(diary: Diary) -> None:
+        model = Shifted()
+        optimizer = sgd(model, momentum=0)
+        loss_of_model = loss_of(model)
+
+        def refused(batch: Any) -> Tensor:
+            loss = loss_of_model(batch)
+            return loss * 0.1 if loss.item() > 1e6 else loss
+
+        step = diary.step(refused, model=model, optimizer=optimizer)
+        gc.collect()
+        gc.disable()  # an error of the trace could hold the autograd graph of a step
+        try:
+            for number, batch in enumerate(batches(12)):
+                if number == index:
+                    model.shift.data = model.shift.data[:10]
+                    model.shift.grad = None
+                diary.write("loss", step(batch))
+                diary.write_state(model, optimizer)
+        finally:
+            gc.enable()
+
+    report = both(script)
+    assert report.steps_replayed == 0, str(report)
+
+
 def test_a_tensor_attribute_replaced_on_every_step():
     def script(diary: Diary) -> None:
         model = Scaled()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train import torch_internals
-from pygraph_train.step.legality import NotLegal, Problem, Trace, compiler_failed
+from pygraph_train.step.legality import NotLegal, Problem, Trace, compiler_failed, forget_frames
 
 __all__ = ["DryTrace"]
 
@@ -49,6 +49,7 @@ class DryTrace(Trace):
             self.refused = _of_a_branch(refused) or refused.problem
         except Exception as error:  # the real call comes next, and raises what it has to
             self.refused = compiler_failed(error)
+            forget_frames(error)
 
     def _stopped(self, frame: dict[str, Any]) -> None:
         entries = torch_internals.dynamo_cache_entries(self._code.__code__)

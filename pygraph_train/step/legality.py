@@ -11,6 +11,7 @@ import operator
 import os
 import re
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ __all__ = [
     "Trace",
     "backward_hook",
     "compiler_failed",
+    "forget_frames",
     "guard_constants",
     "held_weakly",
     "hooked",
@@ -221,11 +223,15 @@ class Trace:
             with torch_internals.dynamo_step_config():
                 result = self._call(fn, args, kwargs)
         except torch._dynamo.exc.Unsupported as error:
-            raise NotLegal(_problem_of_break(error)) from None
+            problem = _problem_of_break(error)
+            forget_frames(error)
+            raise NotLegal(problem) from None
         except Exception as error:
             if not torch_internals.raised_while_tracing(error):
                 raise  # of the step itself
-            raise NotLegal(compiler_failed(error)) from None
+            problem = compiler_failed(error)
+            forget_frames(error)
+            raise NotLegal(problem) from None
         finally:
             torch_internals.forget_notes(self._notes)
         entries = torch_internals.dynamo_cache_entries(self._code.__code__)
@@ -574,6 +580,23 @@ def compiler_failed(error: BaseException) -> Problem:
     if said.endswith(":"):  # an exception without a message
         said = f"{said[:-1]} while it traced the step"
     return Problem(f"the compiler failed: {said}", where)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let an error of Dynamo, and those before it, hold no frames.
+
+    Frames of Dynamo hold the error, so all of them live until garbage is collected. They know their callers, and
+    the callers have the results of the step with its autograd graph.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[BaseException | None] = {None}
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.add(one)
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.graphs.location import user_line_in, user_location
 from pygraph_train.graphs.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
-from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, held_weakly
+from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, forget_frames, held_weakly
 from pygraph_train.step.program import Call, StepProgram, plain_call
 
 if TYPE_CHECKING:
@@ -133,6 +133,8 @@ class Regions:
             torch_internals.forget_notes(self._notes)
         if failures:
             self.problem = self.problem or compiler_failed(failures[0])
+            for failure in failures:
+                forget_frames(failure)
         self._quiet = 0 if self._traced > before else self._quiet + 1
         if not self.found:
             self._probes += 1
