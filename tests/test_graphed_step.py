@@ -656,6 +656,39 @@ def test_a_parameter_gets_another_shape_after_a_refused_trace(index):
     assert report.steps_replayed == 0, str(report)
 
 
+class Square(Net):
+    """A parameter that can be transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.square(super().forward(x))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("every", [20, 13])
+def test_gradients_have_the_strides_of_a_transposed_parameter(accumulate, every):
+    def script(diary: Diary) -> None:
+        model = Square()
+        optimizer = sgd(model, momentum=0, fused=True)  # its kernel takes strides for the same
+        step = diary.step(loss_of(model), model=model)
+        for index, batch in enumerate(batches(80)):
+            if index % every == every - 1:
+                model.square.weight.data = model.square.weight.data.t()
+            if index % accumulate == 0:
+                optimizer.zero_grad()
+            diary.write("loss", step(batch))
+            diary.write("strides", [p.grad.stride() for p in model.parameters() if p.grad is not None])
+            if index % accumulate == accumulate - 1:
+                optimizer.step()
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    assert report.steps_replayed >= 25, str(report)
+
+
 def test_a_tensor_attribute_replaced_on_every_step():
     def script(diary: Diary) -> None:
         model = Scaled()

@@ -21,8 +21,9 @@ class Gradients:
     The first capture that starts from empty gradients owns them: autograd allocates them inside its
     graph, which costs nothing. Graphs captured later copy theirs there as their last operation, so
     whatever was replayed, `p.grad` is the same tensor with the gradients of the last step, and graphs of
-    accumulating micro-batches find each other's sums. Gradients that the step cannot reach are never
-    touched: they may belong to another step.
+    accumulating micro-batches find each other's sums. A gradient of another shape, dtype or strides takes
+    that place over, and graphs that were captured before keep the old one. Gradients that the step cannot
+    reach are never touched: they may belong to another step.
 
     Args:
         parameters: all of them.
@@ -38,7 +39,7 @@ class Gradients:
         ids = set(map(id, self.emptied))
         self.carried = [p for p in self.parameters if id(p) not in ids]
         self._canonical = canonical
-        self._began: list[bool] = []
+        self._began: Snapshot = []
         self._final: Snapshot = []
 
     def snapshot(self) -> Snapshot:
@@ -65,17 +66,18 @@ class Gradients:
 
     def begin(self) -> None:
         """Before a capture: carried gradients lie where graphs find them."""
-        for p in self.parameters:
-            canonical = self._canonical.get(p)
-            if canonical is not None and (canonical.shape, canonical.dtype) != (p.shape, p.dtype):
-                del self._canonical[p]
-        self._adopt()
-        self._began = [p.grad is not None for p in self.carried]
+        for p in self.carried:
+            if p.grad is not None:
+                self._keep_if_alike(p, p.grad)
+        self._adopt([self._canonical.get(p, p.grad) for p in self.carried])
+        self._began = list(map(_grad, self.carried))
 
     def settle(self) -> None:
         """Inside a capture, after the last use of `.grad`: leave the gradients in the canonical tensors."""
         sources, targets = [], []
         for p in self.parameters:
+            if p.grad is not None:
+                self._keep_if_alike(p, p.grad)
             canonical = self._canonical.get(p)
             if p.grad is not None and canonical is not None and canonical is not p.grad:
                 sources.append(p.grad)
@@ -99,13 +101,17 @@ class Gradients:
         return self._final
 
     def fit(self) -> bool:
-        """True when gradients are carried over for the same parameters as in the capture."""
-        return not self.carried or [p.grad is not None for p in self.carried] == self._began
+        """True when the gradients that are carried over look as in the capture."""
+        if not self.carried:
+            return True
+        now = list(map(_grad, self.carried))
+        same = all(map(operator.is_, now, self._began))
+        return same or list(map(_look, now)) == list(map(_look, self._began))
 
     def before_replay(self) -> None:
         """Carried gradients go where the graph adds to them."""
         if self.carried and not self._in_place():
-            self._adopt()
+            self._adopt(self._began)
 
     def after_replay(self) -> None:
         """`.grad` is what the graph has written."""
@@ -115,11 +121,24 @@ class Gradients:
     def _in_place(self) -> bool:
         return all(map(operator.is_, map(_grad, self.parameters), self._final))
 
-    def _adopt(self) -> None:
-        for p in self.carried:
-            if p.grad is None:
-                continue
-            canonical = self._canonical.setdefault(p, p.grad)
-            if canonical is not p.grad:
-                canonical.copy_(p.grad)
-                p.grad = canonical
+    def _adopt(self, places: Snapshot) -> None:
+        """Let carried gradients lie in these tensors."""
+        for p, place in zip(self.carried, places, strict=True):
+            if p.grad is not None and place is not None and place is not p.grad:
+                place.copy_(p.grad)
+                p.grad = place
+
+    def _keep_if_alike(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Forget the canonical tensor where a copy of this gradient in it would look different."""
+        canonical = self._canonical.get(parameter)
+        if canonical is not None and _look(canonical) != _look(gradient):
+            del self._canonical[parameter]
+
+
+def _look(gradient: Tensor | None) -> tuple[object, ...]:
+    if gradient is None:
+        return ()
+    strides = gradient.stride() if gradient.layout is torch.strided else ()
+    # the stride of a single element means nothing
+    steps = tuple(stride for size, stride in zip(gradient.shape, strides, strict=False) if size != 1)
+    return gradient.shape, gradient.dtype, gradient.layout, steps
