@@ -16,6 +16,7 @@ from generator.strategies import LOOPS
 from generator.suite import each_case
 
 from pygraph_train import torch_internals
+from pygraph_train.graphs.emulated import EmulatedGraph
 from pygraph_train.step import runner
 from pygraph_train.step.gradients import Gradients
 from pygraph_train.step.inputs import StaticInputs
@@ -175,6 +176,28 @@ def test_a_case_replays_and_is_equal() -> None:
     outcome = compare(Case(blocks=("dropout", "batchnorm"), optimizer=Optimizer("adamw", schedule="cosine")))
     assert outcome.difference is None
     assert outcome.replays >= 10
+
+
+_OF_TORCH_COMPILE = [
+    Case(Loop("backend", options=("step",)), step=("log_list",)),
+    Case(Loop("backend", options=("step",)), blocks=("batchnorm",), step=("checkpoint_model",)),
+    Case(Loop("backend"), blocks=("counter_of_training",), step=("checkpoint_model",)),
+]
+
+
+@pytest.mark.parametrize("case", _OF_TORCH_COMPILE)
+def test_what_every_backend_of_torch_compile_does_is_no_difference(case: Case) -> None:
+    outcome = compare(case)
+    assert outcome.difference is None
+    assert outcome.rounded
+
+
+def test_a_fault_of_the_backend_is_a_difference_beside_what_every_backend_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EmulatedGraph, "replay", lambda self: None)
+    outcome = compare(_OF_TORCH_COMPILE[1])
+    assert outcome.difference is not None
 
 
 def test_a_case_is_shrunk_to_what_matters() -> None:

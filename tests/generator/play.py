@@ -224,9 +224,16 @@ class Loop:
 class LibrarysLoop(Loop):
     """The same with pygraph-train, on its emulated engine."""
 
-    def __init__(self, seen: Observations, options: tuple[str, ...] = (), *, graphs: bool = True) -> None:
+    def __init__(
+        self,
+        seen: Observations,
+        options: tuple[str, ...] = (),
+        *,
+        graphs: bool = True,
+        backend: str = "pygraph",
+    ) -> None:
         super().__init__(seen, options)
-        self._warmup = 2 if graphs else 10**6
+        self._warmup, self._backend = 2 if graphs else 10**6, backend
         self._made: list[Any] = []
         self._reports: list[Callable[[], Any]] = []
 
@@ -246,6 +253,8 @@ class LibrarysLoop(Loop):
         return step
 
     def compile(self, called: Any) -> Any:
+        if self._backend != "pygraph":
+            return torch.compile(called, backend=self._backend)
         options = {"engine": "emulated", "warmup_runs": self._warmup}
         return torch.compile(called, backend="pygraph", options=options)
 
@@ -334,12 +343,16 @@ def play(
     *,
     library: bool,
     graphs: bool = True,
+    backend: str = "pygraph",
     options: tuple[str, ...] = (),
     seed: int = 0,
 ) -> Observations:
-    """Run a script's `train` once; an exception that ends it is an observation, too."""
+    """Run a script's `train` once; an exception that ends it is an observation, too.
+
+    The library may be kept from making graphs, or have another backend of `torch.compile` in its backend's place.
+    """
     seen = Observations()
-    loop = LibrarysLoop(seen, options, graphs=graphs) if library else Loop(seen, options)
+    loop = LibrarysLoop(seen, options, graphs=graphs, backend=backend) if library else Loop(seen, options)
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)

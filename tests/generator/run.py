@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ class Outcome:
 
     Attributes:
         difference: the first thing that differs, None where nothing does.
-        rounded: whether there is a difference that compiled functions have to answer for, not graphs: last bits mostly.
+        rounded: whether there is a difference that `torch.compile` has to answer for, not graphs: last bits mostly.
         replays: graphs that the library replayed.
         reasons: why it did not replay, by its report.
         raised: the exception that ended plain training, None where it trained to its end.
@@ -50,8 +51,8 @@ class Outcome:
     seconds: float
 
 
-def run(case: Case, *, library: bool, graphs: bool = True) -> Observations:
-    """Make the case's script, and run it; the library may be kept from making graphs."""
+def run(case: Case, *, library: bool, graphs: bool = True, backend: str = "pygraph") -> Observations:
+    """Make the case's script, and run it; the library may make no graphs, or its backend be another one."""
     global _count
     _count += 1
     path = Path(_scripts.name) / f"pygraph_case_{_count}.py"
@@ -64,7 +65,8 @@ def run(case: Case, *, library: bool, graphs: bool = True) -> Observations:
     try:
         with isolated():
             spec.loader.exec_module(module)
-            return play(module.train, library=library, graphs=graphs, options=options, seed=case.seed)
+            chosen: dict[str, Any] = {"graphs": graphs, "backend": backend, "options": options}
+            return play(module.train, library=library, seed=case.seed, **chosen)
     finally:
         del sys.modules[path.stem]
         path.unlink()
@@ -80,7 +82,7 @@ def compare(case: Case) -> Outcome:
     plain, ours = run(case, library=False), run(case, library=True)
     ended = [value for name, value in plain.entries if name == "the run ended with"]
     found = difference(plain, ours)
-    rounded = found is not None and _by_compiling(case, plain, ours)
+    rounded = found is not None and (_by_compiling(case, plain, ours) or _as_torch_compiles(case, ours))
     return Outcome(
         None if rounded else found,
         rounded,
@@ -106,6 +108,18 @@ def _by_compiling(case: Case, plain: Observations, ours: Observations) -> bool:
     if case.loop.kind in ("graphed", "lightning"):
         return True
     return difference(run(case, library=True, graphs=False), ours) is None
+
+
+def _as_torch_compiles(case: Case, ours: Observations) -> bool:
+    """Whether another backend of `torch.compile` shows the very same, bit for bit and with the same warnings.
+
+    With `eager` it is Dynamo that does other things than Python, with `aot_eager` it is AOTAutograd, and no backend
+    could mend that.
+    """
+    if case.loop.kind != "backend":
+        return False
+    others = (run(case, library=True, backend=name) for name in ("eager", "aot_eager"))
+    return any(difference(other, ours) is None and other.told == ours.told for other in others)
 
 
 def _up_to_the_error(seen: Observations) -> Observations:

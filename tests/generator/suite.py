@@ -28,7 +28,7 @@ class Tally:
     Attributes:
         cases: how many ran.
         replayed: how many of them replayed something; the others prove nothing.
-        rounded: how many differ in last bits only, by compiled functions.
+        rounded: how many differ as `torch.compile` does, in last bits mostly.
         ended: how many were ended by an exception in plain training.
         features: how often each feature was there.
         replays: how often it was there in a case that replayed.
@@ -62,7 +62,7 @@ class Tally:
 
     def __str__(self) -> str:
         told = f"{self.cases} cases, {self.share:.0%} replayed something, {len(self.failed)} differ"
-        told += f", {self.rounded} by compilers' rounding" if self.rounded else ""
+        told += f", {self.rounded} as torch.compile itself" if self.rounded else ""
         return f"{told}, {self.ended} ended by an exception in plain training"
 
 
