@@ -44,7 +44,7 @@ from benchmarks.limit import StepTimeout, time_limit
 from benchmarks.paper_workloads import ALL_WORKLOADS, build
 from benchmarks.record import environment, print_table, scrub, write_json
 from benchmarks.workloads import WorkloadUnavailable
-from pygraph_train.torch_internals import clear_cublas_workspaces
+from pygraph_train.torch_private.cuda import clear_cublas_workspaces
 
 Row = dict[str, Any]
 

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.command import new_record, settle_choices
 from benchmarks.record import DASH, print_table, write_json
+from pygraph_train.torch_private.cuda import begin_capture
 
 KINDS = (
     "nothing",
@@ -73,7 +74,6 @@ def curve(kind: str) -> dict[str, list[float]]:
 
 def _captured(work: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     """A graph whose capture launches nothing."""
-    from pygraph_train.torch_internals import begin_capture
 
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())

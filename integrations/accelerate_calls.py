@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pygraph_train import torch_internals
 from pygraph_train.step.legality import Problem, guard_constants
 from pygraph_train.step.signature import map_leaves
+from pygraph_train.torch_private.memory import storage_key
 
 __all__ = [
     "CLIPS",
@@ -236,10 +236,10 @@ class _AfterBackward(TorchDispatchMode):
 
     def guard(self, tensor: Tensor) -> None:
         self._kept.append(tensor)
-        self._storages.add(torch_internals.storage_key(tensor.untyped_storage()))
+        self._storages.add(storage_key(tensor.untyped_storage()))
 
     def guards(self, tensor: Tensor) -> bool:
-        return torch_internals.storage_key(tensor.untyped_storage()) in self._storages
+        return storage_key(tensor.untyped_storage()) in self._storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         looks = self.looking and self.problem is None

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
-from pygraph_train import torch_internals
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate_calls import (
@@ -42,6 +41,7 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.step.signature import map_leaves
+from pygraph_train.torch_private.optim import count_optimizer_step, refresh_scaler_state, scaler_tensors
 
 __all__ = ["GraphedStepFunction"]
 
@@ -261,11 +261,11 @@ class _StepFunctionProgram:
     def abandon(self) -> None:
         if at_work(self._accelerator.scaler) is not None:
             for optimizer in self._accelerator._optimizers:  # clipping unscales for all of them
-                torch_internals.refresh_scaler_state(self._accelerator.scaler, optimizer.optimizer)
+                refresh_scaler_state(self._accelerator.scaler, optimizer.optimizer)
 
     def extra_state(self) -> Iterable[Tensor]:
         scaler = at_work(self._accelerator.scaler)
-        return torch_internals.scaler_tensors(scaler) if scaler is not None else ()
+        return scaler_tensors(scaler) if scaler is not None else ()
 
     # -- the step without a graph, and the rest of a replayed one --------------------------------------
 
@@ -289,7 +289,7 @@ class _StepFunctionProgram:
         """What remains to be done in Python after a replay."""
         script, norm_leaves, clipped = self._scripts[number]
         if updated:
-            torch_internals.count_optimizer_step(self.accelerated)
+            count_optimizer_step(self.accelerated)
         norms: list[Tensor] = []
         self._norms = []
         self._clipped = [] if updated else [[p for r in refs if (p := r()) is not None] for refs in clipped]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train import torch_internals
 from pygraph_train.diagnose.report import Fallback
 from pygraph_train.graphs.location import user_location
 from pygraph_train.step.activations import Activation, activations_among
 from pygraph_train.step.signature import map_leaves
+from pygraph_train.torch_private.dynamo import untraced
 
 __all__ = ["FirstCalls"]
 
@@ -58,7 +58,7 @@ class FirstCalls:
             self._began = self._steps()
         thread = threading.get_ident()
 
-        @torch_internals.untraced
+        @untraced
         def look(_: Tensor) -> None:
             self._differentiated = True
             if self.refused:

@@ -25,7 +25,6 @@ from lightning.pytorch.trainer import call as hooks
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import make_engine
@@ -54,6 +53,8 @@ from pygraph_train.step.optimizer_trial import OptimizerTrial
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
+from pygraph_train.torch_private.memory import tensor_version
+from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 
 __all__ = ["PyGraphCallback"]
 
@@ -338,11 +339,11 @@ class _AutomaticStep:
         self._closure_is_known = True
         self._program.book.ran()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        before = list(map(torch_internals.tensor_version, parameters))
+        before = list(map(tensor_version, parameters))
         asked: list[list[int]] = []
 
         def note() -> None:
-            asked.append(list(map(torch_internals.tensor_version, parameters)))
+            asked.append(list(map(tensor_version, parameters)))
 
         with self._program.noticing(note):
             output = self._lightning_run(optimizer, batch_idx, kwargs)
@@ -545,12 +546,12 @@ class _LightningProgram:
 
     def abandon(self) -> None:
         if self.scaler is not None and self.optimizer is not None:
-            torch_internals.refresh_scaler_state(self.scaler, self.optimizer)
+            refresh_scaler_state(self.scaler, self.optimizer)
 
     def extra_state(self) -> Iterable[Tensor]:
         yield from self.book.accumulators()
         if self.scaler is not None:
-            yield from torch_internals.scaler_tensors(self.scaler)
+            yield from scaler_tensors(self.scaler)
 
 
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pygraph_train import backend, torch_internals
+from pygraph_train import backend
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import Engine, make_engine
@@ -29,6 +29,14 @@ from pygraph_train.step.dry_trace import DryTrace
 from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, innermost
 from pygraph_train.step.optimizer_graph import OptimizerGraph
 from pygraph_train.step.refusals import GLOBAL_HOOK, SAVED_TENSORS_HOOKS
+from pygraph_train.torch_private.dynamo import (
+    compiled_call,
+    dynamo_side_effects,
+    set_compiled_call,
+    uncompiled_call,
+)
+from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
+from pygraph_train.torch_private.tracing import dynamo_region_config
 
 __all__ = ["Loop", "RegionedCall", "never_replays"]
 
@@ -67,7 +75,7 @@ class RegionedCall:
     ) -> None:
         self.module = module
         self._tell = tell
-        self._hooks_on_all = torch_internals.global_module_hook_tables()
+        self._hooks_on_all = global_module_hook_tables()
         name = type(module).__name__
         self._first: list[FirstCalls | None] = [
             first(name),
@@ -80,7 +88,7 @@ class RegionedCall:
         self._compiled: Any = torch.compile(
             function, backend=_backend(name, tell), options=options, **compile_options
         )
-        torch_internals.set_compiled_call(module, self)
+        set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -96,10 +104,10 @@ class RegionedCall:
         if any(self._hooks_on_all):
             self._tell(_without_graphs(self.module, GLOBAL_HOOK))
             return _call(self.module, args, kwargs)
-        if torch_internals.saved_tensors_hooks_active():  # a compiled forward saves other tensors
+        if saved_tensors_hooks_active():  # a compiled forward saves other tensors
             self._tell(_without_graphs(self.module, SAVED_TENSORS_HOOKS))
             return _call(self.module, args, kwargs)
-        with torch_internals.dynamo_region_config() as failures:
+        with dynamo_region_config() as failures:
             result = self._compiled(self.module, args, kwargs)
         if failures:
             reason = getattr(failures[0], "inner_exception", None)
@@ -120,7 +128,7 @@ class RegionedCall:
     def explain(self, device: torch.device, tell: Callable[[Problem], None]) -> None:
         """Find out from the next calls why nothing of the module becomes a graph."""
         compiled, module = self._compiled, self.module
-        call = torch_internals.uncompiled_call(module)
+        call = uncompiled_call(module)
         trace = DryTrace(device)
 
         def looked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,8 +148,8 @@ class RegionedCall:
 
     def remove(self) -> None:
         """Give the module back as it was."""
-        if torch_internals.compiled_call(self.module) is self:
-            torch_internals.set_compiled_call(self.module, None)
+        if compiled_call(self.module) is self:
+            set_compiled_call(self.module, None)
 
 
 def _without_graphs(module: nn.Module, why: Problem | None) -> Problem:
@@ -187,7 +195,7 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
             where = user_line_in(write.meta.get("stack_trace"))
             return eager(gm, Problem(f"{_begins(name)}: {CHANGED_AGAIN}", where))
         activations = handed_out(gm)
-        kept = torch_internals.dynamo_side_effects() if activations else []
+        kept = dynamo_side_effects() if activations else []
         if not kept:
             return explained(backend.pygraph(gm, inputs, **kwargs), activations, name)
         _, _, stack = kept[0]
@@ -209,7 +217,7 @@ def _requires_grad(value: object) -> bool:
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return torch_internals.uncompiled_call(module)(*args, **kwargs)
+    return uncompiled_call(module)(*args, **kwargs)
 
 
 class Loop:
@@ -265,7 +273,7 @@ class Loop:
             self.report.note(
                 "compile=False: forward and backward run as they are; their graphs need Inductor"
             )
-        elif isinstance(module, torch._dynamo.OptimizedModule) or torch_internals.compiled_call(module):
+        elif isinstance(module, torch._dynamo.OptimizedModule) or compiled_call(module):
             self.refuse(
                 f"{type(module).__name__} is compiled already; its forward and backward are left to that",
                 "Do not compile it yourself: pygraph-train uses Inductor's kernels",

@@ -23,7 +23,6 @@ except ImportError as error:
         "PyGraphTrainer and PyGraphTrainerCallback need transformers: pip install 'pygraph-train[transformers]'"
     ) from error
 
-from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs import make_engine
@@ -36,6 +35,7 @@ from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, not_optimized, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
+from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerCallback", "PyGraphTrainerMixin"]
 
@@ -341,10 +341,10 @@ class _TrainerProgram:
 
     def abandon(self) -> None:
         if self._scaler is not None and self.optimizer is not None:
-            torch_internals.refresh_scaler_state(self._scaler, self.optimizer)
+            refresh_scaler_state(self._scaler, self.optimizer)
 
     def extra_state(self) -> Iterable[Tensor]:
-        return torch_internals.scaler_tensors(self._scaler) if self._scaler is not None else ()
+        return scaler_tensors(self._scaler) if self._scaler is not None else ()
 
 
 def _unsupported(args: Any) -> str | None:

@@ -46,7 +46,7 @@ from pygraph_train import Accelerator, PyGraph, PyGraphConfig, PyGraphError, Ste
 from pygraph_train.graphs import make_engine  # noqa: E402
 from pygraph_train.integrations.accelerate import route_step  # noqa: E402
 from pygraph_train.step.optimizer_graph import OptimizerGraph  # noqa: E402
-from pygraph_train.torch_internals import compiled_call  # noqa: E402
+from pygraph_train.torch_private.dynamo import compiled_call  # noqa: E402
 
 
 def train(script: Script, *, clip: str | None = None, epochs: int = 1, **options: Any) -> None:

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pygraph_train.backend as backend
-from pygraph_train import torch_internals
 from pygraph_train.backend import arena as arena_module
 from pygraph_train.backend import capture as capture_module
 from pygraph_train.backend import inductor
@@ -28,7 +27,8 @@ from pygraph_train.backend import region as region_module
 from pygraph_train.backend.arena import Arena, Block, Occupant, block_of
 from pygraph_train.graphs import CaptureError
 from pygraph_train.graphs.emulated import EmulatedEngine
-from pygraph_train.torch_internals import borrow_memory, storage_use_count
+from pygraph_train.torch_private.inductor import compile_with_inductor
+from pygraph_train.torch_private.memory import borrow_memory, storage_use_count
 
 OPTIONS = {"engine": "emulated", "warmup_runs": 1}
 
@@ -625,7 +625,7 @@ def test_a_compile_that_fails_with_kernels_together_is_done_without(monkeypatch:
         yield
         raise AssertionError("no such tiling\nand a page about it")
 
-    monkeypatch.setattr(inductor.torch_internals, "small_ends_together", failing)
+    monkeypatch.setattr(inductor, "small_ends_together", failing)
     same_as_plain(lambda model, call, opt: train(call, opt))
     rows = backend.report().regions
     assert len(entered) == len(rows) == 2
@@ -678,7 +678,7 @@ def test_settings_of_inductor_hold_for_forward_and_backward() -> None:
         return make_boxed_func(gm.forward)
 
     def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        return torch_internals.compile_with_inductor(gm, inputs, build, {"combo_kernels": True})
+        return compile_with_inductor(gm, inputs, build, {"combo_kernels": True})
 
     model = net()
     torch.compile(model, backend=compiler)(batches(1)[0][0]).sum().backward()

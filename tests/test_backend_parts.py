@@ -16,7 +16,7 @@ from pygraph_train.backend.recording import record
 from pygraph_train.backend.report import RegionRecord
 from pygraph_train.backend.staging import Staged
 from pygraph_train.backend.transform import Transformed
-from pygraph_train.torch_internals import borrow_memory
+from pygraph_train.torch_private.memory import borrow_memory
 
 
 class Clock:

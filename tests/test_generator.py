@@ -15,9 +15,8 @@ from generator.shrink import shrunk
 from generator.strategies import LOOPS
 from generator.suite import each_case
 
-from pygraph_train import torch_internals
 from pygraph_train.graphs.emulated import EmulatedGraph
-from pygraph_train.step import runner
+from pygraph_train.step import runner, watch
 from pygraph_train.step.gradients import Gradients
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.legality import Trace
@@ -65,7 +64,7 @@ def _absent_gradients_are_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def _memory_of_parameters_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch_internals, "writes_to_inputs", lambda graph: [])
+    patch.setattr("pygraph_train.step.legality.writes_to_inputs", lambda graph: [])
     patch.setattr(Moves, "found", lambda self: [])
 
 
@@ -102,7 +101,7 @@ FAULTS: dict[str, tuple[Plant, frozenset[str]]] = {
         frozenset({"step moco", "step moco_in_model", "step clip_weights"}),
     ),
     "shapes and strides of parameters are not looked at": (
-        _constant(torch_internals, "tensor_looks", lambda *tensors: True),
+        _constant(watch, "tensor_looks", lambda *tensors: True),
         _changes("data_cut", "data_transposed", "frozen_first"),
     ),
     "a capture that fails loses gradients": (

@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, 
 
 from pygraph_train import PyGraphConfig, PyGraphTrainer, PyGraphTrainerCallback  # noqa: E402
 from pygraph_train.integrations.transformers import PyGraphTrainerMixin  # noqa: E402
-from pygraph_train.torch_internals import compiled_call  # noqa: E402
+from pygraph_train.torch_private.dynamo import compiled_call  # noqa: E402
 
 CONFIG = PyGraphConfig(engine="emulated", warmup_steps=2)
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from pygraph_train import torch_internals
+from pygraph_train.torch_private.aot import compiled_function, compiled_function_of, tangent_places
+from pygraph_train.torch_private.autograd import autograd_is_traced, backward_keeps_graph
+from pygraph_train.torch_private.dynamo import untraced
 
 __all__ = ["Absent", "Backward", "Noting", "versions", "what_changed"]
 
@@ -53,8 +55,8 @@ class Absent:
 
     def learn_forward(self) -> None:
         """Look at the forward that AOTAutograd compiles now."""
-        self._places = torch_internals.tangent_places()
-        self._name = torch_internals.compiled_function()
+        self._places = tangent_places()
+        self._name = compiled_function()
 
     def learn_backward(self, gm: fx.GraphModule) -> None:
         """Look at the graph of the backward, before anything is rewritten."""
@@ -87,7 +89,7 @@ class Absent:
 
     def look_at_backward_of(self, result: Any) -> None:
         """Note, when the backward of this call comes, which gradients it gets."""
-        if self._places is None or not torch.is_grad_enabled() or torch_internals.autograd_is_traced():
+        if self._places is None or not torch.is_grad_enabled() or autograd_is_traced():
             return
         node = self._node(result)
         if node is not None:
@@ -105,7 +107,7 @@ class Absent:
             if node in seen:
                 continue
             seen.add(node)
-            if self._kind is None and torch_internals.compiled_function_of(node) == self._name:
+            if self._kind is None and compiled_function_of(node) == self._name:
                 self._kind = type(node)
             if type(node) is self._kind:
                 return node
@@ -113,7 +115,7 @@ class Absent:
                 left += [(source, depth - 1) for source, _ in node.next_functions if source is not None]
         return None
 
-    @torch_internals.untraced
+    @untraced
     def _note(self, gradients: Sequence[Any]) -> None:
         assert self._places is not None
         missing = [i for i, place in enumerate(self._places) if gradients[place] is None]
@@ -137,11 +139,11 @@ def _unchanged(results: list[torch.Tensor]) -> Callable[[Any], None]:
     """Refuse a backward after somebody changed results that it reads: it may read copies, and not notice."""
     before = versions(results)
 
-    @torch_internals.untraced
+    @untraced
     def look(_: Any) -> None:
         if results and versions(results) != before:
             raise RuntimeError(what_changed(results, before))
-        if not torch_internals.backward_keeps_graph():
+        if not backward_keeps_graph():
             results.clear()
 
     return look

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from pygraph_train.graphs import Engine
-from pygraph_train.torch_internals import (
+from pygraph_train.torch_private.cuda import current_cuda_stream
+from pygraph_train.torch_private.memory import (
     borrow_memory,
     cached_tensors,
-    current_cuda_stream,
     keep_cached_tensors,
     storage_use_count,
     tensor_use_count,

@@ -14,7 +14,8 @@ import torch
 from pygraph_train.backend.arena import Block, Occupant, block_of
 from pygraph_train.backend.recording import Recorded
 from pygraph_train.graphs.memory import copy_elsewhere, span
-from pygraph_train.torch_internals import borrow_memory, reinterpret_tensor, saved_tensors_hooks_active
+from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
+from pygraph_train.torch_private.memory import borrow_memory, reinterpret_tensor
 
 __all__ = ["Handing", "RegionCapture"]
 

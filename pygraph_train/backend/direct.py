@@ -16,11 +16,19 @@ from typing import Any
 
 import torch
 
-from pygraph_train import torch_internals
 from pygraph_train.backend.absent import Absent, what_changed
 from pygraph_train.backend.capture import LARGE
 from pygraph_train.backend.pair import Pair, Tangent
 from pygraph_train.backend.region import Region
+from pygraph_train.torch_private.autograd import (
+    autograd_is_watched,
+    backward_keeps_graph,
+    refuse_retaining,
+    refuse_second_backward,
+)
+from pygraph_train.torch_private.dispatch import autocast_enabled, no_autocast
+from pygraph_train.torch_private.dynamo import untraced
+from pygraph_train.torch_private.memory import no_view, storages
 
 __all__ = ["Direct"]
 
@@ -121,8 +129,8 @@ class Zeros:
         run = self._backward.last
         if self._lasting and (run is None or run is not self._seen()):
             self._seen = weakref.ref(run) if run is not None else lambda: None
-            memory = torch_internals.storages(list(self._lasting.values()))
-            if not set(memory).isdisjoint(torch_internals.storages(outputs)):
+            memory = storages(list(self._lasting.values()))
+            if not set(memory).isdisjoint(storages(outputs)):
                 self._returned = True
                 self._lasting.clear()
                 self._memory = None
@@ -145,7 +153,7 @@ class Direct:
 
     def __call__(self, *args: Any) -> Any:
         route = self._route
-        if route is not None and not torch_internals.autograd_is_watched():
+        if route is not None and not autograd_is_watched():
             return _apply(route, *args)
         if self._looks and route is None:
             return self._look(args)
@@ -197,7 +205,7 @@ class _Regions(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         for i in route.viewed:
             constant = i in route.constant  # shares the version, so that changes in place are noticed
-            outputs[i] = outputs[i].detach() if constant else torch_internals.no_view(outputs[i])
+            outputs[i] = outputs[i].detach() if constant else no_view(outputs[i])
         # what is saved may be a copy of what the caller gets, and a change must be noticed all the same
         checked += [outputs[i].detach() for i in route.absent.saved]
         ctx.route, ctx.kept = route, [saved, checked]  # emptied, not replaced: compiled autograd proxies ctx
@@ -207,7 +215,7 @@ class _Regions(torch.autograd.Function):
         return tuple(outputs[: route.returns])
 
     @staticmethod
-    @torch_internals.untraced
+    @untraced
     def backward(ctx: Any, *gradients: Any) -> Any:
         route, kept = ctx.route, ctx.kept
         if not kept:
@@ -220,10 +228,10 @@ class _Regions(torch.autograd.Function):
         saved, checked = kept
         if list(map(_version, checked)) != ctx.versions:
             raise RuntimeError(what_changed(checked, ctx.versions))
-        if not torch_internals.backward_keeps_graph():
+        if not backward_keeps_graph():
             kept.clear()
         elif route.donates:
-            torch_internals.refuse_retaining()
+            refuse_retaining()
         del checked
         missing = tuple([k for k, (i, _) in enumerate(route.tangents) if gradients[i] is None])
         pick = route.picker(missing)
@@ -241,7 +249,7 @@ class _Regions(torch.autograd.Function):
         differentiated = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         with torch.no_grad():
             found = _differentiated(route, inputs, pick)
-        return torch_internals.refuse_second_backward(found) if differentiated else found
+        return refuse_second_backward(found) if differentiated else found
 
 
 def _differentiated(
@@ -257,9 +265,9 @@ _apply: Any = super(torch.autograd.Function, _Regions).apply  # below what funct
 
 def _run(region: Region, inputs: list[Any]) -> list[Any]:
     """A region's own kernels have their types already."""
-    if not torch_internals.autocast_enabled():
+    if not autocast_enabled():
         return list(region(inputs))
-    with torch_internals.no_autocast():
+    with no_autocast():
         return list(region(inputs))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from pygraph_train import torch_internals
 from pygraph_train.backend.absent import Absent, Backward, Noting
 from pygraph_train.backend.arena import Arena
 from pygraph_train.backend.direct import Direct
@@ -26,6 +25,20 @@ from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.graphs.location import user_line_in
 from pygraph_train.graphs.recompute import as_eager
+from pygraph_train.torch_private.aot import (
+    BuildRegion,
+    CompileKernels,
+    TracedGraph,
+    compile_with_aten,
+    donates,
+    forget_strides_of_last_outputs,
+    grad_mode_changed,
+    saved_and_checked,
+)
+from pygraph_train.torch_private.autograd import compiled_autograd_wanted
+from pygraph_train.torch_private.dispatch import has_symbols
+from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced
+from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
 
 __all__ = ["compile_graph", "compile_whole", "report", "reset"]
 
@@ -39,8 +52,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph into a callable whose forwards and backwards are regions."""
     if options.engine == "off" or disabled_by_environment():
-        return torch_internals.compile_with_inductor(gm, example_inputs, None, options.inductor)
-    torch_internals.start_untraced()
+        return compile_with_inductor(gm, example_inputs, None, options.inductor)
+    start_untraced()
     number = next(_numbers)
     try:
         return compile_truly(
@@ -65,23 +78,23 @@ def _compile_regions(
     pair = Pair(options.indirection, measure)
     region = functools.partial(_region, pair=pair, number=number, options=options)
     build = _looked_at(_with_absent(region, pair.absent), look)
-    pair.direct = options.direct and not torch_internals.compiled_autograd_wanted()
+    pair.direct = options.direct and not compiled_autograd_wanted()
     if options.engine == "emulated":
-        compiled = torch_internals.compile_with_aten(gm, example_inputs, build)
+        compiled = compile_with_aten(gm, example_inputs, build)
     else:
-        compiled = torch_internals.compile_with_inductor(gm, example_inputs, build, options.inductor)
+        compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
     compiled = Noting(compiled, pair.absent)
     return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
 
 
-def _looked_at(build: torch_internals.BuildRegion, look: Callable[[], None]) -> torch_internals.BuildRegion:
+def _looked_at(build: BuildRegion, look: Callable[[], None]) -> BuildRegion:
     """`build`, after a look at what AOTAutograd has traced."""
 
     def looking(
-        compile_kernels: torch_internals.CompileKernels,
+        compile_kernels: CompileKernels,
         gm: torch.fx.GraphModule,
         example_inputs: Sequence[Any],
-        traced: torch_internals.TracedGraph,
+        traced: TracedGraph,
     ) -> Callable[[list[Any]], Any]:
         if traced.phase != "backward":
             look()
@@ -90,14 +103,14 @@ def _looked_at(build: torch_internals.BuildRegion, look: Callable[[], None]) -> 
     return looking
 
 
-def _with_absent(build: torch_internals.BuildRegion, absent: Absent) -> torch_internals.BuildRegion:
+def _with_absent(build: BuildRegion, absent: Absent) -> BuildRegion:
     """`build`, with backwards that return None where there is no gradient."""
 
     def learning(
-        compile_kernels: torch_internals.CompileKernels,
+        compile_kernels: CompileKernels,
         gm: torch.fx.GraphModule,
         example_inputs: Sequence[Any],
-        traced: torch_internals.TracedGraph,
+        traced: TracedGraph,
     ) -> Callable[[list[Any]], Any]:
         if traced.phase == "forward":
             absent.learn_forward()
@@ -111,10 +124,10 @@ def _with_absent(build: torch_internals.BuildRegion, absent: Absent) -> torch_in
 
 
 def _region(
-    compile_kernels: torch_internals.CompileKernels,
+    compile_kernels: CompileKernels,
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
-    traced: torch_internals.TracedGraph,
+    traced: TracedGraph,
     *,
     pair: Pair,
     number: int,
@@ -138,7 +151,7 @@ def _region(
     else:
         changed = Transformed(gm, example_inputs)
         compiled = compile_kernels(gm, example_inputs)
-    torch_internals.forget_strides_of_last_outputs(len(targets))
+    forget_strides_of_last_outputs(len(targets))
     spec = RegionSpec(
         record.name,
         traced.phase,
@@ -172,10 +185,10 @@ def compile_whole(
     """
 
     def build(
-        compile_kernels: torch_internals.CompileKernels,
+        compile_kernels: CompileKernels,
         gm: torch.fx.GraphModule,
         example_inputs: Sequence[Any],
-        traced: torch_internals.TracedGraph,
+        traced: TracedGraph,
     ) -> Callable[[list[Any]], Any]:
         device, _ = _device(gm)
         if device is None:
@@ -187,10 +200,10 @@ def compile_whole(
     def compile_function(gm: torch.fx.GraphModule, look: Callable[[], None]) -> Callable[..., Any]:
         looking = _looked_at(build, look)
         if not _has_several_gradients(gm):
-            return torch_internals.compile_with_inductor(gm, example_inputs, looking, {}, cached=True)
+            return compile_with_inductor(gm, example_inputs, looking, {}, cached=True)
         absent = Absent()
         looking = _with_absent(looking, absent)
-        return Noting(torch_internals.compile_with_inductor(gm, example_inputs, looking, {}), absent)
+        return Noting(compile_with_inductor(gm, example_inputs, looking, {}), absent)
 
     return compile_truly(gm, example_inputs, compile_function)
 
@@ -203,7 +216,7 @@ def _has_several_gradients(gm: torch.fx.GraphModule) -> bool:
 
 
 def _with_small_ends_together(
-    compile_kernels: torch_internals.CompileKernels,
+    compile_kernels: CompileKernels,
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     left: list[str],
@@ -211,9 +224,9 @@ def _with_small_ends_together(
     """Compile with `small_ends_together`, and without it where that fails: few use that part of Inductor."""
     spare = copy_module(gm)
     try:
-        with torch_internals.small_ends_together():
+        with small_ends_together():
             return compile_kernels(gm, example_inputs)
-    except torch_internals.dynamo_restart():  # not a failure: Dynamo traces once more
+    except dynamo_restart():  # not a failure: Dynamo traces once more
         raise
     except Exception as error:
         failure = in_one_line(error)
@@ -230,15 +243,15 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair
     pair.direct &= all(isinstance(node.meta.get("val"), torch.Tensor) for node in placeholders)
     if phase == "backward":
         pair.arriving, pair.gradients = names, len(outputs)
-        pair.donates = torch_internals.donates()
+        pair.donates = donates()
         tangents = [node for node in placeholders if node.name.startswith("tangents")]
-        if torch_internals.has_symbols(node.meta.get("val") for node in tangents):
+        if has_symbols(node.meta.get("val") for node in tangents):
             pair.direct = False
         else:
             pair.tangents = tuple(_tangent(node) for node in tangents)
     else:
         pair.outputs = tuple(map(str, outputs))
-        pair.direct &= phase == "forward" and not torch_internals.grad_mode_changed()
+        pair.direct &= phase == "forward" and not grad_mode_changed()
         seen = {_memory(node) for node in outputs[:saved_from]} - {None}
         saved = [_memory(node) for node in outputs[saved_from:]]
         pair.shared = tuple(i for i, memory in enumerate(saved) if memory in seen)
@@ -246,10 +259,10 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair
         pair.kept = frozenset(i for i, node in enumerate(placeholders) if _memory(node) in kept)
 
 
-def _returned_and_saved(gm: torch.fx.GraphModule, traced: torch_internals.TracedGraph) -> tuple[int, ...]:
+def _returned_and_saved(gm: torch.fx.GraphModule, traced: TracedGraph) -> tuple[int, ...]:
     """Which results lie in memory that is saved for the backward."""
     outputs: Any = gm.graph.output_node().args[0]
-    checked = torch_internals.saved_and_checked(gm)
+    checked = saved_and_checked(gm)
     saved = {_memory(outputs[i]) for i in checked} - {None}
     results = outputs[traced.mutations : traced.saved_from]
     return tuple(i for i, node in enumerate(results) if _memory(node) in saved)
@@ -277,7 +290,7 @@ def _transform(
     return changed
 
 
-def _lasting(gm: torch.fx.GraphModule, traced: torch_internals.TracedGraph, pair: Pair) -> frozenset[int]:
+def _lasting(gm: torch.fx.GraphModule, traced: TracedGraph, pair: Pair) -> frozenset[int]:
     """Inputs at the same addresses, of a backward whose forward runs without a graph.
 
     What that saves is elsewhere each time, but for parameters and views of them.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pygraph_train import torch_internals
 from pygraph_train.config import check_values
+from pygraph_train.torch_private.inductor import inductor_settings
 
 __all__ = ["BackendOptions"]
 
@@ -82,7 +82,7 @@ class BackendOptions:
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    known = torch_internals.inductor_settings()
+    known = inductor_settings()
     for name in settings:
         if name not in known:
             close = difflib.get_close_matches(name, known)

@@ -13,7 +13,7 @@ from pygraph_train.graphs import Engine, Graph
 from pygraph_train.graphs.engine import CaptureError, IndirectGraph, IndirectionUnavailable
 from pygraph_train.graphs.memory import bits, copy_elsewhere, span
 from pygraph_train.graphs.prove import poison, prove
-from pygraph_train.torch_internals import borrow_memory, storages
+from pygraph_train.torch_private.memory import borrow_memory, storages
 
 __all__ = ["Recorded", "record"]
 

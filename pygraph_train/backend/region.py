@@ -25,7 +25,9 @@ from pygraph_train.backend.pair import Pair
 from pygraph_train.backend.recording import record
 from pygraph_train.backend.report import RegionRecord
 from pygraph_train.graphs import CaptureError
-from pygraph_train.torch_internals import backward_keeps_graph, parameters_go_unguarded, storages
+from pygraph_train.torch_private.autograd import backward_keeps_graph
+from pygraph_train.torch_private.memory import storages
+from pygraph_train.torch_private.tracing import parameters_go_unguarded
 
 __all__ = ["Region", "RegionSpec"]
 
@@ -369,10 +371,10 @@ class Region:
         forward = self._pair.forward
         if forward is None or forward.last is None:
             return None
-        storages = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
+        keys = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
         for capture in forward._captures():
             tensors = capture.occupant.tensors
-            if capture.occupant.in_use_by(storages) or (not tensors and capture is forward.last):
+            if capture.occupant.in_use_by(keys) or (not tensors and capture is forward.last):
                 return capture
         return None
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from pygraph_train import torch_internals
 from pygraph_train.backend.passes.draft import copy_module, has_effects, name_of, user_line, value
+from pygraph_train.torch_private.dispatch import has_symbols, replaces_memory
+from pygraph_train.torch_private.memory import storage_key
 
 __all__ = ["Replaced", "Replacing", "without_replacements"]
 
@@ -100,7 +101,7 @@ class _Refused(Exception):
 
 def _changes_memory(node: fx.Node) -> bool:
     op = node.target
-    return isinstance(op, torch._ops.OpOverload) and torch_internals.replaces_memory(op)
+    return isinstance(op, torch._ops.OpOverload) and replaces_memory(op)
 
 
 def _check(node: fx.Node, found: Sequence[fx.Node], gm: fx.GraphModule, saved_from: int) -> None:
@@ -122,7 +123,7 @@ def _check(node: fx.Node, found: Sequence[fx.Node], gm: fx.GraphModule, saved_fr
     if source.op == "placeholder":
         return refuse("which is that of another input")
     fake = value(source)
-    if fake is None or torch_internals.has_symbols([fake]):
+    if fake is None or has_symbols([fake]):
         return refuse("of a size that is no fixed number")
     memory = _memory(source)
     nodes = list(gm.graph.nodes)
@@ -140,4 +141,4 @@ def _check(node: fx.Node, found: Sequence[fx.Node], gm: fx.GraphModule, saved_fr
 
 def _memory(node: Any) -> Any:
     fake = value(node)
-    return None if fake is None else torch_internals.storage_key(fake.untyped_storage())
+    return None if fake is None else storage_key(fake.untyped_storage())

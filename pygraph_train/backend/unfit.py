@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from pygraph_train import torch_internals
 from pygraph_train.backend.passes.draft import in_one_line, user_line
 from pygraph_train.torch_private.autocast import share_casts
+from pygraph_train.torch_private.dynamo import dynamo_restart
 from pygraph_train.torch_private.results import gets_other_memory, layout, offset, results_are_misplaced
 
 __all__ = ["Returning", "Unfit", "compile_truly"]
@@ -88,7 +88,7 @@ def compile_truly(
 
     try:
         return _with_all_results(gm, inputs, compile_function, look)
-    except (Unfit, torch_internals.dynamo_restart()):
+    except (Unfit, dynamo_restart()):
         raise
     except Exception as error:
         if not replacements:

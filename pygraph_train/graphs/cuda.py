@@ -13,10 +13,18 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from pygraph_train import torch_internals
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.location import user_location
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
+from pygraph_train.torch_private.cuda import (
+    abandon_pool,
+    accumulators_of_other_streams,
+    begin_capture,
+    clear_cublas_workspaces,
+    cuda_graph_nodes,
+    expandable_segments,
+    gradient_accumulators,
+)
 
 __all__ = ["CudaEngine", "CudaGraph"]
 
@@ -37,7 +45,7 @@ class CudaGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, *, instantiate: bool = True) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
-        self.nodes = torch_internals.cuda_graph_nodes(graph)
+        self.nodes = cuda_graph_nodes(graph)
         self.instantiated = False
         self._launch: Callable[[], None] = self._first_replay
         if instantiate:
@@ -162,7 +170,7 @@ class CudaEngine:
     def lasting_memory(self) -> Iterator[None]:
         """See `graphs.engine.Engine.lasting_memory`."""
         self._lasting = self._lasting or torch.cuda.MemPool()
-        with torch_internals.expandable_segments(), torch.cuda.use_mem_pool(self._lasting, self.device):
+        with expandable_segments(), torch.cuda.use_mem_pool(self._lasting, self.device):
             yield
 
     def synchronize(self) -> None:
@@ -180,8 +188,8 @@ class CudaEngine:
         launch nothing.
         """
         with torch.cuda.stream(self._stream):
-            accumulators = torch_internals.gradient_accumulators(leaves)
-        with torch_internals.accumulators_of_other_streams():
+            accumulators = gradient_accumulators(leaves)
+        with accumulators_of_other_streams():
             yield
         del accumulators
 
@@ -199,7 +207,7 @@ class CudaEngine:
         # private pool: hand them back first, so that the capture does not come on top of them.
         gc.collect()
         torch.cuda.synchronize(self.device)
-        torch_internals.clear_cublas_workspaces()
+        clear_cublas_workspaces()
         torch.cuda.empty_cache()
         if self._pool is None:
             raise RuntimeError("this engine was closed")
@@ -212,12 +220,12 @@ class CudaEngine:
         ended = False
         try:
             # A pool in fixed segments would keep what no longer fits together, for ever: 10 to 20% of it.
-            with torch_internals.expandable_segments(), torch.cuda.stream(self._stream):
+            with expandable_segments(), torch.cuda.stream(self._stream):
                 self._anchor(self._pool)
                 # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
                 # a weight cast cached outside would go stale, one cached inside would outlive its memory
                 torch.clear_autocast_cache()
-                torch_internals.begin_capture(graph, self._pool.id)
+                begin_capture(graph, self._pool.id)
                 try:
                     result = fn()
                 finally:
@@ -253,7 +261,7 @@ class CudaEngine:
             return
         graph = self._anchors[pool.id] = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            torch_internals.begin_capture(graph, pool.id)
+            begin_capture(graph, pool.id)
             torch.zeros(1, device=self.device)
             graph.capture_end()
 
@@ -266,7 +274,7 @@ class CudaEngine:
         # host allocator cannot be told and goes on asking the graph object whether an allocation is its
         # own: keep that object for ever, and its pool's name out of use.
         assert self._pool is not None
-        torch_internals.abandon_pool(self.device.index, self._pool.id)
+        abandon_pool(self.device.index, self._pool.id)
         _abandoned.append((graph, self._pool))
         self._pool = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(self.device)  # the invalidated stream may keep the error
@@ -274,7 +282,7 @@ class CudaEngine:
         # capture that succeeds takes the mark off and does not touch the random state.
         mend = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            torch_internals.begin_capture(mend, None)
+            begin_capture(mend, None)
             torch.zeros(1, device=self.device)
             mend.capture_end()
         mend.reset()

@@ -24,13 +24,13 @@ from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.location import user_location
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.nodes import Node
-from pygraph_train.torch_internals import (
+from pygraph_train.torch_private.dispatch import (
     below_autograd,
     is_operator,
     no_torch_function,
-    storage_key,
     writes_arguments,
 )
+from pygraph_train.torch_private.memory import storage_key
 
 __all__ = ["EmulatedEngine", "EmulatedGraph", "is_capturing"]
 

@@ -18,7 +18,8 @@ from pygraph_train.graphs.indirection import (
     required_alignment,
 )
 from pygraph_train.graphs.memory import AddressRange, address_range
-from pygraph_train.torch_internals import below_autograd, borrow_memory
+from pygraph_train.torch_private.dispatch import below_autograd
+from pygraph_train.torch_private.memory import borrow_memory
 
 if TYPE_CHECKING:
     from pygraph_train.graphs.emulated import EmulatedGraph

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from pygraph_train import torch_internals
 from pygraph_train.graphs.engine import IndirectionUnavailable
 from pygraph_train.graphs.indirection import Discovery, Slot
 from pygraph_train.graphs.nodes import (
@@ -23,6 +22,7 @@ from pygraph_train.graphs.nodes import (
     parameter_layout,
 )
 from pygraph_train.graphs.updater import SLOT, TABLE, updater_kernel
+from pygraph_train.torch_private.cuda import current_cuda_stream
 
 __all__ = ["DevicePatcher", "HostPatcher", "PatchError", "Patchable", "Patcher"]
 
@@ -301,7 +301,7 @@ class DevicePatcher:
         rows, launches = self._plans.get(key) or self._plan(key)
         self._table[rows] = np.fromiter(changes.values(), dtype=np.uint64, count=len(key))
         d = self._d
-        stream = d.CUstream(torch_internals.current_cuda_stream(self._device.index))
+        stream = d.CUstream(current_cuda_stream(self._device.index))
         for launch in launches:
             # the parameters are copied during the call: the table can be written again at once
             status = d.cuLaunchKernel(

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pygraph_train.torch_internals import CHECKPOINT, writes_to_inputs
+from pygraph_train.torch_private.dynamo import CHECKPOINT, writes_to_inputs
 
 __all__ = ["CHANGED_AGAIN", "as_eager", "write_in_checkpoint"]
 

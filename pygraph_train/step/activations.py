@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
-from pygraph_train import torch_internals
 from pygraph_train.graphs.location import user_location
 from pygraph_train.step.legality import Problem, PyGraphError
+from pygraph_train.torch_private.autograd import backward_ends_at, refuse_second_backward
+from pygraph_train.torch_private.dynamo import untraced
 
 __all__ = ["Activation", "activations_among", "explained", "handed_out"]
 
@@ -47,7 +48,7 @@ class Activation:
         tensor = self._tensor()
         if tensor is None:
             return False
-        return tensor.retains_grad or (self._eager and torch_internals.backward_ends_at(tensor))
+        return tensor.retains_grad or (self._eager and backward_ends_at(tensor))
 
 
 def _nothing(gradient: Tensor) -> None:
@@ -94,7 +95,7 @@ def explained(compiled: Callable[..., Any], activations: Sequence[int], name: st
         where = user_location(thread=thread)
         return str(Problem(what, where, _FIX))
 
-    @torch_internals.untraced
+    @untraced
     def refuse_gradients_of_gradients(given: Any, _: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
@@ -102,8 +103,7 @@ def explained(compiled: Callable[..., Any], activations: Sequence[int], name: st
             f"the backward of {name} is differentiated (create_graph=True), and its compiled code cannot be"
         )
         return tuple(
-            g if g is None or not g.requires_grad else torch_internals.refuse_second_backward([g], what)
-            for g in given
+            g if g is None or not g.requires_grad else refuse_second_backward([g], what) for g in given
         )
 
     def run(*args: Any) -> Any:
@@ -117,7 +117,7 @@ def explained(compiled: Callable[..., Any], activations: Sequence[int], name: st
         watched = [Activation(x, eager=False) for k in activations if _has_history(x := outputs[k])]
         if watched:
 
-            @torch_internals.untraced
+            @untraced
             def look(_: Tensor) -> None:
                 if any(activation.is_asked_for() for activation in watched):
                     what = f"the gradient of an activation that {name} returns is asked for, and its compiled code"

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.step.gradients import Gradients
@@ -24,6 +23,7 @@ from pygraph_train.step.refusals import history, problem_of
 from pygraph_train.step.signature import flatten
 from pygraph_train.step.variants import Capture, Variant, picker
 from pygraph_train.step.verify import Audits, Fingerprint, HostCopy, ScratchState
+from pygraph_train.torch_private.hooks import hook_registrations
 
 __all__ = ["CaptureMaker"]
 
@@ -151,7 +151,7 @@ class CaptureMaker:
             addresses=list(map(Tensor.data_ptr, reads)),
             rebound=rebound,
             verified=self._config.verify == "off",
-            hook_registrations=torch_internals.hook_registrations(),
+            hook_registrations=hook_registrations(),
             audits=Audits(self._config.verify, time.perf_counter(), reference),
         )
         return capture, expected

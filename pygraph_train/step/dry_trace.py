@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train import torch_internals
 from pygraph_train.step.legality import NotLegal, Problem, Trace, compiler_failed, forget_frames
+from pygraph_train.torch_private.dynamo import (
+    dynamo_asked_whether_compiling,
+    dynamo_cache_entries,
+    dynamo_error_place,
+)
 
 __all__ = ["DryTrace"]
 
@@ -52,7 +56,7 @@ class DryTrace(Trace):
             forget_frames(error)
 
     def _stopped(self, frame: dict[str, Any]) -> None:
-        entries = torch_internals.dynamo_cache_entries(self._code.__code__)
+        entries = dynamo_cache_entries(self._code.__code__)
         if not entries:
             self.refused = Problem("Dynamo did not trace it")
             return
@@ -71,7 +75,7 @@ class DryTrace(Trace):
 
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         super()._backend(graph, example_inputs)
-        self.asks_dynamo |= torch_internals.dynamo_asked_whether_compiling()
+        self.asks_dynamo |= dynamo_asked_whether_compiling()
         return _stop
 
     def _reads_gradients(self, graph: torch.fx.GraphModule) -> None:
@@ -85,7 +89,7 @@ def _of_a_branch(refused: NotLegal) -> Problem | None:
         return None
     return Problem(
         "it branches in Python on a value that is computed on the device",
-        torch_internals.dynamo_error_place(error) or refused.problem.where,
+        dynamo_error_place(error) or refused.problem.where,
     )
 
 

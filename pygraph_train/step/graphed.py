@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs import make_engine
@@ -20,6 +19,8 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, not_optimized, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.step.signature import flatten, map_leaves
+from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
+from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 
 __all__ = ["GraphedStep"]
 
@@ -78,8 +79,8 @@ class GraphedStep:
             self._runner = StepRunner(self._program, self._config, engine, self._report)
             self._program.run_update = self._runner.update
             # a step inside of another one runs as it does alone
-            torch_internals.leave_to_python(GraphedStep.__call__)
-            torch_internals.leave_to_python(GraphedStep.accumulate)
+            leave_to_python(GraphedStep.__call__)
+            leave_to_python(GraphedStep.accumulate)
         self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
         self._pending = False
 
@@ -97,7 +98,7 @@ class GraphedStep:
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            torch_internals.end_trace_here()
+            end_trace_here()
         if self._transfer is not None:
             args, kwargs = self._moved_to_device(args, kwargs)
         program = self._program
@@ -242,10 +243,10 @@ class _PlainProgram:
 
     def abandon(self) -> None:
         if self._scaler is not None and self.optimizer is not None:
-            torch_internals.refresh_scaler_state(self._scaler, self.optimizer)
+            refresh_scaler_state(self._scaler, self.optimizer)
 
     def extra_state(self) -> Iterable[Tensor]:
-        return torch_internals.scaler_tensors(self._scaler) if self._scaler is not None else ()
+        return scaler_tensors(self._scaler) if self._scaler is not None else ()
 
     def starts_fresh(self) -> bool:
         """Without an optimizer of ours: whether the caller emptied the gradients."""

@@ -21,10 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train import torch_internals
 from pygraph_train.graphs.location import defined_at, is_user_file, user_line_in
 from pygraph_train.graphs.recompute import as_eager
 from pygraph_train.step.watch import ModuleWatch, is_watched
+from pygraph_train.torch_private.dynamo import (
+    dynamo_cache_entries,
+    dynamo_error_place,
+    dynamo_side_effects,
+    forget_compiled,
+    guard_failures,
+    guarded_expression,
+    placeholder_source,
+    raised_while_tracing,
+    tracing_notes,
+    writes_to_inputs,
+)
+from pygraph_train.torch_private.hooks import hooks_on_accumulation
+from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
 
 __all__ = [
     "NotLegal",
@@ -206,7 +219,7 @@ class Trace:
             dynamic=False,
             options={"guard_filter_fn": held_weakly(self._keep_guards)},  # type: ignore[dict-item]
         )
-        weakref.finalize(self, torch_internals.forget_compiled, code.__code__).atexit = False
+        weakref.finalize(self, forget_compiled, code.__code__).atexit = False
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` through Dynamo.
@@ -220,21 +233,21 @@ class Trace:
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
         try:
-            with torch_internals.dynamo_step_config():
+            with dynamo_step_config():
                 result = self._call(fn, args, kwargs)
         except torch._dynamo.exc.Unsupported as error:
             problem = _problem_of_break(error)
             forget_frames(error)
             raise NotLegal(problem) from None
         except Exception as error:
-            if not torch_internals.raised_while_tracing(error):
+            if not raised_while_tracing(error):
                 raise  # of the step itself
             problem = compiler_failed(error)
             forget_frames(error)
             raise NotLegal(problem) from None
         finally:
-            torch_internals.forget_notes(self._notes)
-        entries = torch_internals.dynamo_cache_entries(self._code.__code__)
+            forget_notes(self._notes)
+        entries = dynamo_cache_entries(self._code.__code__)
         if not entries:
             self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
         elif self._guards is None:
@@ -305,7 +318,7 @@ class Trace:
 
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._compiles += 1
-        self._notes += torch_internals.tracing_notes(graph)
+        self._notes += tracing_notes(graph)
         if self.problem is None:
             self.problem = self._side_effects() or self._host_tensors(graph)
         if self._compiles == 1:
@@ -318,7 +331,7 @@ class Trace:
         return as_eager(graph).forward
 
     def _side_effects(self) -> Problem | None:
-        for source, attribute, stack in torch_internals.dynamo_side_effects():
+        for source, attribute, stack in dynamo_side_effects():
             if self._recorder is not None and source.endswith(self._recorder):
                 continue
             name = readable(source, self._fn) + (f".{attribute}" if attribute else "")
@@ -336,14 +349,14 @@ class Trace:
             if node.op == "placeholder":
                 if isinstance(value, Tensor):
                     if value.device.type != self.device.type:
-                        name = readable(torch_internals.placeholder_source(node) or node.name, self._fn)
+                        name = readable(placeholder_source(node) or node.name, self._fn)
                         return Problem(
                             f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",
                             _first_use(node),
                             f"Register it as a buffer or move it to {self.device.type}",
                         )
                 elif value is not None:
-                    name = readable(torch_internals.placeholder_source(node) or node.name, self._fn)
+                    name = readable(placeholder_source(node) or node.name, self._fn)
                     return Problem(f"{name} is a Python number that changes", _first_use(node))
             elif node.op == "call_method" and node.target in ("item", "tolist"):
                 return Problem(
@@ -364,15 +377,15 @@ class Trace:
         for node in graph.graph.nodes:
             if node.op != "placeholder" or not isinstance(node.meta.get("example_value"), Tensor):
                 continue
-            expression = torch_internals.placeholder_source(node)
+            expression = placeholder_source(node)
             if expression is not None:
                 of_argument = expression.startswith(("L['args']", "L['kwargs']"))
                 (self._arguments if of_argument else self.inputs).append(expression)
 
     def _look_for_writes(self, graph: torch.fx.GraphModule) -> Problem | None:
         """Note what happens to the tensors that the step is given; what happens to a batch is a problem."""
-        for node, target, rebinds in torch_internals.writes_to_inputs(graph):
-            expression = torch_internals.placeholder_source(target) or target.name
+        for node, target, rebinds in writes_to_inputs(graph):
+            expression = placeholder_source(target) or target.name
             name = readable(expression, self._fn)
             if expression in self._arguments:
                 return Problem(
@@ -387,7 +400,7 @@ class Trace:
     def _reads_gradients(self, graph: torch.fx.GraphModule) -> Problem | None:
         """Where graphs leave the gradients of a step, the next replay writes those of its own."""
         for node in graph.graph.nodes:
-            source = torch_internals.placeholder_source(node) if node.op == "placeholder" else None
+            source = placeholder_source(node) if node.op == "placeholder" else None
             if source is not None and source.endswith(".grad"):
                 return Problem(
                     f"{readable(source, self._fn)}, a gradient of the step before, is read by the step",
@@ -401,11 +414,11 @@ class Trace:
         watched = [is_watched(guard) for guard in guards]
         for guard, ours in zip(guards, watched, strict=True):
             if ours and guard.has_value and isinstance(guard.value, nn.Module):
-                self._modules[torch_internals.guarded_expression(guard)] = None
+                self._modules[guarded_expression(guard)] = None
         return [not ours for ours in watched]
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
-        failures = torch_internals.guard_failures(self._guards, frame) if self.traced else []
+        failures = guard_failures(self._guards, frame) if self.traced else []
         for part in failures:
             guard, _, comment = part.partition("  # ")
             places = [_unshortened(w) for w in _locations(comment)]
@@ -441,7 +454,7 @@ def hooked(tensors: Sequence[Tensor]) -> bool:
     return (
         any(map(_hooks, tensors))
         or any(map(_accumulate_hooks, tensors))
-        or any(map(torch_internals.hooks_on_accumulation, tensors))
+        or any(map(hooks_on_accumulation, tensors))
     )
 
 
@@ -450,7 +463,7 @@ def backward_hook(model: nn.Module) -> Problem | None:
     for name, parameter in model.named_parameters():
         hooks = list((parameter._backward_hooks or {}).values())
         hooks += list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
-        hooks += torch_internals.hooks_on_accumulation(parameter)
+        hooks += hooks_on_accumulation(parameter)
         if hooks:
             return Problem(f"parameter {name} has the gradient hook {_name(hooks[0])}", _defined_at(hooks[0]))
     for name, module in model.named_modules():
@@ -573,7 +586,7 @@ def readable(expression: str, fn: Any = None) -> str:
 def compiler_failed(error: BaseException) -> Problem:
     """What Dynamo raised while it traced, in one line."""
     kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else f"{type(error).__name__}: "
-    where = torch_internals.dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
+    where = dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
     if "Could not guard on data-dependent" in str(error):
         return _number_on_device(where)
     said = f"{kind}{_first_line(error)}".strip()

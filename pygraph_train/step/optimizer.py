@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
 
-from pygraph_train import torch_internals
 from pygraph_train.step.legality import Problem
 from pygraph_train.step.optimizer_kernels import (
     CAPTURABLE,
@@ -32,6 +31,16 @@ from pygraph_train.step.optimizer_kernels import (
     plan_group,
     supported_class,
     unsupported,
+)
+from pygraph_train.torch_private.memory import tensor_version
+from pygraph_train.torch_private.optim import (
+    count_optimizer_step,
+    fused_adagrad_on_cuda,
+    optimizer_private_attributes,
+    optimizer_step_hook_tables,
+    optimizer_step_override,
+    restore_optimizer_private_attributes,
+    set_step_supports_amp_scaling,
 )
 
 __all__ = ["OptimizerPreparation"]
@@ -58,7 +67,7 @@ class _LearningRate:
         self.tensor = torch.zeros((), dtype=dtype, device=device)
         self.value = math.nan  # differs from everything: the first `set` always fills
         self.seen: object = None
-        self.version = torch_internals.tensor_version(self.tensor)
+        self.version = tensor_version(self.tensor)
         self.stand_in: Tensor | None = None
         self._copied: tuple[Any, ...] = ()
         self._stood_in = 0
@@ -76,7 +85,7 @@ class _LearningRate:
             )
         self.seen, self.value = lr, float(lr)
         self.tensor.fill_(self.value)
-        self.version = torch_internals.tensor_version(self.tensor)
+        self.version = tensor_version(self.tensor)
 
     def _set_tensor(self, lr: Tensor) -> None:
         replaced = isinstance(self.seen, Tensor) and self.seen is not lr
@@ -89,7 +98,7 @@ class _LearningRate:
         if self.stand_in is None or _looks(self.stand_in) != _looks(lr):
             self.stand_in = torch.empty_like(lr)
             self._copied = ()
-        now = (lr, torch_internals.tensor_version(lr))
+        now = (lr, tensor_version(lr))
         if self._copied and self._copied[0] is lr and self._copied[1] == now[1]:
             return  # inside a capture nothing may be copied
         self._copied = now
@@ -100,7 +109,7 @@ class _LearningRate:
         if self.stand_in is not None and isinstance(self.seen, Tensor):
             with torch.no_grad():
                 self.stand_in.copy_(self.seen)
-            self._stood_in = torch_internals.tensor_version(self.stand_in)
+            self._stood_in = tensor_version(self.stand_in)
 
     def of(self, lr: Any) -> Tensor:
         """What kernels read in the place of `lr`."""
@@ -120,14 +129,14 @@ class _LearningRate:
             value: what was there before.
         """
         if found is self.tensor:
-            version = torch_internals.tensor_version(self.tensor)
+            version = tensor_version(self.tensor)
             if version != self.version:  # a scheduler stepped inside and filled the tensor
                 value = self.value = self.tensor.item()
                 self.version = version
-        elif torch_internals.tensor_version(found) != self._stood_in:
+        elif tensor_version(found) != self._stood_in:
             with torch.no_grad():
                 value.copy_(found)
-            self._stood_in = torch_internals.tensor_version(found)
+            self._stood_in = tensor_version(found)
         return value
 
 
@@ -169,7 +178,7 @@ class OptimizerPreparation:
             return  # not ours to touch: wrappers of other libraries may lack even the hook tables
         # Hyperparameters the class reads; schedulers keep their own keys (initial_lr, max_lr) beside them.
         self._keys = tuple(k for k in optimizer.defaults if k != "lr")
-        self._step_hooks = torch_internals.optimizer_step_hook_tables(optimizer)
+        self._step_hooks = optimizer_step_hook_tables(optimizer)
         # Prepended, so that hooks of others see what a plain run would show them.
         self._handles = [
             optimizer.register_state_dict_post_hook(self._plain_state_dict, prepend=True),
@@ -177,7 +186,7 @@ class OptimizerPreparation:
         ]
         if self._class not in CAPTURABLE:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._private = torch_internals.optimizer_private_attributes(optimizer)
+        self._private = optimizer_private_attributes(optimizer)
         self._note_homes()
         self._make_rates()
 
@@ -192,7 +201,7 @@ class OptimizerPreparation:
         if self._closed:
             return "the preparation was closed"
         name = type(optimizer).__name__
-        override = torch_internals.optimizer_step_override(optimizer)
+        override = optimizer_step_override(optimizer)
         if override is not None:
             return f"{name}.step was replaced by {_describe(override)}, which a replay would not run"
         for hook in chain.from_iterable(table.values() for table in self._step_hooks):
@@ -267,7 +276,7 @@ class OptimizerPreparation:
         return self._class in FUSED and self.reason is None and self._all_fused()
 
     def _all_fused(self) -> bool:
-        if self._class is Adagrad and not torch_internals.fused_adagrad_on_cuda():
+        if self._class is Adagrad and not fused_adagrad_on_cuda():
             return False
         return all(
             self._user_flags(group).get("fused") or "fused" in self._plan(group).changes
@@ -325,7 +334,7 @@ class OptimizerPreparation:
                 self._saved.append((group, key, group.get(key, _MISSING)))
                 group[key] = value
         if fused:
-            torch_internals.set_step_supports_amp_scaling(self._optimizer, True)
+            set_step_supports_amp_scaling(self._optimizer, True)
 
     def _swap_out(self) -> None:
         saved, self._saved = self._saved, []
@@ -341,7 +350,7 @@ class OptimizerPreparation:
             else:
                 group[key] = value
         if self._class is not None:
-            torch_internals.restore_optimizer_private_attributes(self._optimizer, self._private)
+            restore_optimizer_private_attributes(self._optimizer, self._private)
 
     def sync(self) -> None:
         """Do in Python what a replayed `step()` has to have done: learning rates that changed are copied into their
@@ -350,7 +359,7 @@ class OptimizerPreparation:
             return
         self._fill_rates()
         self._copy_rates()
-        torch_internals.count_optimizer_step(self._optimizer)
+        count_optimizer_step(self._optimizer)
 
     def _copy_rates(self) -> None:
         for rate in self._rates:
@@ -428,7 +437,7 @@ class OptimizerPreparation:
             return ()
         baked: list[Any] = [
             tuple(chain.from_iterable(self._step_hooks)),
-            torch_internals.optimizer_step_override(self._optimizer),
+            optimizer_step_override(self._optimizer),
         ]
         for group, rate in zip_longest(self._optimizer.param_groups, self._rates):
             if group is None:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import Fallback, StepReport
 from pygraph_train.graphs.engine import Engine
@@ -17,6 +16,7 @@ from pygraph_train.step.legality import Problem, PyGraphError
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.optimizer_phase import OptimizerPhase
 from pygraph_train.step.program import StepProgram, at_work
+from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors, scaler_unscaled
 
 __all__ = ["OptimizerGraph"]
 
@@ -170,11 +170,11 @@ class _OptimizerProgram:
     @property
     def unscaled(self) -> bool:
         """Clipping has unscaled the gradients: what it found out is in tensors that are new on every step."""
-        return self._scaler is not None and torch_internals.scaler_unscaled(self._scaler, self.optimizer)
+        return self._scaler is not None and scaler_unscaled(self._scaler, self.optimizer)
 
     def abandon(self) -> None:
         if self._scaler is not None:
-            torch_internals.refresh_scaler_state(self._scaler, self.optimizer)
+            refresh_scaler_state(self._scaler, self.optimizer)
 
     def extra_state(self) -> Iterable[Tensor]:
-        return torch_internals.scaler_tensors(self._scaler) if self._scaler is not None else ()
+        return scaler_tensors(self._scaler) if self._scaler is not None else ()

@@ -28,7 +28,7 @@ from torch.optim import (
     SparseAdam,
 )
 
-from pygraph_train import torch_internals
+from pygraph_train.torch_private.optim import fused_adagrad_on_cuda
 
 __all__ = [
     "CAPTURABLE",
@@ -106,7 +106,7 @@ def plan_group(optimizer_class: type, flags: Mapping[str, Any], device_type: str
                 reason=f"{name} with foreach=False reads the learning rate on the host; leave foreach unset"
             )
         return GroupPlan({} if flags.get("capturable") else {"capturable": True})
-    if optimizer_class is Adagrad and not torch_internals.fused_adagrad_on_cuda():
+    if optimizer_class is Adagrad and not fused_adagrad_on_cuda():
         return GroupPlan(
             reason="Adagrad's CUDA kernels of this torch version read the step count on the host"
         )

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import CaptureRecord, StepReport
 from pygraph_train.graphs.engine import Engine, Graph
@@ -28,6 +27,7 @@ from pygraph_train.step.optimizer_trial import OptimizerTrial
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.refusals import problem_of
 from pygraph_train.step.verify import Audits, Fingerprint, HostCopy
+from pygraph_train.torch_private.memory import borrow_memory, tensor_looks
 
 __all__ = ["OptimizerPhase"]
 
@@ -250,7 +250,7 @@ class OptimizerPhase:
             return None
         preparation.settle()
         gradients = list(map(_grad, parameters))
-        stand_in = _copy if buffers else torch_internals.borrow_memory
+        stand_in = _copy if buffers else borrow_memory
         stand_ins = [None if g is None else stand_in(g) for g in gradients]
         try:
             for p, s in zip(parameters, stand_ins, strict=True):
@@ -268,7 +268,7 @@ class OptimizerPhase:
         made = _Capture(
             graph=graph,
             addresses=list(map(Tensor.data_ptr, parameters)),
-            looks=torch_internals.tensor_looks(parameters),
+            looks=tensor_looks(parameters),
             gradients=layout,
             buffers=[s for s in stand_ins if s is not None] if buffers else None,
             hyperparameters=preparation.hyperparameters(),

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pygraph_train import torch_internals
 from pygraph_train.step.dry_trace import DryTrace
 from pygraph_train.step.legality import Problem, readable
+from pygraph_train.torch_private.optim import optimizer_step_function
 
 __all__ = ["OptimizerTrace"]
 
@@ -69,7 +69,7 @@ class OptimizerTrace:
         return self._trace.latest_tensors
 
     def _step(self) -> Callable[[], Any]:
-        return types.MethodType(torch_internals.optimizer_step_function(self._optimizer), self._optimizer)
+        return types.MethodType(optimizer_step_function(self._optimizer), self._optimizer)
 
     def _told(self, problem: Problem) -> Problem:
         reason = _STATE.sub(r"the state of parameter \1", problem.reason)

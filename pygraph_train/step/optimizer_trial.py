@@ -18,11 +18,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pygraph_train import torch_internals
 from pygraph_train.graphs.location import defined_at
 from pygraph_train.step.legality import Problem
 from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.optimizer_trace import OptimizerTrace
+from pygraph_train.torch_private.optim import (
+    count_optimizer_step,
+    optimizer_step_function,
+    optimizer_step_hook_tables,
+    optimizer_step_override,
+)
 
 __all__ = ["OptimizerTrial"]
 
@@ -56,9 +61,9 @@ class OptimizerTrial(OptimizerPreparation):
         optimizer = self._optimizer
         if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             return f"{self._name} is a wrapper, whose step a replay would not run"
-        if torch_internals.optimizer_step_override(optimizer) is not None:
+        if optimizer_step_override(optimizer) is not None:
             return f"{self._name}.step was replaced, and a replay would not run what it is now"
-        if any(torch_internals.optimizer_step_hook_tables(optimizer)):
+        if any(optimizer_step_hook_tables(optimizer)):
             return f"a step hook of {self._name} would not run in a replay"
         params = list(self._parameters())
         if any(p.is_cpu != self._emulated for p in params):
@@ -94,7 +99,7 @@ class OptimizerTrial(OptimizerPreparation):
             self._problem = Problem(
                 f"the optimizer runs outside of the graph: {self._name}.step changes {changed} in Python, which a "
                 "replay would not",
-                defined_at(inspect.unwrap(torch_internals.optimizer_step_function(self._optimizer))),
+                defined_at(inspect.unwrap(optimizer_step_function(self._optimizer))),
                 "Numbers that change belong in tensors on the device",
             )
         self._runs += 1
@@ -123,7 +128,7 @@ class OptimizerTrial(OptimizerPreparation):
 
     def sync(self) -> None:
         """Learning rates are baked in; schedulers know of the call."""
-        torch_internals.count_optimizer_step(self._optimizer)
+        count_optimizer_step(self._optimizer)
 
     def settle(self) -> None:
         """State stays where it is."""

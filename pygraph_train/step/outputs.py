@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pygraph_train.step.legality import NotLegal, Problem
 from pygraph_train.step.signature import flatten, map_leaves
-from pygraph_train.torch_internals import storage_key
+from pygraph_train.torch_private.memory import storage_key
 
 __all__ = ["Outputs"]
 

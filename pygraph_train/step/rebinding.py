@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from pygraph_train import torch_internals
 from pygraph_train.step.legality import NotLegal, Problem
+from pygraph_train.torch_private.memory import storage_key, storage_use_count
 
 __all__ = ["UNSEEN_MOVE", "Anchors", "Moves"]
 
@@ -85,10 +85,8 @@ class Anchors:
                 raise NotLegal(
                     Problem("`.data = ...` gives a tensor another shape, other strides or another type")
                 )
-            memory = torch_internals.storage_key(tensor.untyped_storage())
-            if any(
-                t is not tensor and torch_internals.storage_key(t.untyped_storage()) == memory for t in taken
-            ):
+            memory = storage_key(tensor.untyped_storage())
+            if any(t is not tensor and storage_key(t.untyped_storage()) == memory for t in taken):
                 raise NotLegal(
                     Problem(
                         "`.data = ...` gives a tensor memory that something else has as well",
@@ -132,7 +130,7 @@ class Anchors:
 
 
 def _holders(tensor: Tensor) -> int:
-    return torch_internals.storage_use_count(torch_internals.storage_key(tensor.untyped_storage()))
+    return storage_use_count(storage_key(tensor.untyped_storage()))
 
 
 def _same_place(one: Tensor, other: Tensor) -> bool:
@@ -141,6 +139,5 @@ def _same_place(one: Tensor, other: Tensor) -> bool:
         and one.shape == other.shape
         and one.stride() == other.stride()
         and one.dtype == other.dtype
-        and torch_internals.storage_key(one.untyped_storage())
-        == torch_internals.storage_key(other.untyped_storage())
+        and storage_key(one.untyped_storage()) == storage_key(other.untyped_storage())
     )

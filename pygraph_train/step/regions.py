@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
@@ -30,6 +29,23 @@ from pygraph_train.graphs.location import user_line_in, user_location
 from pygraph_train.graphs.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
 from pygraph_train.step.legality import Problem, PyGraphError, compiler_failed, forget_frames, held_weakly
 from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.torch_private.autograd import (
+    backward_ends_at,
+    backward_keeps_graph,
+    backwards_called_again,
+    compiled_kernels_refuse,
+)
+from pygraph_train.torch_private.dynamo import (
+    compiled_call,
+    dynamo_restart,
+    forget_compiled,
+    set_compiled_call,
+    tracing_notes,
+    uncompiled_call,
+    untraced,
+)
+from pygraph_train.torch_private.memory import tensor_version
+from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
 
 if TYPE_CHECKING:
     from pygraph_train.backend.report import RegionRecord
@@ -119,10 +135,10 @@ class Regions:
         before = self._traced
         self._before = {id(r): _work(r) for r in self.records()} if watched else {}
         try:
-            with torch_internals.dynamo_region_config(recompile_limit=_MOST_VARIANTS) as failures:
+            with dynamo_region_config(recompile_limit=_MOST_VARIANTS) as failures:
                 result = self._level.run(run)
         except RuntimeError as error:
-            if not self.found or not torch_internals.compiled_kernels_refuse(error):
+            if not self.found or not compiled_kernels_refuse(error):
                 raise
             first, where = str(error).strip().splitlines()[0], user_location(error.__traceback__)
             raise PyGraphError(
@@ -130,7 +146,7 @@ class Regions:
                 f"{first}{f' ({where})' if where else ''}. Fix: forward='off', backward='off' leaves both as they are"
             ) from error
         finally:
-            torch_internals.forget_notes(self._notes)
+            forget_notes(self._notes)
         if failures:
             self.problem = self.problem or compiler_failed(failures[0])
             for failure in failures:
@@ -183,7 +199,7 @@ class Regions:
 
     def _probe(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._traced += 1
-        self._notes += torch_internals.tracing_notes(graph)
+        self._notes += tracing_notes(graph)
         self._level.called = True
         graph = as_eager(graph)
         look = held_weakly(self._look_at_backward)
@@ -198,7 +214,7 @@ class Regions:
     def _look_at_backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note what eager kernels allow between a forward and the end of its backward, and compiled ones do not."""
         parameters = [x for x in inputs if isinstance(x, nn.Parameter)]
-        versions = list(map(torch_internals.tensor_version, parameters))
+        versions = list(map(tensor_version, parameters))
         results = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
         thread = threading.get_ident()
         for result in results:
@@ -206,13 +222,13 @@ class Regions:
             activation = result if any(_depends(x, result.grad_fn) for x in others) else None
             hooks = len(result._backward_hooks or ()) + 1  # and the one that is registered here
 
-            @torch_internals.untraced
+            @untraced
             def look(gradient: Tensor, activation: Tensor | None = activation, hooks: int = hooks) -> None:
                 why = None
-                self._retains |= torch_internals.backward_keeps_graph()
+                self._retains |= backward_keeps_graph()
                 if torch.is_grad_enabled():
                     why = "the backward is differentiated itself (create_graph=True)"
-                elif versions != list(map(torch_internals.tensor_version, parameters)):
+                elif versions != list(map(tensor_version, parameters)):
                     why = "parameters are changed between forward and backward"
                 elif activation is not None and _is_asked_for(activation, hooks):
                     why = "the gradient of an activation is asked for, and compiled ones have none"
@@ -227,7 +243,7 @@ class Regions:
         from pygraph_train import backend
 
         self._traced += 1
-        self._notes += torch_internals.tracing_notes(graph)
+        self._notes += tracing_notes(graph)
         if not self._numbers and self._engine == "cuda":
             self._announce("compiling forward and backward with Inductor, which may take a minute")
         self._compiled += 1
@@ -248,9 +264,9 @@ class Regions:
         started = time.perf_counter()
         retains = self._retains or self._program.acts_before_backward() is not None
         try:
-            with torch_internals.backwards_called_again() if retains else nullcontext():
+            with backwards_called_again() if retains else nullcontext():
                 compiled = backend.pygraph(graph, example_inputs, options=self._options)
-        except torch_internals.dynamo_restart():  # not a failure: Dynamo traces once more
+        except dynamo_restart():  # not a failure: Dynamo traces once more
             raise
         except Exception as error:  # eager kernels do as well
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -285,7 +301,7 @@ def _is_asked_for(activation: Tensor, hooks: int) -> bool:
         hooks: number of those that are not for that.
     """
     watched = activation.retains_grad or len(activation._backward_hooks or ()) > hooks
-    return watched or torch_internals.backward_ends_at(activation)
+    return watched or backward_ends_at(activation)
 
 
 def _records_of(numbers: set[str]) -> list[RegionRecord]:
@@ -345,21 +361,19 @@ class _Modules(_Level):
     @contextmanager
     def _installed(self) -> Iterator[None]:
         mine = [
-            (m, call)
-            for m, call in zip(self._modules, self._calls, strict=True)
-            if torch_internals.compiled_call(m) is None
+            (m, call) for m, call in zip(self._modules, self._calls, strict=True) if compiled_call(m) is None
         ]
         try:
             for module, call in mine:
-                torch_internals.set_compiled_call(module, call)
+                set_compiled_call(module, call)
             yield
         finally:
             for module, _ in mine:
-                torch_internals.set_compiled_call(module, None)
+                set_compiled_call(module, None)
 
 
 def _call_module(call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return call(torch_internals.uncompiled_call(module), args, kwargs)
+    return call(uncompiled_call(module), args, kwargs)
 
 
 def _compiled(backend: _Backend) -> Call:
@@ -370,5 +384,5 @@ def _compiled(backend: _Backend) -> Call:
 
     fresh = types.FunctionType(region.__code__.replace(co_name="region"), globals())
     compiled: Any = torch.compile(fresh, backend=backend)
-    weakref.finalize(compiled, torch_internals.forget_compiled, fresh.__code__).atexit = False
+    weakref.finalize(compiled, forget_compiled, fresh.__code__).atexit = False
     return compiled  # type: ignore[no-any-return]

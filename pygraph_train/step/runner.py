@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from pygraph_train import torch_internals
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.diagnose.report import CaptureRecord, Fallback, StepReport
 from pygraph_train.graphs.engine import Engine
@@ -56,7 +55,12 @@ from pygraph_train.step.regions import Regions
 from pygraph_train.step.signature import Key, flatten, key_of
 from pygraph_train.step.variants import Capture, Signature, Variant, same_memory
 from pygraph_train.step.verify import Fingerprint, ScratchState
-from pygraph_train.torch_internals import saved_tensors_hooks_active
+from pygraph_train.torch_private.hooks import (
+    global_module_hook_tables,
+    hook_registrations,
+    saved_tensors_hooks_active,
+)
+from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
 
 __all__ = ["Ran", "Replayed", "StepRunner"]
@@ -156,7 +160,7 @@ class StepRunner:
         self._hyperparameter_changes = 0
         self._maker = CaptureMaker(program, config, engine, self._optimizer_context)
         self._steps = 0
-        self._global_hooks = torch_internals.global_module_hook_tables()
+        self._global_hooks = global_module_hook_tables()
         self._clock = Clock(engine, report)
         self._regions = Regions(program, config, engine, report, announce)
         self._decisions = Decisions(program, config, engine, report, steps_left, on_decision, self._release)
@@ -376,7 +380,7 @@ class StepRunner:
             return False
         if capture.rebound and not self._maker.anchors.hold(capture.rebound):
             return False
-        registrations = torch_internals.hook_registrations()
+        registrations = hook_registrations()
         if registrations != capture.hook_registrations:
             if hooked(capture.gradients.parameters):
                 return False
@@ -997,4 +1001,4 @@ class StepRunner:
 def _versions(leaves: Sequence[Any]) -> list[int]:
     """Counters of in-place changes; inference tensors have none."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return [0 if t.is_inference() else torch_internals.tensor_version(t) for t in tensors]
+    return [0 if t.is_inference() else tensor_version(t) for t in tensors]

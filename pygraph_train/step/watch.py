@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train import torch_internals
+from pygraph_train.torch_private.hooks import hook_registrations, module_hook_tables
+from pygraph_train.torch_private.memory import tensor_looks
 from pygraph_train.torch_private.switches import SWITCHES, settled_switches, switches
 
 __all__ = ["ModuleWatch", "is_watched"]
@@ -60,12 +61,12 @@ class ModuleWatch:
         self._forwards = list(map(_forward, self._kinds))
         self._attributes: list[dict[str, Any]] = list(map(vars, modules))
         self._attribute_counts = list(map(len, self._attributes))
-        self._look_the_same = torch_internals.tensor_looks(tensors)
+        self._look_the_same = tensor_looks(tensors)
         self._seen = [_look(t) for t in tensors]
         self._switches = settled_switches()
-        self._hook_tables = [table for m in modules for table in torch_internals.module_hook_tables(m)]
+        self._hook_tables = [table for m in modules for table in module_hook_tables(m)]
         self._hook_counts = list(map(len, self._hook_tables))
-        self._registrations = torch_internals.hook_registrations()
+        self._registrations = hook_registrations()
 
     def unchanged(self, tensors: Sequence[Tensor], modules: tuple[nn.Module, ...]) -> bool:
         """Compare what is read now, in the same order. Hot path."""
@@ -80,7 +81,7 @@ class ModuleWatch:
         )
 
     def _no_new_hooks(self) -> bool:
-        registrations = torch_internals.hook_registrations()
+        registrations = hook_registrations()
         if registrations == self._registrations:
             return True
         if list(map(len, self._hook_tables)) != self._hook_counts:

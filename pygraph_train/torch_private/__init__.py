@@ -1,1 +1,1 @@
-"""Private torch APIs by subject: thin functions, no policy. (`torch_internals` holds the older ones.)"""
+"""Every private torch API that the library uses, by subject: thin functions with the versions they were tried on."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import fx
 
-from pygraph_train import torch_internals
 from pygraph_train.backend.passes.draft import Draft, Refused, description, is_on, value
+from pygraph_train.torch_private.dispatch import has_symbols
+from pygraph_train.torch_private.inductor import products_take_neighbours_in
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -40,7 +41,7 @@ _BIAS = {aten.addmm.default: 0, aten.baddbmm.default: 0, aten.convolution.defaul
 
 
 def may_batch(draft: Draft) -> bool:
-    if torch_internals.products_take_neighbours_in():
+    if products_take_neighbours_in():
         return False  # where a cast may cost nothing
     return any(_is_cast(draft, node) or _is_counter(draft, node) for node in draft.graph.nodes)
 
@@ -80,7 +81,7 @@ def _is_plain(draft: Draft, tensor: torch.Tensor | None) -> bool:
     return (
         tensor is not None
         and is_on(tensor, draft.device)
-        and not torch_internals.has_symbols([tensor])
+        and not has_symbols([tensor])
         and tensor.numel() > 0
     )
 

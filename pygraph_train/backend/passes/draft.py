@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from pygraph_train import torch_internals
 from pygraph_train.graphs.location import user_line_in
+from pygraph_train.torch_private.attributes import attribute
+from pygraph_train.torch_private.dispatch import fake_evaluation, writes_arguments
 
 CPU = torch.device("cpu")
 
@@ -86,7 +87,7 @@ class Draft:
         )
         for node in copied.graph.nodes:
             if node.op == "get_attr" and "val" not in node.meta:
-                constant = torch_internals.attribute(copied.gm, str(node.target))
+                constant = attribute(copied.gm, str(node.target))
                 if isinstance(constant, torch.Tensor):
                     node.meta["val"] = copied.fake(constant, constant.device)
         return copied
@@ -132,7 +133,7 @@ class Draft:
         args = fx.map_arg(node.args, lambda n: n.meta["val"])
         kwargs = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
         target: Any = node.target
-        with torch_internals.fake_evaluation(self.gm):
+        with fake_evaluation(self.gm):
             return target(*args, **kwargs)
 
     def fake(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -141,7 +142,7 @@ class Draft:
 
     def fakes(self, like: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """Fake tensors with the dtypes, sizes and strides of others."""
-        with torch_internals.fake_evaluation(self.gm):
+        with fake_evaluation(self.gm):
             return [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device) for t in like]
 
     def refresh(self, changed: set[fx.Node]) -> None:
@@ -223,7 +224,7 @@ def has_effects(node: fx.Node) -> bool:
     """Whether a call does more than return its result."""
     op = node.target
     if isinstance(op, torch._ops.OpOverload):
-        return torch_internals.writes_arguments(op)
+        return writes_arguments(op)
     return isinstance(op, torch._ops.HigherOrderOperator)
 
 

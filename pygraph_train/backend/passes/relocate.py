@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from pygraph_train import torch_internals
 from pygraph_train.backend.passes.draft import (
     CPU,
     Draft,
@@ -28,6 +27,9 @@ from pygraph_train.backend.passes.movable import (
     why_not_movable,
     why_not_readable,
 )
+from pygraph_train.torch_private.aot import saved_for_backward
+from pygraph_train.torch_private.attributes import attribute
+from pygraph_train.torch_private.dispatch import no_fake_mode
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -220,7 +222,7 @@ def _set_device(draft: Draft, node: fx.Node) -> None:
 
 def _move_constant(draft: Draft, node: fx.Node) -> fx.Node:
     target = str(node.target)
-    constant = torch_internals.attribute(draft.gm, target)
+    constant = attribute(draft.gm, target)
     if constant.dim() == 0:
         number = scalar_value(constant)
         moved = draft.emit(aten.full.default, [], number, dtype=constant.dtype, device=draft.device, at=node)
@@ -236,12 +238,12 @@ def _move_constant(draft: Draft, node: fx.Node) -> fx.Node:
 
 def on_device(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A constant of the graph, copied once, when the region is compiled."""
-    with torch_internals.no_fake_mode():
+    with no_fake_mode():
         return constant.to(device)
 
 
 def scalar_value(constant: torch.Tensor) -> bool | int | float | complex:
-    with torch_internals.no_fake_mode():
+    with no_fake_mode():
         return constant.item()
 
 
@@ -296,7 +298,7 @@ def _reaches_output(node: fx.Node) -> bool:
 
 def _redirect_outputs(draft: Draft, moving: dict[fx.Node, None]) -> None:
     inputs = {node: i for i, node in enumerate(draft.placeholders)}
-    saved = torch_internals.saved_for_backward(draft.gm) if draft.hand_over else frozenset()
+    saved = saved_for_backward(draft.gm) if draft.hand_over else frozenset()
     for i, output in enumerate(draft.outputs):
         if output not in moving:
             continue

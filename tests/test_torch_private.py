@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch._inductor.scheduler
 
-from pygraph_train import torch_internals
+from pygraph_train.torch_private.cuda import accumulators_of_other_streams, begin_capture
+from pygraph_train.torch_private.hooks import hook_registrations, hooks_on_accumulation
+from pygraph_train.torch_private.inductor import small_ends, small_ends_together
 
 
 class GraphOnTheCpu:
@@ -28,7 +30,7 @@ class GraphOnTheCpu:
 
 def test_a_capture_begins_without_writing_the_random_generators_state() -> None:
     graph: Any = GraphOnTheCpu()
-    torch_internals.begin_capture(graph, (0, 1))
+    begin_capture(graph, (0, 1))
     assert graph.begun == [((0, 1), "thread_local")]
     assert graph.seed.item() == 0 and graph.other.tolist() == [1, 1, 1]
     graph.seed.fill_(7)  # and afterwards everything is as usual
@@ -38,15 +40,15 @@ def test_a_capture_begins_without_writing_the_random_generators_state() -> None:
 def test_looking_for_hooks_on_accumulation_leaves_no_trace() -> None:
     leaf = torch.zeros(2, requires_grad=True)
     node = torch.autograd.graph.get_gradient_edge(leaf).node
-    assert torch_internals.hooks_on_accumulation(leaf) == []
+    assert hooks_on_accumulation(leaf) == []
     calls: list[int] = []
     handle = node.register_hook(lambda *_: calls.append(1))
-    before = torch_internals.hook_registrations()
+    before = hook_registrations()
     for _ in range(2):
-        assert len(torch_internals.hooks_on_accumulation(leaf)) == 1
-    assert torch_internals.hook_registrations() == before
+        assert len(hooks_on_accumulation(leaf)) == 1
+    assert hook_registrations() == before
     handle.remove()
-    assert torch_internals.hooks_on_accumulation(leaf) == []
+    assert hooks_on_accumulation(leaf) == []
     (leaf * 2).sum().backward()
     assert not calls and leaf.grad is not None
 
@@ -55,7 +57,7 @@ def test_the_warning_filter_goes_and_the_users_changes_stay() -> None:
     message = "The AccumulateGrad node's stream does not match the stream of the node"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with torch_internals.accumulators_of_other_streams():
+        with accumulators_of_other_streams():
             warnings.warn(message, stacklevel=1)
             warnings.filterwarnings("ignore", "set by the user")
         assert not caught
@@ -68,19 +70,19 @@ def _grouped(call: Any, *args: Any) -> list[list[set[str]]]:
     """Groups that `small_ends` makes of a function's kernels on the CPU, each kernel with what it writes."""
     found: list[list[set[str]]] = []
 
-    small_ends = torch_internals.small_ends
+    original = small_ends
 
     def grouping(scheduler: Any) -> list[Any]:
-        groups = small_ends(scheduler, "cpu")
+        groups = original(scheduler, "cpu")
         found.extend([set(node.get_buffer_names()) for node in group] for group in groups)
         returned = set(torch._inductor.virtualized.V.graph.get_output_names())
         assert all(names <= returned for group in found for names in group)
         return []
 
     with (
-        mock.patch.object(torch_internals, "small_ends", grouping),
+        mock.patch("pygraph_train.torch_private.inductor.small_ends", grouping),
         torch._inductor.config.patch(force_disable_caches=True),
-        torch_internals.small_ends_together(),
+        small_ends_together(),
     ):
         torch.compile(call)(*args)
     torch._dynamo.reset()
@@ -132,13 +134,13 @@ def test_sums_that_may_be_rounded_in_another_way_are_not_grouped(
 def test_grouping_ends_with_the_compile_and_leaves_a_users_own_setting() -> None:
     config, together = torch._inductor.config, torch._inductor.scheduler.ForeachKernelSchedulerNode
     before = together.group_nodes_for_combo_kernels, together.__dict__["group_algorithm_for_combo_kernels"]
-    with pytest.raises(ZeroDivisionError), torch_internals.small_ends_together():
+    with pytest.raises(ZeroDivisionError), small_ends_together():
         assert config.combo_kernels
-        assert together.group_algorithm_for_combo_kernels is torch_internals.small_ends
+        assert together.group_algorithm_for_combo_kernels is small_ends
         raise ZeroDivisionError
     assert not config.combo_kernels
-    with config.patch(combo_kernels=True), torch_internals.small_ends_together():
-        assert together.group_algorithm_for_combo_kernels is not torch_internals.small_ends
+    with config.patch(combo_kernels=True), small_ends_together():
+        assert together.group_algorithm_for_combo_kernels is not small_ends
     assert before == (
         together.group_nodes_for_combo_kernels,
         together.__dict__["group_algorithm_for_combo_kernels"],

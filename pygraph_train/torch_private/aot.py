@@ -1,0 +1,215 @@
+"""AOTAutograd: compilation by it, and what it knows of a compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+__all__ = [
+    "BuildRegion",
+    "CompileKernels",
+    "TracedGraph",
+    "compile_with_aten",
+    "compiled_function",
+    "compiled_function_of",
+    "donates",
+    "forget_strides_of_last_outputs",
+    "grad_mode_changed",
+    "saved_and_checked",
+    "saved_for_backward",
+    "tangent_places",
+]
+
+
+def _forward_metadata() -> Any:
+    """What AOTAutograd knows of the function that is compiled now, None where it compiles none."""
+    context = torch._guards.TracingContext.try_get()
+    return context.fw_metadata if context is not None else None
+
+
+def tangent_places() -> tuple[int, ...] | None:
+    """Where the backward that belongs to the forward compiled now has its gradients of outputs from.
+
+    Positions among what autograd gives the compiled function's node: one for each input that is written, each
+    result, and each tensor that results are views of. AOTAutograd leaves out what has no gradient. (2.11, 2.13)
+    """
+    from torch._functorch._aot_autograd.schemas import OutputType
+
+    metadata = _forward_metadata()
+    if metadata is None:
+        return None
+    own = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+    inputs = [metadata.input_info[i] for i in metadata.mutated_inp_runtime_indices]
+    has_gradient = [info.mutates_data and info.requires_grad for info in inputs]
+    has_gradient += [
+        info.output_type in own and issubclass(info.raw_type, torch.Tensor) and info.requires_grad
+        for info in metadata.output_info
+    ]
+    has_gradient += [True] * metadata.num_intermediate_bases
+    return tuple(i for i, has in enumerate(has_gradient) if has)
+
+
+def compiled_function() -> int | None:
+    """A number of the function that AOTAutograd compiles now, see `compiled_function_of`. (2.11, 2.13)"""
+    from torch._functorch._aot_autograd.logging_utils import get_aot_compilation_context
+
+    names = get_aot_compilation_context()[0]  # as in "3_forward"
+    number = names[0].partition("_")[0] if names else ""
+    return int(number) if number.isdigit() else None
+
+
+def compiled_function_of(node: Any) -> int | None:
+    """The number of the compiled function that a node of an autograd graph calls, None for other nodes. (2.11, 2.13)"""
+    return getattr(getattr(node, "_forward_cls", None), "_aot_id", None)
+
+
+def forget_strides_of_last_outputs(number: int) -> None:
+    """Let AOTAutograd take none of a compiled graph's last outputs for something that is saved. (2.11, 2.13)"""
+    context = torch._guards.TracingContext.try_get()
+    if number and context is not None and context.output_strides:
+        del context.output_strides[-number:]
+
+
+def grad_mode_changed() -> bool:
+    """Whether the function that is compiled now leaves another grad mode than it found. (2.11, 2.13)"""
+    metadata = _forward_metadata()
+    return metadata is not None and metadata.grad_enabled_mutation is not None
+
+
+def donates() -> bool:
+    """Whether the backward that is compiled now may write to what was saved for it. (2.11, 2.13)"""
+    metadata = _forward_metadata()
+    return metadata is not None and bool(metadata.bw_donated_idxs)
+
+
+class TracedGraph(NamedTuple):
+    """What AOTAutograd knows of a forward or backward graph. Indices count flat inputs and outputs."""
+
+    phase: Literal["forward", "backward", "inference"]
+    static: frozenset[int]
+    mutated: frozenset[int]
+    mutations: int
+    saved_from: int
+
+
+CompileKernels = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+
+
+BuildRegion = Callable[..., Callable[[list[Any]], Any]]
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool | None) -> Any:
+    """Dropout as eager PyTorch computes it on a CPU: the factor is rounded to the tensor's type. (2.11, 2.13)
+
+    AOTAutograd traces the operator that eager uses on GPUs only, which does not round it.
+    """
+    if input.device.type != "cpu" or train is False or not 0 < p <= 1:
+        return NotImplemented
+    if p == 1:  # draws nothing
+        return input * torch.zeros((), dtype=input.dtype), torch.zeros_like(input, dtype=torch.bool)
+    # numbers are drawn in the order in which they lie in memory, for which the functional operator has no strides
+    like = torch.empty_like(input)
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
+    drawn = torch.ops.aten.bernoulli.p(like.permute(order), 1 - p)
+    kept = drawn.permute([order.index(dim) for dim in range(like.dim())])
+    return input * kept.div(1 - p), kept.to(torch.bool)
+
+
+def _dropout_backward(gradient: torch.Tensor, kept: torch.Tensor, scale: float) -> Any:
+    """See `_dropout`; the scale is 1 / (1 - p). (2.11, 2.13)"""
+    if gradient.device.type != "cpu" or not scale:
+        return NotImplemented
+    return gradient * kept.to(gradient.dtype).div(1 / scale)
+
+
+def compile_with_aten(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], build: BuildRegion
+) -> Callable[..., Any]:
+    """AOTAutograd over aten operations as eager runs them, for the emulation. (2.11, 2.13)"""
+    from functorch.compile import default_partition, make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.compile_fx import get_static_input_idxs
+    from torch._inductor.utils import count_tangents, num_fw_fixed_arguments
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        _LazyGraphModule.force_recompile(
+            gm
+        )  # before that `forward` calls the module, and hooks of all modules
+        return make_boxed_func(gm.forward)
+
+    given = len(example_inputs)  # the compilers live on, and must not keep the inputs
+
+    def compiler(phase: Any) -> Callable[..., Any]:
+        def compile(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            static: Sequence[int] = range(count_tangents(gm))
+            _note_what_is_donated()
+            if phase != "backward":
+                static = get_static_input_idxs(num_fw_fixed_arguments(given, len(inputs)))
+            return build(compile_kernels, gm, inputs, _traced(gm, phase, frozenset(static)))
+
+        return compile
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return aot_autograd(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            decompositions={
+                torch.ops.aten.native_dropout.default: _dropout,
+                torch.ops.aten.native_dropout_backward.default: _dropout_backward,
+            },
+            partition_fn=default_partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+def _traced(gm: torch.fx.GraphModule, phase: Any, static: frozenset[int]) -> TracedGraph:
+    outputs = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    saved_from, mutations = len(outputs), 0
+    metadata = _forward_metadata()
+    if phase != "backward" and metadata is not None:
+        mutations = metadata.num_mutated_inp_runtime_indices
+    if phase == "forward" and metadata is not None:
+        saved_from = metadata.num_forward_returns
+    return TracedGraph(phase, static, _mutated_inputs(gm), mutations, saved_from)
+
+
+def _note_what_is_donated() -> None:
+    """Under `backwards_called_again`: say that nothing is, or `retain_graph=True` is refused outside of it."""
+    metadata = _forward_metadata()
+    if not torch._functorch.config.donated_buffer and metadata is not None:
+        metadata.bw_donated_idxs = []
+
+
+def _mutated_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:
+    placeholders = {n: i for i, n in enumerate(gm.graph.nodes) if n.op == "placeholder"}
+    mutated = set()
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                values = value if isinstance(value, (list, tuple)) else [value]
+                mutated |= {placeholders[v] for v in values if v in placeholders}
+    return frozenset(mutated)
+
+
+def saved_for_backward(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """Indices of a forward graph's outputs that only its backward reads. (2.11, 2.13)"""
+    from torch._functorch._aot_autograd import descriptors
+
+    kinds = (descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput)
+    described = gm.graph.output_node().meta.get("desc") or ()
+    return frozenset(i for i, desc in enumerate(described) if isinstance(desc, kinds))
+
+
+def saved_and_checked(gm: torch.fx.GraphModule) -> frozenset[int]:
+    """Of the outputs that are `saved_for_backward` those that nobody may change before. (2.11, 2.13)"""
+    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+    described = gm.graph.output_node().meta.get("desc") or ()
+    return frozenset(i for i, desc in enumerate(described) if isinstance(desc, SavedForBackwardsAOTOutput))

@@ -1,0 +1,93 @@
+"""Private APIs of autograd's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
+
+__all__ = [
+    "autograd_is_traced",
+    "autograd_is_watched",
+    "backward_ends_at",
+    "backward_keeps_graph",
+    "backwards_called_again",
+    "compiled_autograd_wanted",
+    "compiled_kernels_refuse",
+    "refuse_retaining",
+    "refuse_second_backward",
+]
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward that runs in this thread was called with retain_graph=True. (2.11, 2.13)"""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def backward_ends_at(tensor: torch.Tensor) -> bool:
+    """Whether the backward that runs in this thread computes nothing of what a tensor was made of. (2.11, 2.13)"""
+    sources = [node for node, _ in tensor.grad_fn.next_functions if node is not None]  # type: ignore[union-attr]
+    inner = [node for node in sources if not hasattr(node, "variable")]  # a leaf's may not be asked for
+    return bool(inner) and not any(map(torch._C._will_engine_execute_node, inner))
+
+
+def compiled_kernels_refuse(error: RuntimeError) -> bool:
+    """Whether the backward of a compiled function cannot do what eager kernels do. (2.11, 2.13)"""
+    known = (
+        "does not currently support double backward",
+        "compiled with non-empty donated buffers",
+        "appears to not have been used in the graph",
+    )
+    return any(part in str(error) for part in known)
+
+
+def autograd_is_watched() -> bool:
+    """Whether somebody wants to see what is saved for a backward, or transforms it. (2.11, 2.13)"""
+    return saved_tensors_hooks_active() or autograd_is_traced()
+
+
+def compiled_autograd_wanted() -> bool:
+    """Whether backwards of what is compiled now will be traced. (2.11, 2.13)"""
+    import torch._dynamo.config as config
+
+    return config.compiled_autograd or torch._dynamo.compiled_autograd.compiled_autograd_enabled
+
+
+def autograd_is_traced() -> bool:
+    """Whether autograd works for something else than the gradients of tensors. (2.11, 2.13)"""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._dynamo.compiled_autograd.compiled_autograd_enabled
+    )
+
+
+def refuse_retaining() -> None:
+    """What AOTAutograd says where a backward that may write to what was saved has to keep it. (2.11, 2.13)"""
+    if torch._functorch.config.donated_buffer:
+        raise RuntimeError(
+            "This backward function was compiled with non-empty donated buffers which requires create_graph=False "
+            "and retain_graph=False. Please keep backward(create_graph=False, retain_graph=False) across all "
+            "backward() function calls, or set torch._functorch.config.donated_buffer=False to disable donated "
+            "buffer."
+        )
+
+
+def refuse_second_backward(
+    gradients: Sequence[Any],
+    message: str = "torch.compile with aot_autograd does not currently support double backward",
+) -> Any:
+    """Gradients that raise when they are differentiated, as those of every compiled function. (2.11, 2.13)"""
+    given = [g if g is None else g.detach().requires_grad_() for g in gradients]
+    return torch._C._functions.DelayedError(message.encode(), len(given))(*given)  # type: ignore[arg-type]
+
+
+def backwards_called_again() -> AbstractContextManager[None]:
+    """Context: the backward of what is compiled leaves alone what was saved for it. (2.11, 2.13)
+
+    By default it may write there, and `retain_graph=True` is refused.
+    """
+    return torch._functorch.config.patch(donated_buffer=False)  # type: ignore[no-any-return]

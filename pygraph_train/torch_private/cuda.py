@@ -1,0 +1,104 @@
+"""Private APIs of CUDA graphs, pools and streams."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "abandon_pool",
+    "accumulators_of_other_streams",
+    "begin_capture",
+    "clear_cublas_workspaces",
+    "cuda_graph_nodes",
+    "current_cuda_stream",
+    "expandable_segments",
+    "gradient_accumulators",
+]
+
+
+def abandon_pool(device: int, pool: tuple[int, int]) -> None:
+    """End an allocation to a graph pool that a failed capture left open (torch 2.11, 2.13)."""
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # it was closed after all
+    torch._C._cuda_releasePool(device, pool)
+
+
+def clear_cublas_workspaces() -> None:
+    """Free cuBLAS workspaces of all streams; the next product allocates its own (torch 2.11, 2.13)."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def cuda_graph_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    """Number of nodes of a captured graph, -1 without cuda-bindings (torch 2.11, cuda-bindings 13)."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return -1
+    answer: Any = driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()))
+    return int(answer[-1]) if int(answer[0]) == 0 else -1  # (status, nodes, count)
+
+
+class _WithoutGeneratorState(TorchDispatchMode):
+    """Leaves out what torch writes to the random generator's state on the device when a capture begins."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.fill_.Scalar else func(*args, **(kwargs or {}))
+
+
+def begin_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> None:
+    """Begin a capture in the current stream, in which nothing is launched.
+
+    torch launches two kernels there that set the generator's seed and offset (2.11). Nothing reads them before
+    a replay, which sets them itself.
+    """
+    with _WithoutGeneratorState():
+        graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+
+
+def gradient_accumulators(leaves: Iterable[torch.Tensor]) -> list[Any]:
+    """What adds to the gradients of these tensors; of the current stream, where it did not exist yet. (2.11, 2.13)"""
+    wanted = [t for t in leaves if t.requires_grad and t.is_leaf and t.is_cuda]
+    return [torch.autograd.graph.get_gradient_edge(t).node for t in wanted]
+
+
+@contextmanager
+def accumulators_of_other_streams() -> Iterator[None]:
+    """Context without the warning that gradients are accumulated in another stream. (2.11, 2.13)"""
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if ours not in before and ours in warnings.filters:  # the user's own changes stay
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
+
+
+def current_cuda_stream(device: int) -> int:
+    """The cudaStream_t of this thread's current stream (torch 2.11)."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+@contextmanager
+def expandable_segments() -> Iterator[None]:
+    """New memory segments of the CUDA caching allocator grow and shrink instead of being kept in pieces.
+
+    The setting of before comes back. (2.11, 2.13)
+    """
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    if settings.get("expandable_segments", True):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

@@ -1,0 +1,92 @@
+"""Private APIs of the dispatcher: operators, keys, fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = [
+    "autocast_enabled",
+    "below_autograd",
+    "fake_evaluation",
+    "has_symbols",
+    "is_operator",
+    "no_autocast",
+    "no_fake_mode",
+    "no_torch_function",
+    "replaces_memory",
+    "writes_arguments",
+]
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Call operators as a dispatch mode sees them: no autograd, autocast or function modes (torch 2.13)."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(keys),
+    ):
+        yield
+
+
+def no_torch_function() -> AbstractContextManager[None]:
+    """Calls inside are not shown to `TorchFunctionMode`s and `__torch_function__` (torch 2.13)."""
+    return torch._C.DisableTorchFunction()
+
+
+def is_operator(func: object) -> bool:
+    """Whether what a dispatch mode was given is an ordinary operator, not a higher-order one (torch 2.13)."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def writes_arguments(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator's schema declares that it mutates an argument (torch 2.13)."""
+    return func._schema.is_mutable
+
+
+def replaces_memory(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator gives a tensor other memory, or memory of another size (torch 2.11, 2.13)."""
+    packet = func._schema.name
+    return packet == "aten::set_" or packet.startswith(("inductor::resize_storage_bytes_", "aten::resize_"))
+
+
+def has_symbols(values: Iterable[Any]) -> bool:
+    """Whether the size of a tensor is not a number. (2.11, 2.13)"""
+    tensors = (x for x in values if isinstance(x, torch.Tensor))
+    return any(not isinstance(n, int) for x in tensors for n in (*x.size(), *x.stride()))
+
+
+def autocast_enabled() -> bool:
+    """Whether operations are cast, on any device, in this thread. (2.11, 2.13)"""
+    return torch._C._is_any_autocast_enabled()
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Context in which no operation is cast. (2.11, 2.13)"""
+    return torch._C._DisableAutocast()
+
+
+@contextmanager
+def fake_evaluation(gm: torch.fx.GraphModule) -> Iterator[None]:
+    """Calls inside compute fake tensors, in the mode that the graph's own metas belong to. (2.11, 2.13)"""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    if mode is None:
+        raise ValueError("the graph carries no fake tensors")
+    with mode, enable_python_dispatcher():
+        yield
+
+
+def no_fake_mode() -> AbstractContextManager[Any]:
+    """Calls inside compute real tensors, whatever traces around them. (2.11, 2.13)"""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()

@@ -1,0 +1,246 @@
+"""What Dynamo made: cache entries, guards, side effects, compiled calls."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = [
+    "CHECKPOINT",
+    "compiled_call",
+    "dynamo_asked_whether_compiling",
+    "dynamo_cache_entries",
+    "dynamo_error_place",
+    "dynamo_restart",
+    "dynamo_side_effects",
+    "end_trace_here",
+    "forget_compiled",
+    "guard_failures",
+    "guarded_expression",
+    "leave_to_python",
+    "placeholder_source",
+    "raised_while_tracing",
+    "set_compiled_call",
+    "start_untraced",
+    "tracing_notes",
+    "uncompiled_call",
+    "untraced",
+    "writes_to_inputs",
+]
+
+
+def dynamo_cache_entries(code: types.CodeType) -> list[Any]:
+    """Compiled variants of a frame, each with `.guard_manager` (tried on torch 2.11, 2.13)."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return list(_debug_get_cache_entry_list(code))
+
+
+def forget_compiled(code: types.CodeType) -> None:
+    """Free the compiled variants of a code object. Its garbage collection does not see them: where they hold what
+    holds it, nothing is ever freed. (2.11, 2.13)"""
+    torch._C._dynamo.eval_frame.reset_code(code)
+
+
+def tracing_notes(graph: torch.fx.GraphModule) -> list[tuple[Any, str]]:
+    """Where the compilation of a frame keeps weak references to real tensors: (owner, attribute).
+
+    To be called inside a backend with the graph it is given. (2.11, 2.13)
+    """
+    context = torch._guards.TracingContext.try_get()
+    values = [node.meta.get("example_value") for node in graph.graph.nodes]
+    modes: list[Any] = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    found: list[tuple[Any, str]] = []
+    if context is not None:
+        found.append((context, "tensor_to_context"))
+        modes.append(context.fake_mode)
+    for mode in {id(m): m for m in modes if m is not None}.values():
+        found.append((mode.fake_tensor_converter.meta_converter.describer, "lookup_tensor"))
+    return found
+
+
+def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]]:
+    """Python objects that the frame being compiled writes to; call inside a backend (torch 2.11, 2.13).
+
+    Returns:
+        One (source expression, attribute or "", user stack) for each write to an object that existed
+        before the frame.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    output = InstructionTranslator.current_tx().output
+    effects = output.side_effects
+    found: list[tuple[str, str, traceback.StackSummary | None]] = []
+    for variable in effects._get_modified_vars():
+        if isinstance(variable.mutation_type, (AttributeMutationNew, ValueMutationNew)):
+            continue
+        source = variable.source.name if variable.source is not None else type(variable).__name__
+        if callable(source):  # a method in older versions
+            source = source()
+        writes = effects.store_attr_mutations.get(variable, {})
+        changed = [name for name, value in writes.items() if not _puts_back(output, source, name, value)]
+        if writes and not changed:
+            continue
+        stacks: Any = effects.mutation_user_stacks.get(variable) or [None]
+        found += [(source, attribute, stacks[0]) for attribute in changed or [""]]
+    return found
+
+
+def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:
+    """Whether an attribute holds, after the frame, the constant that it held before (torch 2.11, 2.13).
+
+    Context variables are set at the start of a forward and reset at its end: nothing remains to be done.
+    """
+    try:
+        owner = eval(source, {**output.global_scope, "L": output.local_scope, "G": output.global_scope})
+        before = getattr(owner, attribute)
+        after = value.as_python_constant()
+    except Exception:  # Dynamo raises many kinds for values that are no constants
+        return False
+    return type(before) is type(after) and bool(before == after)
+
+
+def dynamo_error_place(error: BaseException) -> str | None:
+    """`file:line` of the user's code that Dynamo was tracing when it raised this, if it says so (torch 2.11, 2.13)."""
+    frame = getattr(error, "innermost_user_frame_summary", None)
+    return None if frame is None else f"{frame.filename}:{frame.lineno}"
+
+
+def dynamo_asked_whether_compiling() -> bool:
+    """Whether the frame being compiled has asked `torch.compiler.is_compiling()` or the like, which is False
+    without Dynamo; call inside a backend (torch 2.11, 2.13)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return bool(InstructionTranslator.current_tx().inconsistent_side_effects)
+
+
+def placeholder_source(node: torch.fx.Node) -> str | None:
+    """Python expression over the frame's locals `L` that a graph input was read from (torch 2.11, 2.13)."""
+    grapharg = node.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    if source is None:
+        return None
+    name = source.name
+    return name() if callable(name) else name
+
+
+def writes_to_inputs(graph: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node, bool]]:
+    """What a graph of Dynamo does to its inputs: (operation, input, whether it gets other memory). (2.11, 2.13)
+
+    `x.data = y` is `torch.Tensor.set_` there. `x.data` is an operation whose result shares the memory of `x`, and
+    counts the changes in place on its own. For these the operation is the first one that may be meant.
+    """
+    found = []
+    for node in graph.graph.nodes:
+        if node.target is torch.Tensor.set_:
+            found.append((node, node.args[0], True))
+            continue
+        value = node.meta.get("example_value")
+        is_data = node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+        if isinstance(value, torch.Tensor) and (node.op == "placeholder" or is_data) and value._version > 0:
+            users = [u for u in node.users if str(getattr(u.target, "__name__", u.target)).endswith("_")]
+            found.append((next(iter(users or node.users), node), node.args[0] if is_data else node, False))
+    return [(node, source, rebinds) for node, source, rebinds in found if source.op == "placeholder"]
+
+
+def guarded_expression(guard: Any) -> str:
+    """Python expression over `L` and `G` of what a `GuardFilterEntry` guards (torch 2.11, 2.13)."""
+    name = guard.orig_guard.originating_source.name
+    return name() if callable(name) else name
+
+
+def guard_failures(guards: Any, frame_locals: dict[str, Any]) -> list[str]:
+    """The guards of a cache entry's manager that do not hold, with their source lines (torch 2.11, 2.13)."""
+    return [str(part) for part in guards.check_verbose(frame_locals).verbose_code_parts or ()]
+
+
+def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it. (2.11, 2.13)"""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have calls of `module` run `call`; None undoes it. (2.11, 2.13)"""
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)  # the class has None
+    else:
+        module.__dict__["_compiled_call_impl"] = call
+
+
+def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's hooks and forward, as they run without a `compiled_call`. (2.11, 2.13)"""
+    return module._call_impl
+
+
+CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
+"""What Dynamo makes of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` and the like. (2.11, 2.13)"""
+
+
+def raised_while_tracing(error: BaseException) -> bool:
+    """Whether Dynamo raised this before anything of what it traced was executed. (2.11, 2.13)"""
+    import torch._dynamo.convert_frame as convert_frame
+
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # the frames of Dynamo are cut out of it
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename == convert_frame.__file__ for frame, _ in frames)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(fn: _F) -> _F:
+    """`fn`, so that Dynamo traces neither it nor what it calls: autograd calls it from traced frames.
+
+    `torch.compiler.disable` does the same, and takes the host longer. (2.11, 2.13)
+    """
+
+    @functools.wraps(fn)
+    def outside(*args: Any) -> Any:
+        before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+        try:
+            return fn(*args)
+        finally:
+            torch._C._dynamo.eval_frame.set_eval_frame(before)
+
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.eval_frame.skip_code(_code(outside))
+    return outside  # type: ignore[return-value]
+
+
+def _code(fn: Any) -> types.CodeType:
+    return fn.__code__  # type: ignore[no-any-return]
+
+
+@functools.cache
+def start_untraced() -> None:
+    """Before anything is compiled: what was made by `untraced` without Dynamo, whose import takes a second."""
+    import torch._dynamo.eval_frame as eval_frame
+
+    eval_frame.skip_code(_code(untraced(_code)))  # they have their code in common
+
+
+def leave_to_python(method: Callable[..., Any]) -> None:
+    """Dynamo traces neither a function, where Python calls it, nor what it calls. (2.11, 2.13)"""
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
+
+    set_code_exec_strategy(_code(method), FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+def end_trace_here() -> None:
+    """Where Dynamo traces the caller: end its graph before the call."""
+    torch._dynamo.graph_break(msg="a graphed step is called inside of another one")
+
+
+def dynamo_restart() -> type[BaseException]:
+    """What a compile backend lets pass so that Dynamo traces again with what was learned (torch 2.11, 2.13)."""
+    return torch._dynamo.exc.RestartAnalysis

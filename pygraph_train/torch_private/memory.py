@@ -1,0 +1,115 @@
+"""Private APIs of tensors and their storages: identity, holders, layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    "borrow_memory",
+    "cached_tensors",
+    "keep_cached_tensors",
+    "no_view",
+    "reinterpret_tensor",
+    "storage_key",
+    "storage_use_count",
+    "storages",
+    "tensor_looks",
+    "tensor_use_count",
+    "tensor_version",
+    "uncached_tensors",
+]
+
+
+def tensor_version(tensor: torch.Tensor) -> int:
+    """Counter of the in-place changes of a tensor (torch 2.11, 2.13)."""
+    return int(tensor._version)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Identity of a storage while it is alive, also when its memory moves or is empty (torch 2.13)."""
+    return storage._cdata
+
+
+def tensor_looks(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """What tensors look like: type, dtype, device, shape, strides, requires_grad. (2.11, 2.13)
+
+    Args:
+        tensors: of any kind that has a shape.
+
+    Returns:
+        Whether as many other tensors, given as arguments, look the same. It is one call in C.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    if not tensors:
+        return lambda: True
+    sizes: list[Any] = [list(t.shape) for t in tensors]
+    strides: list[Any] = [
+        list(t.stride()) if t.layout is torch.strided else [None] * t.dim() for t in tensors
+    ]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return guards.check
+
+
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""References to the storage whose `_cdata` is given. (2.11, 2.13)"""
+
+
+def borrow_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that does not own it. (2.11, 2.13)"""
+    storage = tensor.untyped_storage()
+    borrowed = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def storages(values: Sequence[Any]) -> list[Hashable]:
+    """What tells whether tensors share memory. It keeps none alive, but its place is not taken. (2.11, 2.13)"""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    strided = [x for x in values if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+    return [StorageWeakRef(x.untyped_storage()) for x in strided]
+
+
+def reinterpret_tensor(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A tensor over the same storage that autograd does not take for a view; `offset` counts from the
+    tensor's own first element. (2.11, 2.13)"""
+    reinterpret = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+    return reinterpret(tensor, tuple(size), tuple(stride), offset)
+
+
+def no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor that autograd takes for no view. (2.11, 2.13)"""
+    return torch.ops.aten._unsafe_view(tensor, tensor.size())  # type: ignore[no-any-return]
+
+
+def cached_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Let autograd ignore one reference to each of these, its holder's, when it asks whether a gradient
+    is nobody else's. (2.11, 2.13)"""
+    keep_cached_tensors()
+    for tensor in tensors:
+        torch._C._add_cached_tensor(tensor)
+
+
+def keep_cached_tensors() -> None:
+    """Switch the mechanism of `cached_tensors` on again: a reset of torch's CUDA graph trees, also one of
+    dead objects at any time, switches it off for all. (2.11, 2.13)"""
+    torch._C._set_cached_tensors_enabled(True)
+
+
+def uncached_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Undo `cached_tensors`, also where torch has switched the mechanism off since. (2.11, 2.13)"""
+    keep_cached_tensors()
+    for tensor in tensors:
+        torch._C._remove_cached_tensor(tensor)
+
+
+tensor_use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+"""References to the tensor from C++, its Python object being one. (2.11, 2.13)"""

@@ -1,0 +1,110 @@
+"""Private APIs of optimizers, schedulers and the GradScaler."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = [
+    "count_optimizer_step",
+    "fused_adagrad_on_cuda",
+    "optimizer_private_attributes",
+    "optimizer_step_function",
+    "optimizer_step_hook_tables",
+    "optimizer_step_override",
+    "refresh_scaler_state",
+    "restore_optimizer_private_attributes",
+    "scaler_tensors",
+    "scaler_unscaled",
+    "set_step_supports_amp_scaling",
+]
+
+
+def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mapping[int, Any], ...]:
+    """The live tables of step hooks that `step()` runs: global and own (torch 2.11, 2.13)."""
+    from torch.optim import optimizer as module
+
+    return (
+        module._global_optimizer_pre_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        module._global_optimizer_post_hooks,
+    )
+
+
+def optimizer_step_override(optimizer: torch.optim.Optimizer) -> Any:
+    """What someone put over `optimizer.step`, but for the schedulers' call counter (torch 2.11, 2.13)."""
+    step = vars(optimizer).get("step")
+    return None if step is None or getattr(step, "_wrapped_by_lr_sched", False) else step
+
+
+def count_optimizer_step(optimizer: Any) -> None:
+    """Note a `step()` that did not run, as schedulers have it do: they warn where it never did (torch 2.11, 2.13)."""
+    step = vars(optimizer).get("step")
+    if step is not None and getattr(step, "_wrapped_by_lr_sched", False):
+        optimizer._opt_called = True
+
+
+def optimizer_step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The function that `step()` of its class runs between the hooks of the optimizer (torch 2.11, 2.13)."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "__code__", None) is _hooked_step() else step
+
+
+@functools.cache
+def _hooked_step() -> types.CodeType:
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(_hooked_step)
+    code: types.CodeType = hooked.__code__
+    return code
+
+
+_OPTIMIZER_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+
+
+def optimizer_private_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's attributes that fused steps set or need, as they are now (torch 2.11, 2.13)."""
+    return {name: vars(optimizer)[name] for name in _OPTIMIZER_ATTRIBUTES if name in vars(optimizer)}
+
+
+def restore_optimizer_private_attributes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Undo changes since `optimizer_private_attributes` (torch 2.11, 2.13)."""
+    for name in _OPTIMIZER_ATTRIBUTES:
+        if name in saved:
+            setattr(optimizer, name, saved[name])
+        else:
+            vars(optimizer).pop(name, None)
+
+
+def set_step_supports_amp_scaling(optimizer: torch.optim.Optimizer, supported: bool) -> None:
+    """Tell GradScaler that `step()` takes grad_scale and found_inf (torch 2.11, 2.13)."""
+    optimizer._step_supports_amp_scaling = supported  # type: ignore[attr-defined]
+
+
+@functools.cache
+def fused_adagrad_on_cuda() -> bool:
+    """Whether fused Adagrad runs on CUDA (torch 2.11: no, 2.13: yes)."""
+    # The version that brought the CUDA kernel also made Adagrad take GradScaler's tensors.
+    optimizer = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)], fused=True)
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def refresh_scaler_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Forget that this optimizer's gradients were unscaled in this step (torch 2.11, 2.13)."""
+    if scaler.is_enabled():  # else it has no such thing
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
+    """Scale and growth counter on the device, once they exist (torch 2.11, 2.13)."""
+    tensors = (scaler._scale, scaler._growth_tracker) if scaler.is_enabled() else ()
+    return [t for t in tensors if t is not None]
+
+
+def scaler_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this optimizer's gradients were unscaled in the present step. (2.11, 2.13)"""
+    state = scaler._per_optimizer_states.get(id(optimizer)) if scaler.is_enabled() else None
+    return bool(state and state["found_inf_per_device"])

@@ -1,0 +1,322 @@
+"""How Dynamo traces: its settings, and what it does in another way while the library traces."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from pygraph_train.torch_private import autocast, checkpoints, host_numbers, switches
+
+__all__ = [
+    "dynamo_region_config",
+    "dynamo_step_config",
+    "forget_notes",
+    "parameters_go_unguarded",
+]
+
+
+def forget_notes(notes: list[tuple[Any, str]]) -> None:
+    """Once all is compiled: empty these. `swap_tensors` refuses tensors with weak references, and what is compiled
+    keeps its fake tensors, which keep the notes. (2.11, 2.13)"""
+    for owner, attribute in notes:
+        setattr(owner, attribute, type(getattr(owner, attribute))())
+    notes.clear()
+
+
+@contextmanager
+def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Context: (owner, attribute, value), as many as there are.
+
+    The `patch` of torch's config modules leaves a variable in the thread's context each time that it is called,
+    and this is for every step.
+    """
+    before = []
+    try:
+        for owner, name, value in changes:
+            # of a class what it holds itself: a static method is not the function that it gives
+            old = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+            before.append((owner, name, old))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)
+
+
+def _tracing(**settings: Any) -> AbstractContextManager[None]:
+    """Dynamo with these settings, and with what it lacks.
+
+    Numbers of the host are as eager has them, and it has no ideas of its own of optimizers.
+    """
+    import torch._dynamo.config as config
+
+    settings["trace_numpy"] = False  # `host_numbers` has the reasons
+    settings["enable_dynamo_decompositions"] = False  # `a.add_(b, alpha=c)` is rounded once, not twice
+    settings["invalidate_compile_context_weakrefs"] = True  # `torch.utils.swap_tensors` refuses what has any
+    changes = [(config, name, value) for name, value in settings.items()]
+    mends = [*host_numbers.mends(), *checkpoints.mends(), *_mends(), *_quiet(), _forgetful()]
+    return _changed([*changes, *mends, _optimizers_as_they_are(), _tracer()])
+
+
+@functools.cache
+def _forgetful() -> tuple[Any, str, Any]:
+    """Let traces that Dynamo gives up hold no weak references to real tensors. (2.11, 2.13)
+
+    `swap_tensors` refuses tensors with weak references, and traces are reference cycles. The guards hold some.
+    So do two tables that Dynamo of 2.13 empties itself, and that of 2.11 only for traces that it takes.
+    """
+    from torch._dynamo.output_graph import DynamoTracerOutput
+
+    made = DynamoTracerOutput.__init__
+
+    def make(self: Any, tracer: Any, error: Any = None) -> None:
+        made(self, tracer, error)
+        if error:
+            context = tracer.output.tracing_context
+            describer = context.fake_mode.fake_tensor_converter.meta_converter.describer
+            guards = (context.guards_context, "dynamo_guards")
+            forget_notes([guards, (context, "tensor_to_context"), (describer, "lookup_tensor")])
+
+    return DynamoTracerOutput, "__init__", make
+
+
+@functools.cache
+def _quiet() -> tuple[tuple[Any, str, Any], ...]:
+    """Dynamo without its advice on graph breaks, for loops that never asked for it: the report has that. (2.11, 2.13)
+
+    What it warns of only once it has not warned of then, and does when the user's own code is compiled.
+    """
+    import torch._dynamo.utils as utils
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    warn_once = utils.warn_once
+
+    def warn(msg: str, stacklevel: int = 1) -> None:
+        if not msg.startswith("Dynamo does not know how to trace"):
+            warn_once(msg, stacklevel + 1)
+
+    return (
+        (utils, "warn_once", warn),
+        (TensorVariable, "_warn_capture_scalar_outputs", staticmethod(lambda: None)),
+    )
+
+
+@functools.cache
+def _mends() -> tuple[tuple[Any, str, Any], ...]:
+    """Methods of Dynamo's that set too few guards in torch 2.11, or fail for some; 2.13 needs none."""
+    if torch.__version__ >= "2.13":  # compares versions, not text
+        return ()
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+    from torch._guards import Guard
+
+    return (
+        (UserDefinedClassVariable, "var_getattr", _guarding(UserDefinedClassVariable.var_getattr)),
+        (Guard, "set_export_info", _for_new_objects(Guard.set_export_info)),
+    )
+
+
+def _guarding(var_getattr: Callable[..., Any]) -> Callable[..., Any]:
+    """Let guards stand for numbers, strings, enums and lists of them that are read from a class.
+
+    As in `type(self).scale`. (2.11: pytorch #176851)
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, EnumVariable  # type: ignore[attr-defined]
+    from torch._dynamo.variables.base import VariableTracker
+
+    def guarded(self: Any, tx: Any, name: str) -> Any:
+        found = var_getattr(self, tx, name)
+        if self.source is None or found.source is not None or name.startswith("__"):
+            return found
+        source = AttrSource(self.source, name)
+        if isinstance(found, ConstantVariable):
+            install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+        elif isinstance(found, EnumVariable):
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+        elif ConstantVariable.is_literal(value := getattr(self.value, name, None)):  # a list, tuple or set
+            return VariableTracker.build(tx, value, source)
+        return found
+
+    return guarded
+
+
+def _for_new_objects(set_export_info: Callable[..., None]) -> Callable[..., None]:
+    """Let guards be for a property that returns a new object each time, as some of transformers' configs have.
+
+    With a filter guards are made twice, and torch wants the same object then. (2.11)
+    """
+
+    def set_anew(self: Any, *args: Any) -> None:
+        self.obj_weakref = None
+        set_export_info(self, *args)
+
+    return set_anew
+
+
+def dynamo_step_config() -> AbstractContextManager[None]:
+    """Trace with every Python number specialised, so that a guard stands for it (torch 2.11, 2.13)."""
+    import torch._dynamo.config as config
+
+    return _tracing(
+        specialize_int=True,
+        specialize_float=True,
+        allow_unspec_int_on_nn_module=False,
+        automatic_dynamic_shapes=False,
+        assume_static_by_default=True,
+        capture_scalar_outputs=False,
+        capture_dynamic_output_shape_ops=False,
+        skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
+        skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
+        side_effect_replay_policy="info",  # keeps the user's stack of every mutation
+        recompile_limit=32,
+        suppress_errors=False,
+        # `warning_once` and its like (transformers puts them on Logger) say nothing the second time
+        ignore_logging_functions=_Functions.of(
+            *config.ignore_logging_functions,
+            *[getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")],
+        ),
+    )
+
+
+@functools.cache
+def _optimizers_as_they_are() -> tuple[Any, str, Any]:
+    """Let an optimizer be traced as any other object. (2.11, 2.13)
+
+    Otherwise Dynamo runs `_init_group` for real and sets few guards for what it does, takes `capturable` for
+    True, moves step counts to the GPU, and loses what is written to the optimizer's attributes.
+    """
+    import torch._dynamo.variables.builder as builder
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    def any_object(value: Any, *, source: Any, **kwargs: Any) -> Any:
+        made = UserDefinedObjectVariable(value, source=source)
+        return InstructionTranslator.current_tx().output.side_effects.track_object_existing(value, made)
+
+    return builder, "OptimizerVariable", any_object
+
+
+class _Functions(str):
+    """Functions to iterate over, in a value that `json.dumps` takes: torch 2.11 logs Dynamo's options."""
+
+    functions: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, *functions: Any) -> _Functions:
+        made = cls(", ".join(str(f) for f in functions))
+        made.functions = functions
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.functions)
+
+    def __contains__(self, function: object) -> bool:
+        return function in self.functions
+
+
+def parameters_go_unguarded() -> bool:
+    """Whether what Dynamo compiles now misses a parameter that gets another shape or other strides.
+
+    torch 2.11 skips guards of parameters while the dict of a module that holds them is as it was.
+    """
+    import torch._dynamo.config as config
+
+    # compares versions, not text
+    return torch.__version__ < "2.13" and config.skip_tensor_guards_with_matching_dict_tags
+
+
+@contextmanager
+def dynamo_region_config(**settings: Any) -> Iterator[list[BaseException]]:
+    """Compile so that it is noticed when hooks of modules or methods of classes change later (torch 2.11, 2.13).
+
+    A function for which Dynamo itself fails runs as it is, because half of the step may
+    have been made by then.
+
+    All of it is switched on when Dynamo traces, which few steps do.
+
+    Args:
+        **settings: further ones of Dynamo.
+
+    Yields:
+        These failures, for which torch would log pages.
+    """
+    failures: list[BaseException] = []
+    tracer, call, trace = _tracer()
+
+    def traced(self: Any, *args: Any) -> Any:
+        with _tracing_regions(failures, settings):
+            return trace(self, *args)
+
+    with autocast.backward_comes_here(), _changed([(tracer, call, traced)]):
+        yield failures
+
+
+@functools.cache
+def _tracer() -> tuple[Any, str, Any]:
+    """What is called for a frame without compiled code. (2.11, 2.13)"""
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+    return CatchErrorsWrapper, "__call__", CatchErrorsWrapper.__call__
+
+
+@contextmanager
+def _tracing_regions(failures: list[BaseException], settings: dict[str, Any]) -> Iterator[None]:
+    def take(record: logging.LogRecord) -> bool:
+        if "recompile_limit" in str(record.msg) or "recompile_limit" in map(str, record.args or ()):
+            return False
+        if record.levelno != logging.WARNING or not record.exc_info or record.exc_info[1] is None:
+            return True
+        failures.append(record.exc_info[1])
+        return False
+
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    log.addFilter(take)
+    settings = {
+        "skip_nnmodule_hook_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,  # `p.data = p.data[:n]` changes no dict
+        "skip_no_tensor_aliasing_guards_on_parameters": False,  # two weights may become one
+        "suppress_errors": True,
+        **settings,
+    }
+    try:
+        mends = _changed([*_guarded_methods(), *switches.guarded()])
+        with mends, autocast.as_around_backward(), _tracing(**settings):
+            yield
+    finally:
+        log.removeFilter(take)
+
+
+@functools.cache
+def _guarded_methods() -> tuple[tuple[Any, str, Any], ...]:
+    """Dynamo guards that no object has a method of its own, and not which one its class has. (2.11, 2.13)"""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, TypeSource
+    from torch._dynamo.variables import nn_module
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    called = "guard_to_detect_forward_monkeypatching"
+    guard_forward: Callable[..., None] = getattr(nn_module, called)
+    read: Callable[..., Any] = UserDefinedObjectVariable.var_getattr
+
+    def guard(source: Any, value: object, name: str) -> None:
+        if source is not None and isinstance(getattr(type(value), name, None), types.FunctionType):
+            install_guard(AttrSource(TypeSource(source), name).make_guard(GuardBuilder.ID_MATCH))
+
+    def forward(source: Any, module: torch.nn.Module) -> None:
+        guard_forward(source, module)
+        guard(source, module, "forward")
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        found = read(self, tx, name)
+        if not name.startswith("_"):
+            guard(self.source, self.value, name)
+        return found
+
+    return (nn_module, called, forward), (UserDefinedObjectVariable, "var_getattr", var_getattr)
