@@ -9,7 +9,7 @@ from typing import Any
 
 from pygraph_train import backend
 from pygraph_train.backend import RegionRecord
-from pygraph_train.diagnose.report import StepReport
+from pygraph_train.report.step_report import StepReport
 
 __all__ = ["LoopReport"]
 

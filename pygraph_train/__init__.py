@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pygraph_train.backend import compile
     from pygraph_train.config import PyGraphConfig
-    from pygraph_train.diagnose.report import StepReport
     from pygraph_train.integrations.accelerate import Accelerator, PyGraph
     from pygraph_train.integrations.lightning import PyGraphCallback
     from pygraph_train.integrations.transformers import PyGraphTrainer, PyGraphTrainerCallback
+    from pygraph_train.report.step_report import StepReport
     from pygraph_train.step.graphed import GraphedStep
-    from pygraph_train.step.legality import PyGraphError
+    from pygraph_train.tracing.trace import PyGraphError
 
 __version__ = "0.1.0"
 
@@ -46,10 +46,10 @@ _HOMES = {
     "PyGraph": "pygraph_train.integrations.accelerate",
     "PyGraphCallback": "pygraph_train.integrations.lightning",
     "PyGraphConfig": "pygraph_train.config",
-    "PyGraphError": "pygraph_train.step.legality",
+    "PyGraphError": "pygraph_train.tracing.trace",
     "PyGraphTrainer": "pygraph_train.integrations.transformers",
     "PyGraphTrainerCallback": "pygraph_train.integrations.transformers",
-    "StepReport": "pygraph_train.diagnose.report",
+    "StepReport": "pygraph_train.report.step_report",
 }
 
 

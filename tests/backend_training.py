@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pygraph_train.backend import region
+from pygraph_train.regions import region
 
 __all__ = ["Square", "emptied_after_the_forward", "guard_what_is_read"]
 

@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pygraph_train.backend as backend
-from pygraph_train.backend import arena as arena_module
-from pygraph_train.backend import capture as capture_module
-from pygraph_train.backend import inductor
-from pygraph_train.backend import region as region_module
-from pygraph_train.backend.arena import Arena, Block, Occupant, block_of
 from pygraph_train.graphs import CaptureError
 from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.regions import arena as arena_module
+from pygraph_train.regions import inductor
+from pygraph_train.regions import region as region_module
+from pygraph_train.regions import region_capture as capture_module
+from pygraph_train.regions.arena import Arena, Block, Occupant, block_of
 from pygraph_train.torch_private.inductor import compile_with_inductor
 from pygraph_train.torch_private.memory import borrow_memory, storage_use_count
 

@@ -34,11 +34,11 @@ from test_backend import (  # noqa: F401 - these tests once more, with outputs h
 from torch import nn
 
 import pygraph_train.backend as backend
-from pygraph_train.backend import capture as capture_module
-from pygraph_train.backend import inductor
-from pygraph_train.backend import pair as pair_module
-from pygraph_train.backend.arena import Arena, block_of
-from pygraph_train.backend.choice import Choice, Cost
+from pygraph_train.regions import inductor
+from pygraph_train.regions import pair as pair_module
+from pygraph_train.regions import region_capture as capture_module
+from pygraph_train.regions.arena import Arena, block_of
+from pygraph_train.regions.serving import Choice, Cost
 
 
 @pytest.fixture(autouse=True)

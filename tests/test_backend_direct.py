@@ -26,7 +26,7 @@ from test_backend import (  # noqa: F401
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pygraph_train.backend import direct
+from pygraph_train.regions import direct
 
 
 class Plain(nn.Module):

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pygraph_train.backend as backend
-from pygraph_train.backend.arena import Arena
-from pygraph_train.backend.capture import RegionCapture
-from pygraph_train.backend.staging import _Buffer
 from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.regions.arena import Arena
+from pygraph_train.regions.region_capture import RegionCapture
+from pygraph_train.regions.staging import _Buffer
 
 pytestmark = pytest.mark.usefixtures("hostile")
 

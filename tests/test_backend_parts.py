@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import fx
 
-from pygraph_train.backend.arena import Arena, Occupant
-from pygraph_train.backend.capture import Handing, RegionCapture
-from pygraph_train.backend.choice import Choice, Cost, choose
-from pygraph_train.backend.pair import WORTH_POINTING, Pair
-from pygraph_train.backend.recording import record
-from pygraph_train.backend.report import RegionRecord
-from pygraph_train.backend.staging import Staged
-from pygraph_train.backend.transform import Transformed
+from pygraph_train.regions.arena import Arena, Occupant
+from pygraph_train.regions.pair import WORTH_POINTING, Pair
+from pygraph_train.regions.record import RegionRecord
+from pygraph_train.regions.recording import record
+from pygraph_train.regions.region_capture import Handing, RegionCapture
+from pygraph_train.regions.serving import Choice, Cost, choose
+from pygraph_train.regions.staging import Staged
+from pygraph_train.regions.transform import Transformed
 from pygraph_train.torch_private.memory import borrow_memory
 
 

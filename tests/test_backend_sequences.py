@@ -18,7 +18,7 @@ from test_backend import compiled, graphed_regions, hostile  # noqa: F401
 from torch import nn
 
 import pygraph_train.backend as backend
-from pygraph_train.backend.arena import Arena
+from pygraph_train.regions.arena import Arena
 
 SEEDS = range(6)
 OPERATIONS = 40

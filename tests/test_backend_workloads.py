@@ -11,8 +11,9 @@ from test_backend import hostile  # noqa: F401
 import pygraph_train.backend as backend
 from benchmarks.paper_workloads import build
 from benchmarks.workloads import WorkloadUnavailable
-from pygraph_train.backend import capture, direct
-from pygraph_train.backend.arena import Arena
+from pygraph_train.regions import direct
+from pygraph_train.regions import region_capture as capture
+from pygraph_train.regions.arena import Arena
 
 STEPS = 12
 

@@ -15,15 +15,16 @@ from generator.shrink import shrunk
 from generator.strategies import LOOPS
 from generator.suite import each_case
 
+from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.emulated import EmulatedGraph
-from pygraph_train.step import runner, watch
-from pygraph_train.step.gradients import Gradients
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.step import runner
 from pygraph_train.step.inputs import StaticInputs
-from pygraph_train.step.legality import Trace
-from pygraph_train.step.optimizer import OptimizerPreparation
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.rebinding import Moves
-from pygraph_train.step.watch import ModuleWatch
+from pygraph_train.tracing import watch
+from pygraph_train.tracing.trace import Trace
+from pygraph_train.tracing.watch import ModuleWatch
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -64,7 +65,7 @@ def _absent_gradients_are_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def _memory_of_parameters_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("pygraph_train.step.legality.writes_to_inputs", lambda graph: [])
+    patch.setattr("pygraph_train.tracing.trace.writes_to_inputs", lambda graph: [])
     patch.setattr(Moves, "found", lambda self: [])
 
 

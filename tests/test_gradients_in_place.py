@@ -15,8 +15,8 @@ from test_regions import in_regions, with_print
 from torch import Tensor, nn
 from training import Diary, Net, adamw, batches, both, loss_of, sgd
 
-from pygraph_train.step import gradient_places
-from pygraph_train.step.optimizer_phase import OptimizerPhase, _Capture
+from pygraph_train.gradients import places as gradient_places
+from pygraph_train.optimizers.phase import OptimizerPhase, _Capture
 
 
 class Seen:

@@ -11,7 +11,7 @@ from torch import nn
 
 from pygraph_train import GraphedStep
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.diagnose.report import StepReport
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.step import runner
 from pygraph_train.step.launch_bound import LaunchBoundCheck
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from training import Diary, Net, adamw, batches, both, line_of, loss_of, replayed, sgd
 
 from pygraph_train import StepReport
-from pygraph_train.diagnose.report import Fallback
-from pygraph_train.step.legality import Trace
+from pygraph_train.report.step_report import Fallback
+from pygraph_train.tracing.trace import Trace
 
 COUNT = 0
 

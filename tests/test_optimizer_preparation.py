@@ -30,9 +30,9 @@ from torch.optim import (
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pygraph_train.step import optimizer as module
-from pygraph_train.step.optimizer import OptimizerPreparation
-from pygraph_train.step.optimizer_kernels import GroupPlan, host_state_keys, plan_group, supported_class
+from pygraph_train.optimizers import preparation as module
+from pygraph_train.optimizers.kernels import GroupPlan, host_state_keys, plan_group, supported_class
+from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.torch_private.optim import fused_adagrad_on_cuda
 
 FUSED_CPU: dict[str, Callable[..., Optimizer]] = {
@@ -475,9 +475,9 @@ def test_kernels_that_read_the_learning_rate_on_the_host_are_refused(cls: type) 
 def test_sgd_and_adagrad_become_fused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = GroupPlan({"fused": True, "foreach": False})
     assert plan_group(SGD, {"fused": None, "foreach": True}, "cuda") == fused
-    monkeypatch.setattr("pygraph_train.step.optimizer_kernels.fused_adagrad_on_cuda", lambda: True)
+    monkeypatch.setattr("pygraph_train.optimizers.kernels.fused_adagrad_on_cuda", lambda: True)
     assert plan_group(Adagrad, {"fused": None, "foreach": None}, "cuda") == fused
-    monkeypatch.setattr("pygraph_train.step.optimizer_kernels.fused_adagrad_on_cuda", lambda: False)
+    monkeypatch.setattr("pygraph_train.optimizers.kernels.fused_adagrad_on_cuda", lambda: False)
     why = plan_group(Adagrad, {"fused": None, "foreach": None}, "cuda").reason
     assert why is not None
     assert "this torch version" in why

@@ -54,7 +54,7 @@ def test_installed_wheel_resolves_all_its_packages(wheel: Path, tmp_path: Path) 
         "print(pygraph_train.__file__)\n"
         "print(pygraph_train.integrations.__file__)\n"
         "print(importlib.util.find_spec('pygraph_train.step.graphed').origin)\n"
-        "print(importlib.util.find_spec('pygraph_train.diagnose.report').origin)\n"
+        "print(importlib.util.find_spec('pygraph_train.report.step_report').origin)\n"
     )
     # PYTHONPATH comes before the editable install of the checkout that runs these tests
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}

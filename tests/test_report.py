@@ -10,8 +10,8 @@ import pytest
 from training import CONFIG, Net, adam, adamw, batches, loss_of
 
 from pygraph_train import GraphedStep, StepReport
-from pygraph_train.diagnose import report as module
-from pygraph_train.diagnose.report import Fallback
+from pygraph_train.report import step_report as module
+from pygraph_train.report.step_report import Fallback
 from pygraph_train.selection.arms import NOTHING, WHOLE, Arm
 from pygraph_train.selection.controller import Controller
 from pygraph_train.selection.timing import StepTime
@@ -160,7 +160,7 @@ from pygraph_train import StepReport
 
 random.seed(0)
 before = random.getstate()
-str(StepReport()), str(pygraph_train.backend.report()), StepReport().__rich__()
+str(StepReport()), str(pygraph_train.regions.record()), StepReport().__rich__()
 assert random.getstate() == before
 """
     # in a process of its own: what draws is an import

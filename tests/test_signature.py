@@ -11,7 +11,7 @@ import pytest
 import torch
 from training import differs, frozen
 
-from pygraph_train.step.signature import flatten, key_of, leaf_paths, map_leaves
+from pygraph_train.tracing.signature import flatten, key_of, leaf_paths, map_leaves
 
 Pair = namedtuple("Pair", "a b")
 

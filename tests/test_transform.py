@@ -14,9 +14,9 @@ from fake_device import device, example_inputs, fake_tensors, graphs_of, on_fake
 from torch import fx, nn
 from torch._inductor.lowering import lowerings
 
-from pygraph_train.backend.passes import batch, items, relocate
-from pygraph_train.backend.passes.draft import Draft
-from pygraph_train.backend.transform import Transformed, transform
+from pygraph_train.regions.passes import batch, items, relocate
+from pygraph_train.regions.passes.draft import Draft
+from pygraph_train.regions.transform import Transformed, transform
 
 CPU = torch.device("cpu")
 

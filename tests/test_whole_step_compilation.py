@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import differs
 
-from pygraph_train.step.legality import Trace
+from pygraph_train.tracing.trace import Trace
 
 FOREACH_COPY = torch.ops.aten._foreach_copy.default
 
@@ -114,7 +114,7 @@ def test_a_compilation_that_fails_with_kernels_together_is_done_without(
 
     model, x = linears(), torch.randn(4, 8)
     expected = trained(torch.compile(under_autocast), model, model, x)
-    monkeypatch.setattr("pygraph_train.backend.inductor.small_ends_together", failing)
+    monkeypatch.setattr("pygraph_train.regions.inductor.small_ends_together", failing)
     found, trace = compiled(model, under_autocast, model, x)
     told = "small kernels were not put together, which failed: AssertionError: no such tiling"
     assert trace.left == [told, told]  # forward and backward

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.report.step_report import StepReport
 
 __all__ = ["Clock"]
 

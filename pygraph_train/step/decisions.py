@@ -11,17 +11,17 @@ from typing import Any
 from torch import distributed
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.diagnose.report import StepReport
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.report.step_report import StepReport
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm, Phase, Plan
 from pygraph_train.selection.cache import Decision, DecisionCache
 from pygraph_train.selection.controller import Controller, Estimate, Switch
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.identity import identity
-from pygraph_train.step.legality import held_weakly
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.variants import Variant
+from pygraph_train.tracing.trace import held_weakly
 
 __all__ = ["COMPILE_SECONDS", "Decisions"]
 

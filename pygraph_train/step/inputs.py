@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pygraph_train.step.signature import alignment, flatten, map_leaves
+from pygraph_train.tracing.signature import alignment, flatten, map_leaves
 
 __all__ = ["StaticInputs", "Transfer"]
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.step.legality import Problem
-from pygraph_train.step.optimizer import OptimizerPreparation
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.tracing.trace import Problem
 
 __all__ = ["CLIPS_OTHERS", "Call", "StepProgram", "at_work", "not_optimized", "plain_call"]
 

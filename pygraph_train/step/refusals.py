@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.location import user_location
-from pygraph_train.step.legality import NotLegal, Problem, Trace, readable
-from pygraph_train.step.signature import leaf_paths
+from pygraph_train.tracing.signature import leaf_paths
+from pygraph_train.tracing.trace import NotLegal, Problem, Trace, readable
 
 __all__ = [
     "ANOMALY",

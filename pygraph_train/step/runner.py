@@ -15,29 +15,20 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.diagnose.report import CaptureRecord, Fallback, StepReport
+from pygraph_train.gradients.places import Source
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.kernels import is_unknown
+from pygraph_train.optimizers.phase import OptimizerPhase
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.trial import OptimizerTrial
+from pygraph_train.report.step_report import CaptureRecord, Fallback, StepReport
 from pygraph_train.selection.arms import NOTHING, WHOLE, Arm, Phase, Plan
 from pygraph_train.selection.controller import Switch
-from pygraph_train.step.capture import CaptureMaker
+from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.clock import Clock
 from pygraph_train.step.decisions import COMPILE_SECONDS, Decisions
-from pygraph_train.step.gradient_places import Source
 from pygraph_train.step.launch_bound import LaunchBoundCheck
-from pygraph_train.step.legality import (
-    NotLegal,
-    Problem,
-    PyGraphError,
-    Trace,
-    backward_hook,
-    hooked,
-    readable,
-)
-from pygraph_train.step.optimizer import OptimizerPreparation
-from pygraph_train.step.optimizer_kernels import is_unknown
-from pygraph_train.step.optimizer_phase import OptimizerPhase
-from pygraph_train.step.optimizer_trial import OptimizerTrial
 from pygraph_train.step.plan import PositionInAccumulation, legal_plans
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.rebinding import UNSEEN_MOVE, Moves
@@ -52,7 +43,6 @@ from pygraph_train.step.refusals import (
     unsupported_leaf,
 )
 from pygraph_train.step.regions import Regions
-from pygraph_train.step.signature import Key, flatten, key_of
 from pygraph_train.step.variants import Capture, Signature, Variant, same_memory
 from pygraph_train.step.verify import Fingerprint, ScratchState
 from pygraph_train.torch_private.hooks import (
@@ -62,6 +52,16 @@ from pygraph_train.torch_private.hooks import (
 )
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
+from pygraph_train.tracing.signature import Key, flatten, key_of
+from pygraph_train.tracing.trace import (
+    NotLegal,
+    Problem,
+    PyGraphError,
+    Trace,
+    backward_hook,
+    hooked,
+    readable,
+)
 
 __all__ = ["Ran", "Replayed", "StepRunner"]
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from backend_training import Square, emptied_after_the_forward, guard_what_is_read
 
 import pygraph_train.backend as backend
-from pygraph_train.backend import direct
+from pygraph_train.regions import direct
 
 pytestmark = [
     pytest.mark.gpu,
@@ -311,7 +311,7 @@ def test_backward_reuses_the_memory_of_what_it_consumes() -> None:
 
 
 def test_a_pool_whose_graphs_were_all_closed_takes_new_ones() -> None:
-    from pygraph_train.backend import inductor
+    from pygraph_train.regions import inductor
 
     model = nn.Linear(64, 64).cuda()
     call = torch.compile(model, backend="pygraph", options={"selection": False})

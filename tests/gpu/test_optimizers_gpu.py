@@ -23,7 +23,7 @@ from torch.optim import (
     Rprop,
 )
 
-from pygraph_train.step.optimizer import OptimizerPreparation
+from pygraph_train.optimizers.preparation import OptimizerPreparation
 
 pytestmark = [
     pytest.mark.gpu,

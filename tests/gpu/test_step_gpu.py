@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
 from pygraph_train import GraphedStep, PyGraphConfig
-from pygraph_train.backend import inductor
+from pygraph_train.regions import inductor
 
 pytestmark = [
     pytest.mark.gpu,

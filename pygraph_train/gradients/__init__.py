@@ -1,0 +1,1 @@
+"""Where gradients lie."""

@@ -1,0 +1,1 @@
+"""Which kernels an optimizer runs with, and its graph."""

@@ -1,0 +1,180 @@
+"""`optimizer.step()` of a loop that the user wrote, as a graph of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.phase import OptimizerPhase
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.step.program import StepProgram, at_work
+from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors, scaler_unscaled
+from pygraph_train.tracing.trace import Problem, PyGraphError
+
+__all__ = ["OptimizerGraph"]
+
+log = logging.getLogger("pygraph_train")
+
+
+_UNSCALED = Problem(
+    "the optimizer runs outside of graphs: gradients are unscaled before its step (to clip them), and whether they "
+    "overflowed is in a new tensor each time",
+    fix="Mixed precision with bf16 needs no GradScaler",
+)
+
+
+class OptimizerGraph:
+    """Runs one optimizer's step, from a graph where that is proved to be the same.
+
+    Gradients are wherever the user's backward left them, see `OptimizerPhase`.
+
+    Args:
+        optimizer: stepped by the user's loop.
+        engine: where graphs are made; may be shared with other optimizers.
+        config: options.
+        report: filled while running.
+        scaler: the GradScaler of the loop, if there is one.
+
+    Attributes:
+        runs: steps made so far.
+        replayed: whether the last one ran from a graph.
+        suspended: whether something else looks after this optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        config: PyGraphConfig,
+        report: StepReport,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.runs = 0
+        self.replayed = False
+        self.suspended = False
+        self._engine = engine
+        self._config = config
+        self._report = report
+        self._program = _OptimizerProgram(optimizer, engine.device, scaler)
+        self._preparation: OptimizerPreparation | None = None
+        self._phase: OptimizerPhase | None = None
+        self._off = config.optimizer == "off"
+        self._told = False
+
+    def run(self, body: Callable[[], None], constants: Any = ()) -> None:
+        """Make one step.
+
+        Args:
+            body: the step in Python.
+            constants: Python values that a capture of `body` bakes in.
+        """
+        self.runs += 1
+        self.replayed = False
+        if self._off or self.suspended or self._refused():
+            return body()
+        assert self._preparation is not None
+        if self._program.unscaled:
+            if not self._told:
+                self._told = True
+                self._note(_UNSCALED)
+            with self._preparation.prepared():  # the kernels of the graph from the first step on
+                return body()
+        self._run_phase(body, constants)
+
+    def suspend(self) -> None:
+        """Release the graph and give the optimizer back as it was, until `resume`."""
+        self.suspended = True
+        self._give_back()
+
+    def resume(self) -> None:
+        """Look after the optimizer again."""
+        self.suspended = False
+
+    def close(self) -> None:
+        """Release the graph and give the optimizer back as it was. Later steps run as they are."""
+        self._off = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._phase is not None:
+            self._phase.close()
+            self._phase = None
+        if self._preparation is not None:
+            self._preparation.close()
+            self._preparation = None
+
+    def _run_phase(self, body: Callable[[], None], constants: Any) -> None:
+        assert self._preparation is not None
+        if self._phase is None:
+            self._phase = OptimizerPhase(
+                cast(StepProgram, self._program),
+                self._preparation,
+                self._engine,
+                self._config,
+                self._report,
+            )
+        self._phase.run(body, constants, source="regions", step=self.runs)
+        self.replayed = self._phase.replayed
+        self._report.optimizer_steps_replayed += self.replayed
+        if self._phase.problem is not None:
+            self._turn_off(self._phase.problem)
+
+    def _refused(self) -> bool:
+        if self._preparation is None:
+            self._preparation = OptimizerPreparation(self.optimizer, emulated=self._engine.name == "emulated")
+            reason = self._preparation.reason or self._program.why_update_stays_outside(self._preparation)
+            if reason is not None:
+                self._turn_off(Problem(f"the optimizer runs outside of graphs: {reason}"))
+        return self._off
+
+    def _turn_off(self, problem: Problem) -> None:
+        self.close()
+        self._note(problem)
+
+    def _note(self, problem: Problem) -> None:
+        if self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self.runs)):
+            level = logging.WARNING if self._config.optimizer == "on" else logging.INFO
+            log.log(level, "pygraph: %s", problem)
+        if self._config.on_failure == "raise":
+            raise PyGraphError(str(problem))
+
+
+class _OptimizerProgram:
+    """The part of `StepProgram` that the optimizer phase needs."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.device = device
+        self._scaler = at_work(scaler)
+        # as the user made it: does it unscale in its own kernels, without telling the host of overflows?
+        self._unscales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        if self._scaler is not None and not (self._unscales_itself and preparation.step_supports_scaler):
+            return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
+        return None
+
+    @property
+    def unscaled(self) -> bool:
+        """Clipping has unscaled the gradients: what it found out is in tensors that are new on every step."""
+        return self._scaler is not None and scaler_unscaled(self._scaler, self.optimizer)
+
+    def abandon(self) -> None:
+        if self._scaler is not None:
+            refresh_scaler_state(self._scaler, self.optimizer)
+
+    def extra_state(self) -> Iterable[Tensor]:
+        return scaler_tensors(self._scaler) if self._scaler is not None else ()

@@ -1,0 +1,380 @@
+"""The optimizer phase as a graph of its own: unscale, clip, step, the scaler's update.
+
+It takes gradients wherever they lie. Where that is the same place on every step the graph works on them there,
+without keeping them alive: whoever owns that memory may reuse it as soon as nobody holds the gradients. Elsewhere
+they are copied into buffers of the graph. `.grad` stays the tensor that the backward has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.gradients.places import Layout, Place, Source
+from pygraph_train.graphs.engine import Engine, Graph
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.trial import OptimizerTrial
+from pygraph_train.report.step_report import CaptureRecord, StepReport
+from pygraph_train.step.program import StepProgram
+from pygraph_train.step.refusals import problem_of
+from pygraph_train.step.verify import Audits, Fingerprint, HostCopy
+from pygraph_train.torch_private.memory import borrow_memory, tensor_looks
+from pygraph_train.tracing.trace import Problem
+
+__all__ = ["OptimizerPhase"]
+
+log = logging.getLogger("pygraph_train")
+
+_RUNS_BEFORE_CAPTURE = 2
+"""Runs with the kernels that will be captured; the optimizer's state exists after the first."""
+
+_MOST_CHANGES = 3
+"""So often a capture is thrown away because something it rests on has changed."""
+
+_REPLAYS_PER_CHANGE = 50
+"""A capture that served this many replays has paid for one more."""
+
+_MOST_SETS = 4
+"""Captures kept for one source of gradients: one for each set of parameters that have none (heads that take turns)."""
+
+_MOST_MET = 32
+"""Such sets after which no end of them is expected."""
+
+_Key = tuple[Source, tuple[bool, ...]]
+"""Who has left the gradients, and which parameters have none; empty where all have one."""
+
+_grad = operator.attrgetter("grad")
+
+
+@dataclass
+class _Capture:
+    """A graph of the phase and what it rests on.
+
+    Attributes:
+        addresses: of the parameters.
+        looks: whether parameters have the shapes, strides and types of then.
+        gradients: where they were; with buffers only what they look like counts.
+        buffers: copies of the gradients that the graph works on, None where it works on them as they lie.
+    """
+
+    graph: Graph
+    addresses: list[int]
+    looks: Callable[..., bool]
+    gradients: Layout
+    buffers: list[Tensor] | None
+    hyperparameters: Any
+    constants: Any
+    generation: int
+    verified: bool
+    audits: Audits
+    replays: int = 0
+
+    def reaches(self, gradients: Layout) -> bool:
+        """Whether it works on gradients that lie like these."""
+        return self.buffers is not None or gradients.addresses == self.gradients.addresses
+
+
+class OptimizerPhase:
+    """Runs the optimizer phase, from a graph where that is proved to be the same.
+
+    Args:
+        program: for the optimizer, and what else its phase writes.
+        preparation: of the optimizer, without a `reason` against capturing.
+        engine: where graphs are made.
+        config: options.
+        report: filled while running.
+
+    Attributes:
+        problem: why there are no more graphs, None while there may be.
+        replayed: whether the last `run` was a replay of a verified graph.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        preparation: OptimizerPreparation,
+        engine: Engine,
+        config: PyGraphConfig,
+        report: StepReport,
+    ) -> None:
+        assert program.optimizer is not None
+        self.problem: Problem | None = None
+        self.replayed = False
+        self._program = program
+        self._optimizer = program.optimizer
+        self._preparation = preparation
+        self._engine = engine
+        self._config = config
+        self._report = report
+        # by the source of the gradients, and by which are there: their addresses are others then
+        self._captures: dict[_Key, _Capture] = {}
+        self._places: dict[_Key, Place] = {}
+        self._runs: dict[_Key, int] = {}
+        self._changes = 0
+        self._replays = 0
+
+    def run(self, body: Callable[[], None], constants: Any, *, source: Source, step: int) -> None:
+        """Make the phase with the gradients as they are.
+
+        Args:
+            body: the phase in Python.
+            constants: Python values that a capture of `body` bakes in.
+            source: who has left the gradients.
+            step: the training step, for the report.
+        """
+        self.replayed = False
+        if self.problem is not None:
+            return body()
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        gradients = list(map(_grad, parameters))
+        try:
+            layout = Layout.of(gradients)
+        except RuntimeError as error:
+            self.problem = self._preparation.problem or _outside(str(error))
+            return body()
+        key: _Key = source, tuple(layout.missing)
+        if key not in self._places and len(self._places) >= _MOST_MET:
+            self.problem = _ABSENT
+            return body()
+        place = self._places.setdefault(key, Place(source))
+        place.follow(layout)
+        capture = self._captures.get(key)
+        if capture is not None and (why := self._invalid(capture, parameters, layout, constants)) is not None:
+            self._forget(key)
+            capture = None
+            # state of what is new comes into being outside of a capture
+            self._runs[key] = _RUNS_BEFORE_CAPTURE - 1
+            self._changes += 1
+            if self._changes > _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE:
+                self.problem = why
+                return body()
+        if capture is None or not capture.reaches(layout):
+            if (problem := self._preparation.problem) is not None:
+                self.problem = problem
+                return body()
+            if self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
+                self._runs[key] += 1
+                return self._run_prepared(body)
+            if not place.settled(self._replays):
+                return self._run_prepared(body)
+            if not self._preparation.steady:
+                self._changes += 1
+                if self._changes > _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE:
+                    self.problem = self._preparation.what_changed()
+                    return body()
+                return self._run_prepared(body)
+            if capture is not None:
+                self._forget(key)
+            elif not self._make_room(source):
+                self.problem = _ABSENT
+                return body()
+            # a graph knows nothing of what other kinds of tensors do, and none has an address for no elements
+            present = [g for g in gradients if g is not None]
+            place.buffers |= any(type(g) is not Tensor or not g.numel() for g in present)
+            if place.buffers and any(map(_overlaps, present)):  # nothing can be copied back there
+                return self._run_prepared(body)
+            capture = self._capture(body, parameters, layout, constants, place.buffers, step)
+            if capture is None:
+                return body()
+            self._captures[key] = capture
+        audits = capture.audits
+        if capture.verified and (audits.left > 0 or not audits.due(time.perf_counter())):
+            self.replayed = True
+            audits.left -= 1
+            return self._replay(capture, gradients)
+        self._verified_replay(capture, body, parameters, gradients, key)
+
+    def _replay(self, capture: _Capture, gradients: Sequence[Tensor | None]) -> None:
+        """The hot path: gradients into buffers if there are any, learning rate in, launch."""
+        buffers = capture.buffers
+        present = [g for g in gradients if g is not None] if buffers is not None else []
+        if buffers is not None:
+            with torch.no_grad():
+                torch._foreach_copy_(buffers, present)
+        self._preparation.sync()
+        capture.graph.replay()
+        if buffers is not None:  # clipped and unscaled, and whoever holds one sees that
+            with torch.no_grad():
+                torch._foreach_copy_(present, buffers)
+        capture.replays += 1
+        self._replays += 1
+
+    def _invalid(
+        self, capture: _Capture, parameters: list[Tensor], layout: Layout, constants: Any
+    ) -> Problem | None:
+        """What to say if this goes on, None where everything but the gradients' addresses is as captured."""
+        if list(map(Tensor.data_ptr, parameters)) != capture.addresses:
+            return Problem("parameters live at new addresses again and again")
+        if not capture.looks(*parameters):
+            return Problem("parameters change their shape, strides or requires_grad again and again")
+        preparation = self._preparation
+        if (
+            capture.constants == constants
+            and capture.generation == preparation.generation
+            and preparation.state_unchanged()
+            and preparation.hyperparameters() == capture.hyperparameters
+            and capture.gradients.looks == layout.looks
+        ):
+            return None
+        return preparation.what_changed()
+
+    def _run_prepared(self, body: Callable[[], None]) -> None:
+        with self._preparation.warm_up():
+            body()
+
+    def _capture(
+        self,
+        body: Callable[[], None],
+        parameters: list[Tensor],
+        layout: Layout,
+        constants: Any,
+        buffers: bool,
+        step: int,
+    ) -> _Capture | None:
+        """Record the phase without executing it; None (and a `problem`) where that cannot be done."""
+        started = time.perf_counter()
+        preparation = self._preparation
+        if (reason := self._program.why_update_stays_outside(preparation)) is not None:
+            self.problem = _outside(reason)
+            return None
+        self.problem = preparation.prove()
+        if self.problem is not None:
+            return None
+        preparation.settle()
+        gradients = list(map(_grad, parameters))
+        stand_in = _copy if buffers else borrow_memory
+        stand_ins = [None if g is None else stand_in(g) for g in gradients]
+        try:
+            for p, s in zip(parameters, stand_ins, strict=True):
+                p.grad = s
+            with preparation.prepared():
+                graph, _ = self._engine.capture(body)
+        except Exception as error:
+            self.problem = problem_of(error)
+            return None
+        finally:
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g
+            self._program.abandon()
+        preparation.remember()
+        made = _Capture(
+            graph=graph,
+            addresses=list(map(Tensor.data_ptr, parameters)),
+            looks=tensor_looks(parameters),
+            gradients=layout,
+            buffers=[s for s in stand_ins if s is not None] if buffers else None,
+            hyperparameters=preparation.hyperparameters(),
+            constants=constants,
+            generation=preparation.generation,
+            verified=self._config.verify == "off",
+            audits=Audits(self._config.verify, time.perf_counter()),
+        )
+        seconds = time.perf_counter() - started
+        self._report.captured(CaptureRecord("{O}", seconds, graph.nodes, False, step))
+        log.info("pygraph: captured {O} in %.2f s (%d nodes)", seconds, graph.nodes)
+        return made
+
+    def _verified_replay(
+        self,
+        capture: _Capture,
+        body: Callable[[], None],
+        parameters: list[Tensor],
+        gradients: list[Tensor | None],
+        key: _Key,
+    ) -> None:
+        """A replay that must leave what the phase leaves without a graph; else it is undone."""
+        device, started, audited = self._program.device, time.perf_counter(), capture.verified
+        before = [g for g in gradients if g is not None]
+        state = [*parameters, *self._preparation.state_tensors(), *self._program.extra_state()]
+        backup = HostCopy(device, list({id(t): t for t in (*state, *before)}.values()))
+
+        def fingerprint() -> Fingerprint:
+            found = [*state, *map(_grad, parameters)]
+            return Fingerprint.of(torch.zeros((), device=device), found)
+
+        def undo() -> None:
+            backup.restore()
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g
+
+        def without_graph() -> Fingerprint:
+            self._run_prepared(body)
+            self._program.abandon()
+            found = fingerprint()
+            undo()
+            return found
+
+        expected = without_graph()
+        self._replay(capture, gradients)
+        found = fingerprint()
+        on_trial = isinstance(self._preparation, OptimizerTrial)
+        equal = expected.compare(found) is None
+        if equal and on_trial and not expected.same_bits(found):
+            # of kernels that are not known only those that add in no fixed order may differ by a little
+            undo()
+            equal = not expected.same_bits(without_graph())
+            if equal:
+                self._replay(capture, gradients)
+        if equal:
+            seconds = time.perf_counter() - started
+            capture.audits.took(seconds, first=not audited)
+            self._report.verify_seconds += seconds
+            self._report.audits += audited
+            self.replayed = audited
+            capture.verified = not on_trial or capture.replays > 1
+            return
+        undo()
+        self.problem = Problem(
+            f"{f'replay {capture.replays}' if audited else 'the first replay'} of {{O}} leaves other parameters, "
+            "gradients or optimizer state than the step without a graph",
+            fix="It bakes in what changes"
+            if isinstance(self._preparation, OptimizerTrial)
+            else "Please report this; the optimizer runs without a graph",
+        )
+        log.warning("pygraph: %s", self.problem)
+        self._forget(key)
+        self._run_prepared(body)
+
+    def _make_room(self, source: Source) -> bool:
+        """Before a capture for another set of gradients: False where old ones go again and again."""
+        kept = [key for key in self._captures if key[0] == source]
+        if len(kept) < _MOST_SETS:
+            return True
+        self._forget(min(kept, key=lambda key: self._captures[key].replays))
+        self._changes += 1
+        return self._changes <= _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE
+
+    def _forget(self, key: _Key) -> None:
+        self._captures.pop(key).graph.close()
+
+    def close(self) -> None:
+        """Release the graphs."""
+        for key in list(self._captures):
+            self._forget(key)
+
+
+def _overlaps(gradient: Tensor) -> bool:
+    """Whether elements share memory, as in an expanded tensor."""
+    return any(n > 1 and s == 0 for n, s in zip(gradient.size(), gradient.stride(), strict=True))
+
+
+def _copy(gradient: Tensor) -> Tensor:
+    return gradient.detach().clone()
+
+
+def _outside(reason: str, fix: str = "") -> Problem:
+    return Problem(f"the optimizer runs outside of the graph: {reason}", fix=fix)
+
+
+_ABSENT = _outside(
+    "which parameters have gradients changes again and again",
+    f"Let at most {_MOST_SETS} sets of parameters take turns, or give each group an optimizer of its own",
+)

@@ -1,0 +1,626 @@
+"""Makes the `step()` of a `torch.optim` optimizer capturable, without the user seeing a difference.
+
+A captured step bakes in every Python number, and no captured step may read the device from the host.
+torch has kernels for that: `capturable=True` (step counts on the device) and the fused kernels (learning
+rate and GradScaler's results read from device tensors). `OptimizerPreparation` turns them on for the
+duration of `prepared()`, with the learning rate of each group in a device tensor, and puts everything
+back. Schedulers, loggers and checkpoints only ever meet what a plain run would show them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Optimizer, Rprop
+
+from pygraph_train.optimizers.kernels import (
+    CAPTURABLE,
+    FUSED,
+    NEEDS_FOREACH,
+    GroupPlan,
+    host_state_keys,
+    plan_group,
+    supported_class,
+    unsupported,
+)
+from pygraph_train.torch_private.memory import tensor_version
+from pygraph_train.torch_private.optim import (
+    count_optimizer_step,
+    fused_adagrad_on_cuda,
+    optimizer_private_attributes,
+    optimizer_step_hook_tables,
+    optimizer_step_override,
+    restore_optimizer_private_attributes,
+    set_step_supports_amp_scaling,
+)
+from pygraph_train.tracing.trace import Problem
+
+__all__ = ["OptimizerPreparation"]
+
+_FLAGS = ("capturable", "fused", "foreach")
+_MISSING: Any = object()
+_END: Any = object()  # no state value is this object
+
+
+class _LearningRate:
+    """The device tensors that stand for one group's learning rate.
+
+    Attributes:
+        tensor: for a Python number.
+        stand_in: for a tensor of the user's that was replaced by another one since: its value is copied there before
+            each replay. None as long as it is the same tensor, which schedulers fill in place and kernels read.
+    """
+
+    __slots__ = ("_copied", "_stood_in", "seen", "stand_in", "tensor", "value", "version")
+
+    def __init__(self, device: torch.device) -> None:
+        # Fused CUDA kernels read float32. CPU kernels read a double, as they would the Python float.
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        self.tensor = torch.zeros((), dtype=dtype, device=device)
+        self.value = math.nan  # differs from everything: the first `set` always fills
+        self.seen: object = None
+        self.version = tensor_version(self.tensor)
+        self.stand_in: Tensor | None = None
+        self._copied: tuple[Any, ...] = ()
+        self._stood_in = 0
+
+    def set(self, lr: Any) -> None:
+        if isinstance(lr, Tensor):
+            return self._set_tensor(lr)
+        if lr == self.value:
+            self.seen = lr
+            return
+        if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            # The copy would become part of the graph and undo every later change of the learning rate.
+            raise RuntimeError(
+                "the learning rate changed inside a capture; enter prepared() before capturing"
+            )
+        self.seen, self.value = lr, float(lr)
+        self.tensor.fill_(self.value)
+        self.version = tensor_version(self.tensor)
+
+    def _set_tensor(self, lr: Tensor) -> None:
+        replaced = isinstance(self.seen, Tensor) and self.seen is not lr
+        self.seen = lr
+        if self.stand_in is None and not replaced:
+            return
+        if type(lr) is not Tensor or lr.requires_grad or lr.is_inference():
+            self.stand_in = None
+            return
+        if self.stand_in is None or _looks(self.stand_in) != _looks(lr):
+            self.stand_in = torch.empty_like(lr)
+            self._copied = ()
+        now = (lr, tensor_version(lr))
+        if self._copied and self._copied[0] is lr and self._copied[1] == now[1]:
+            return  # inside a capture nothing may be copied
+        self._copied = now
+        self.copy()
+
+    def copy(self) -> None:
+        """Read the user's tensor anew: `.data` of it may have been written, which no version tells."""
+        if self.stand_in is not None and isinstance(self.seen, Tensor):
+            with torch.no_grad():
+                self.stand_in.copy_(self.seen)
+            self._stood_in = tensor_version(self.stand_in)
+
+    def of(self, lr: Any) -> Tensor:
+        """What kernels read in the place of `lr`."""
+        if not isinstance(lr, Tensor):
+            return self.tensor
+        return lr if self.stand_in is None else self.stand_in
+
+    def baked(self, lr: Tensor) -> Any:
+        """What a capture bakes in of `lr`."""
+        return id(lr) if self.stand_in is None else _looks(lr)
+
+    def user_value(self, found: Any, value: Any) -> Any:
+        """The user's learning rate at the end of `prepared()`.
+
+        Args:
+            found: what is in the group now.
+            value: what was there before.
+        """
+        if found is self.tensor:
+            version = tensor_version(self.tensor)
+            if version != self.version:  # a scheduler stepped inside and filled the tensor
+                value = self.value = self.tensor.item()
+                self.version = version
+        elif tensor_version(found) != self._stood_in:
+            with torch.no_grad():
+                value.copy_(found)
+            self._stood_in = tensor_version(found)
+        return value
+
+
+def _looks(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.device
+
+
+class OptimizerPreparation:
+    """Prepares one optimizer for steps in CUDA graphs.
+
+    Args:
+        optimizer: used as it is; nothing about it changes outside of `prepared()`, except that state
+            which capturable kernels need on the device moves there (`state_dict()` shows it on the CPU).
+        emulated: the graphs are CPU tapes and everything lives on the CPU.
+
+    Attributes:
+        generation: grows whenever captures made before have become invalid because the state's
+            addresses changed (a checkpoint was loaded, `settle` moved tensors).
+    """
+
+    def __init__(self, optimizer: Optimizer, *, emulated: bool) -> None:
+        self.generation = 0
+        self._optimizer = optimizer
+        self._emulated = emulated
+        self._closed = False
+        self._sparse = False
+        self._depth = 0
+        self._saved: list[tuple[dict[str, Any], str, Any]] = []
+        self._entered: tuple[Any, ...] = ()
+        self._remembered: list[Any] | None = None
+        self._at_home: set[tuple[int, str]] = set()
+        self._compacted: set[int] = set()
+        self._param_sets: list[list[Tensor]] = []
+        self._rates: list[_LearningRate] = []
+        self._user_rates: dict[int, Tensor] = {}
+        self._handles: list[Any] = []
+        self._class = supported_class(optimizer)
+        if self._class is None:
+            return  # not ours to touch: wrappers of other libraries may lack even the hook tables
+        # Hyperparameters the class reads; schedulers keep their own keys (initial_lr, max_lr) beside them.
+        self._keys = tuple(k for k in optimizer.defaults if k != "lr")
+        self._step_hooks = optimizer_step_hook_tables(optimizer)
+        # Prepended, so that hooks of others see what a plain run would show them.
+        self._handles = [
+            optimizer.register_state_dict_post_hook(self._plain_state_dict, prepend=True),
+            optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
+        ]
+        if self._class not in CAPTURABLE:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._private = optimizer_private_attributes(optimizer)
+        self._note_homes()
+        self._make_rates()
+
+    # Whether
+
+    @property
+    def reason(self) -> str | None:
+        """Why the step cannot be captured, None when it can. Looks anew on each access (not a hot path)."""
+        cls, optimizer = self._class, self._optimizer
+        if cls is None:
+            return unsupported(optimizer)
+        if self._closed:
+            return "the preparation was closed"
+        name = type(optimizer).__name__
+        override = optimizer_step_override(optimizer)
+        if override is not None:
+            return f"{name}.step was replaced by {_describe(override)}, which a replay would not run"
+        for hook in chain.from_iterable(table.values() for table in self._step_hooks):
+            if not isinstance(getattr(hook, "__self__", None), OptimizerPreparation):
+                return f"the optimizer step hook {_describe(hook)} would not run in a replay"
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        devices = {p.device for p in params}
+        if not devices:
+            return f"{name} has no parameters"
+        if len(devices) > 1:
+            return f"{name}'s parameters are on several devices: {', '.join(sorted(map(str, devices)))}"
+        device = devices.pop()
+        if (device.type == "cpu") != self._emulated:
+            engine = "emulated engine works on the CPU" if self._emulated else "CUDA engine works on the GPU"
+            return f"{name}'s parameters are on {device}, and the {engine}"
+        if self._sparse or any(p.grad is not None and p.grad.is_sparse for p in params):
+            return f"{name} gets sparse gradients, whose sizes are known only on the host"
+        if optimizer.defaults.get("differentiable"):
+            return f"{name} was made with differentiable=True"
+        for index, group in enumerate(optimizer.param_groups):
+            why = self._group_reason(cls, index, group, device)
+            if why is not None:
+                return why
+        return None
+
+    @property
+    def problem(self) -> Problem | None:
+        """`reason` as a row of the report."""
+        reason = self.reason
+        return None if reason is None else Problem(f"the optimizer runs outside of the graph: {reason}")
+
+    @property
+    def steady(self) -> bool:
+        """Whether a capture of the next step may serve the steps after it."""
+        return True
+
+    def prove(self) -> Problem | None:
+        """Before a capture: why a replay might do something else than the step, None where it cannot."""
+        return None  # these kernels are known
+
+    def _group_reason(self, cls: type, index: int, group: dict[str, Any], device: torch.device) -> str | None:
+        name, where = type(self._optimizer).__name__, f"parameter group {index}"
+        flags = self._user_flags(group)
+        plan = plan_group(cls, flags, device.type)
+        if plan.reason is not None:
+            return plan.reason
+        if group.get("differentiable"):
+            return f"{where} of {name} has differentiable=True"
+        if "fused" in plan.changes and not all(p.is_floating_point() for p in group["params"]):
+            return f"{where} of {name} has complex parameters, which its fused kernels do not take"
+        if cls in NEEDS_FOREACH and not flags.get("foreach"):
+            # torch picks foreach by itself only for plain tensors (not for DTensor, for instance).
+            odd = {type(p) for p in group["params"]} - {Tensor, torch.nn.Parameter}
+            if odd:
+                return f"{name} reads the learning rate on the host for {odd.pop().__name__} parameters"
+        for key in self._keys:
+            value = group.get(key)
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(item, Tensor):
+                    return f"{where} of {name} has the tensor hyperparameter {key}; make it a Python number"
+        lr = self._user_value(group, "lr")
+        if isinstance(lr, Tensor):
+            if lr.device != device:
+                return f"{where} of {name} has its learning rate tensor on {lr.device}, not on {device}"
+            if device.type == "cuda" and lr.dtype != torch.float32 and "fused" in plan.changes:
+                return f"{where} of {name} has a {lr.dtype} learning rate; the fused kernels read float32"
+        return None
+
+    @property
+    def step_supports_scaler(self) -> bool:
+        """Under `prepared()` the kernels take `grad_scale` and `found_inf`: GradScaler reads nothing back."""
+        return self._class in FUSED and self.reason is None and self._all_fused()
+
+    def _all_fused(self) -> bool:
+        if self._class is Adagrad and not fused_adagrad_on_cuda():
+            return False
+        return all(
+            self._user_flags(group).get("fused") or "fused" in self._plan(group).changes
+            for group in self._optimizer.param_groups
+        )
+
+    # Swap in, swap out
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Inside, `optimizer.step()` runs its capturable kernels; the user's values return on exit.
+
+        Enter it before a capture, not inside one: learning rates that changed are copied on entry.
+        Does nothing when there is a `reason`.
+        """
+        if self._depth or self.reason is not None:
+            yield
+            return
+        self._depth += 1
+        try:
+            self._swap_in()
+            self._copy_rates()
+            yield
+        finally:
+            self._depth -= 1
+            self._swap_out()
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Context of a step that runs without a graph so that a capture may follow."""
+        return self.prepared()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside `prepared()`: code that is not ours meets what it would meet outside."""
+        if not self._saved:
+            yield
+            return
+        self._swap_out()
+        try:
+            yield
+        finally:
+            self._swap_in()
+
+    def _swap_in(self) -> None:
+        self._move_host_state()
+        self._fill_rates()
+        self._entered = self.hyperparameters()
+        fused = self._class in FUSED and self._all_fused()
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            changes: dict[str, Any] = dict(self._plan(group).changes)
+            # Rprop reads lr only where it creates its state, and there as a Python number.
+            if self._class is not Rprop and (standing := rate.of(group["lr"])) is not group["lr"]:
+                changes["lr"] = standing
+            for key, value in changes.items():
+                self._saved.append((group, key, group.get(key, _MISSING)))
+                group[key] = value
+        if fused:
+            set_step_supports_amp_scaling(self._optimizer, True)
+
+    def _swap_out(self) -> None:
+        saved, self._saved = self._saved, []
+        for group, key, value in reversed(saved):
+            if key == "lr":
+                found = group["lr"]
+                rate = next((r for r in self._rates if found is r.tensor or found is r.stand_in), None)
+                if rate is None or not isinstance(found, Tensor):
+                    continue  # assigned anew meanwhile: that value is the user's
+                value = rate.user_value(found, value)
+            if value is _MISSING:
+                group.pop(key, None)
+            else:
+                group[key] = value
+        if self._class is not None:
+            restore_optimizer_private_attributes(self._optimizer, self._private)
+
+    def sync(self) -> None:
+        """Do in Python what a replayed `step()` has to have done: learning rates that changed are copied into their
+        device tensors, and schedulers know of the call. Hot path: no host synchronisation."""
+        if self._class is None:
+            return
+        self._fill_rates()
+        self._copy_rates()
+        count_optimizer_step(self._optimizer)
+
+    def _copy_rates(self) -> None:
+        for rate in self._rates:
+            if rate.stand_in is not None:
+                rate.copy()
+
+    def _fill_rates(self) -> None:
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._rates):
+            self._make_rates()
+        for group, rate in zip(groups, self._rates, strict=True):
+            lr = group["lr"]
+            if (lr is not rate.seen or rate.stand_in is not None) and lr is not rate.tensor:
+                rate.set(lr)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Step pre hook: forced fused kernels must not refuse what the kernels of a plain run take."""
+        forced = [group for group, key, _ in self._saved if key == "fused"]
+        for group in forced:
+            params = [p for p in group["params"] if p.grad is not None]
+            sparse = any(p.grad.is_sparse for p in params)
+            late = [] if self._class is not SGD or group["momentum"] == 0 else self._without_momentum(params)
+            if not sparse and not late:
+                continue
+            if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+                what = "got sparse gradients" if sparse else "has no momentum yet for some parameters"
+                raise RuntimeError(f"{type(optimizer).__name__} {what}: run this step before capturing it")
+            self._sparse |= sparse
+            if sparse or group["dampening"] != 0:  # the first momentum is the gradient, not dampened
+                self._swap_out()
+                return
+            for p in late:  # momentum * 0 + gradient: what a plain first step makes of it
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+    def _without_momentum(self, params: list[Tensor]) -> list[Tensor]:
+        """Parameters unfrozen in mid-run. Fused SGD starts with momentum for all of a group or for none."""
+        state = self._optimizer.state
+        late = [p for p in params if state.get(p, {}).get("momentum_buffer") is None]
+        return late if len(late) < len(params) else []
+
+    # State
+
+    def settle(self) -> None:
+        """Move host state to the device and make the state compact, once its tensors exist.
+
+        Call it after a prepared step outside of a capture, and again after `generation` changed. On CUDA
+        the state that warm-up created lies between activations freed since, and pins their segments.
+        Cloning all of it after `empty_cache()` fills the holes of few segments and leaves the others
+        empty, so that the second `empty_cache()` returns them.
+        """
+        if self._class is None or self._closed:
+            return
+        self._move_host_state()
+        # Only plain tensors: a wrapper's `.data` (DTensor) is not where its memory is.
+        state = [t for t in self.state_tensors() if type(t) is Tensor and t.is_cuda]
+        loose = [t for t in state if t.data_ptr() not in self._compacted]
+        size = sum(t.nbytes for t in loose)
+        if size <= 1 << 20:
+            return
+        torch.cuda.empty_cache()
+        # Where a copy does not fit beside the state, the state stays as it is.
+        if torch.cuda.mem_get_info(loose[0].device)[0] > size:
+            for t, clone in zip(loose, [t.clone() for t in loose], strict=True):
+                t.data = clone
+            del clone
+            torch.cuda.empty_cache()
+            self.generation += 1
+        self._compacted = {t.data_ptr() for t in state}
+
+    def hyperparameters(self) -> tuple[Any, ...]:
+        """What a capture bakes in: per group its parameters and all values but a Python lr; step hooks."""
+        if self._saved:
+            return self._entered
+        if self._class is None:
+            return ()
+        baked: list[Any] = [
+            tuple(chain.from_iterable(self._step_hooks)),
+            optimizer_step_override(self._optimizer),
+        ]
+        for group, rate in zip_longest(self._optimizer.param_groups, self._rates):
+            if group is None:
+                break
+            baked.append(self._parameter_set(group["params"]))
+            lr = group["lr"]
+            if isinstance(lr, Tensor) and (rate is None or rate.stand_in is None):
+                self._user_rates[id(lr)] = lr  # kept, so that no other tensor gets the same id
+                baked.append(id(lr))
+            else:
+                baked.append(rate.baked(lr) if isinstance(lr, Tensor) else None)
+            baked += map(group.get, self._keys)
+        return tuple([tuple(value) if type(value) is list else value for value in baked])
+
+    def _parameter_set(self, params: list[Tensor]) -> int:
+        """A small number that stands for these very parameters."""
+        for number, known in enumerate(self._param_sets):
+            if len(known) == len(params) and all(map(operator.is_, known, params)):
+                return number
+        self._param_sets.append(list(params))
+        return len(self._param_sets) - 1
+
+    def state_tensors(self) -> list[Tensor]:
+        """All state tensors, in the order of groups, parameters and state entries."""
+        state = self._optimizer.state
+        return [
+            value
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if p in state
+            for value in state[p].values()
+            if isinstance(value, Tensor)
+        ]
+
+    def remember(self) -> None:
+        """Note the state's tensors, whose addresses a capture bakes in. Captures of before are for those of then."""
+        if self._remembered is not None and not self.state_unchanged():
+            self.generation += 1
+        state = self._optimizer.state
+        self._remembered = [*chain.from_iterable(map(dict.values, state.values())), _END]
+
+    def state_unchanged(self) -> bool:
+        """Whether the state holds exactly the objects it held at the last `remember()`. Hot path."""
+        if self._remembered is None:
+            return False
+        state = chain.from_iterable(map(dict.values, self._optimizer.state.values()))
+        # `map` stops at the shorter side; the end marks make a difference in length a difference in value.
+        return all(map(operator.is_, chain(state, (_END,)), self._remembered))
+
+    def what_changed(self) -> Problem:
+        """What to say where captures become invalid again and again, for other reasons than moved parameters."""
+        return Problem(
+            "the optimizer runs outside of the graph: a hyperparameter other than the learning rate, or the memory of "
+            "the optimizer's state, changes again and again",
+            fix="A scheduler that changes betas or momentum does so: OneCycleLR(cycle_momentum=False) does not",
+        )
+
+    def close(self) -> None:
+        """Undo everything: hooks gone, flags restored, state where plain torch would keep it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._depth = 0
+        self._swap_out()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._remembered = None
+        if self._class is not None:
+            moved = self._host_copies()
+            for p, key, tensor in moved:
+                self._optimizer.state[p][key] = tensor
+            if moved:
+                self.generation += 1
+
+    # Where state lives
+
+    def _host_entries(self) -> Iterator[tuple[Tensor, str, dict[str, Any]]]:
+        """The state entries that plain torch creates on the CPU: parameter, key, its state."""
+        cls = self._class
+        assert cls is not None
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            keys = host_state_keys(cls, self._user_flags(group))
+            for p in group["params"] if keys else ():
+                if p in state:  # not state[p]: that would create it
+                    yield from ((p, key, state[p]) for key in keys if isinstance(state[p].get(key), Tensor))
+
+    def _note_homes(self) -> None:
+        """Note the host entries that torch's loading or the user put on the device: they stay there."""
+        self._at_home = {(id(p), key) for p, key, state in self._host_entries() if not state[key].is_cpu}
+
+    def _move_host_state(self) -> None:
+        if self._emulated:
+            return
+        for p, key, state in self._host_entries():
+            if state[key].is_cpu and not p.is_cpu:
+                # Fused kernels read the step count as float32; the capturable ones take any float.
+                dtype = torch.float32 if self._class is Adagrad else state[key].dtype
+                # A new tensor, not `.data`: a state_dict taken earlier still holds the old one.
+                state[key] = state[key].to(device=p.device, dtype=dtype)
+                self.generation += 1
+
+    def _host_copies(self) -> list[tuple[Tensor, str, Tensor]]:
+        """CPU copies of the entries that only we keep on the device. One synchronisation."""
+        away = [
+            (p, key, state[key])
+            for p, key, state in self._host_entries()
+            if not state[key].is_cpu and (id(p), key) not in self._at_home
+        ]
+        if not away:
+            return []
+        values = torch.stack([t.detach().to(torch.float64) for _, _, t in away]).cpu()
+        wide = torch.get_default_dtype() == torch.float64  # what torch creates step counts with
+        return [
+            # Copies, not views: views would share one storage in the checkpoint.
+            (p, key, value.to(torch.float64 if wide else t.dtype, copy=True))
+            for (p, key, t), value in zip(away, values, strict=True)
+        ]
+
+    def _plain_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """state_dict post hook: what a plain run would have returned. Live state is not touched."""
+        packed = {id(g): pg for g, pg in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)}
+        for group in optimizer.param_groups:
+            for key in (*_FLAGS, "lr"):
+                value = self._user_value(group, key)
+                if value is _MISSING:
+                    packed[id(group)].pop(key, None)
+                else:
+                    packed[id(group)][key] = value
+        index = {
+            id(p): i
+            for group in optimizer.param_groups
+            for p, i in zip(group["params"], packed[id(group)]["params"], strict=True)
+        }
+        states = state_dict["state"]
+        for p, key, tensor in self._host_copies():
+            states[index[id(p)]] = {**states[index[id(p)]], key: tensor}  # the packed dict is the live one
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """load_state_dict post hook: state and groups are new objects."""
+        self.generation += 1
+        self._remembered = None
+        self._compacted.clear()
+        active = bool(self._depth)
+        self._swap_out()
+        self._note_homes()
+        if active and self.reason is None:
+            self._swap_in()
+
+    # Small things
+
+    def _user_value(self, group: dict[str, Any], key: str) -> Any:
+        for saved, name, value in self._saved:
+            if saved is group and name == key:
+                return value
+        return group.get(key, _MISSING)
+
+    def _user_flags(self, group: dict[str, Any]) -> dict[str, Any]:
+        flags = ((key, self._user_value(group, key)) for key in _FLAGS)
+        return {key: value for key, value in flags if value is not _MISSING}
+
+    def _plan(self, group: dict[str, Any]) -> GroupPlan:
+        assert self._class is not None
+        return plan_group(self._class, self._user_flags(group), self._device().type)
+
+    def _device(self) -> torch.device:
+        params = (p for group in self._optimizer.param_groups for p in group["params"])
+        return next((p.device for p in params), torch.device("cpu"))
+
+    def _make_rates(self) -> None:
+        # Tensors are kept: their addresses are baked into captures of the groups there were.
+        missing = len(self._optimizer.param_groups) - len(self._rates)
+        self._rates += [_LearningRate(self._device()) for _ in range(missing)]
+        del self._rates[len(self._optimizer.param_groups) :]
+
+
+def _describe(fn: Callable[..., Any]) -> str:
+    """`name (file:line)` of a function, a method, a partial or a callable object."""
+    inner: Any = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = getattr(inner, "__func__", inner)
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    code = getattr(inner, "__code__", None) or getattr(vars(type(inner)).get("__call__"), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

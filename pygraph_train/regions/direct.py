@@ -1,0 +1,369 @@
+"""From autograd straight to the regions, past the runtime of AOTAutograd.
+
+AOTAutograd's runtime puts right what a compiled graph cannot express: aliases, mutations, subclasses, tokens. A
+compiled function that has none of that pays for it all the same, some hundred microseconds of Python a step. Here
+such a function is called through an autograd function of our own. It is told by watching one call that goes the
+long way: what went into the regions must be what the caller gave, and what he got what they returned.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+
+from pygraph_train.regions.absent import Absent, what_changed
+from pygraph_train.regions.pair import Pair, Tangent
+from pygraph_train.regions.region import Region
+from pygraph_train.regions.region_capture import LARGE
+from pygraph_train.torch_private.autograd import (
+    autograd_is_watched,
+    backward_keeps_graph,
+    refuse_retaining,
+    refuse_second_backward,
+)
+from pygraph_train.torch_private.dispatch import autocast_enabled, no_autocast
+from pygraph_train.torch_private.dynamo import untraced
+from pygraph_train.torch_private.memory import no_view, storages
+
+__all__ = ["Direct"]
+
+_version = attrgetter("_version")
+_LOOKS = 3  # calls that are watched before a function counts as one that needs AOTAutograd's runtime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How a call gets to the regions and back.
+
+    Args:
+        forward, backward: the regions.
+        pick: arguments of the call -> inputs of the forward.
+        detached: inputs of the forward that get no gradient, though their arguments would.
+        returns: so many outputs of the forward are the call's.
+        constant: those of them that need no gradient.
+        viewed: those that are views of what the forward computes: the caller must be able to change them in place.
+        arrange: [*saved, *tangents] -> inputs of the backward.
+        tangents: by output that needs a gradient, what the backward expects of it.
+        shared: what is saved of the caller's outputs: without its history, which would hold itself alive.
+        checked: inputs of the forward that are saved, or views of them: nobody may change them before the backward.
+        gradients: by argument, which of (None, *outputs of the backward) is its gradient.
+        absent: which gradients of arguments are not there when some of outputs are not; which outputs are saved.
+        donates: whether the backward writes over what is saved.
+        zeros: stand for gradients of outputs that nothing depends on.
+    """
+
+    forward: Region
+    backward: Region
+    pick: Callable[[Sequence[Any]], Sequence[Any]]
+    detached: tuple[int, ...]
+    returns: int
+    constant: tuple[int, ...]
+    viewed: tuple[int, ...]
+    arrange: Callable[[Sequence[Any]], Sequence[Any]]
+    tangents: tuple[tuple[int, Tangent], ...]
+    shared: tuple[int, ...]
+    checked: tuple[int, ...]
+    gradients: tuple[int, ...]
+    absent: Absent
+    donates: bool
+    zeros: Zeros
+    pickers: dict[tuple[int, ...], Callable[[Sequence[Any]], Sequence[Any]] | None] = field(
+        default_factory=dict
+    )
+
+    def picker(self, missing: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
+        """(None, *outputs of the backward) -> gradients of the arguments, where these of outputs are not there.
+
+        None where no argument has a gradient then.
+        """
+        if missing not in self.pickers:
+            gone = self.absent.without(missing)
+            picked = [0, *(0 if k - 1 in gone else k for k in self.gradients)]
+            self.pickers[missing] = _picker(picked) if any(picked) else None
+        return self.pickers[missing]
+
+
+class Zeros:
+    """Gradients of outputs that nothing depends on, such as logits beside a loss.
+
+    Large ones are made once, in memory that they share: a graph reads them where they are, where it would have
+    to copy new ones.
+
+    Args:
+        backward: the region that takes them.
+    """
+
+    def __init__(self, backward: Region) -> None:
+        self._backward = backward
+        self._memory: torch.Tensor | None = None
+        self._lasting: dict[int, torch.Tensor] = {}
+        self._seen: Callable[[], object] = lambda: None  # the graph whose outputs were looked at
+        self._returned = False  # an output of the backward lies in their memory
+
+    def of(self, i: int, tangent: Tangent) -> torch.Tensor:
+        """For the output with this number."""
+        zeros = self._lasting.get(i)
+        if zeros is not None:
+            return zeros
+        # what somebody else captures just now holds nothing before his graph runs
+        if tangent.nbytes >= LARGE and not self._returned and not self._backward.capturing:
+            self._lasting[i] = zeros = self._shared(tangent)
+            return zeros
+        device = self._backward.device
+        return torch.empty_strided(tangent.size, tangent.stride, dtype=tangent.dtype, device=device).zero_()
+
+    def _shared(self, tangent: Tangent) -> torch.Tensor:
+        """A view of as many zeros as were ever needed at once; earlier ones keep theirs."""
+        if self._memory is None or self._memory.nbytes < tangent.nbytes:
+            with self._backward.lasting_memory():
+                self._memory = torch.zeros(tangent.nbytes, dtype=torch.uint8, device=self._backward.device)
+        return self._memory[: tangent.nbytes].view(tangent.dtype).as_strided(tangent.size, tangent.stride)
+
+    def look(self, outputs: Sequence[Any]) -> None:
+        """After a run with them: where the caller gets them, each run needs its own."""
+        run = self._backward.last
+        if self._lasting and (run is None or run is not self._seen()):
+            self._seen = weakref.ref(run) if run is not None else lambda: None
+            memory = storages(list(self._lasting.values()))
+            if not set(memory).isdisjoint(storages(outputs)):
+                self._returned = True
+                self._lasting.clear()
+                self._memory = None
+            self._backward.standing = tuple(self._lasting.values())
+
+
+class Direct:
+    """A compiled function with gradients, in the plain convention.
+
+    Args:
+        compiled: calls the regions through AOTAutograd's runtime.
+        pair: the regions.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], pair: Pair) -> None:
+        self._compiled = compiled
+        self._pair = pair
+        self._looks = _LOOKS
+        self._route: Route | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        route = self._route
+        if route is not None and not autograd_is_watched():
+            return _apply(route, *args)
+        if self._looks and route is None:
+            return self._look(args)
+        return self._compiled(*args)
+
+    def _look(self, args: tuple[Any, ...]) -> Any:
+        """Call the long way, and find out whether there is a short one."""
+        forward, seen = self._pair.forward, Seen()
+        if forward is None or type(forward) is not Region:
+            self._looks = 0
+            return self._compiled(*args)
+        forward.witness = seen
+        try:
+            result = self._compiled(*args)
+        finally:
+            forward.witness = None
+        if self._pair.backward is not None:  # else it is compiled when it is needed
+            self._looks -= 1
+            self._route = _route(self._pair, args, seen, result) if self._pair.direct else None
+        return result
+
+
+class Seen:
+    """What one run of a region was given, and what it returned."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[list[Any], list[Any]]] = []
+
+    def __call__(self, inputs: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        given = list(inputs)
+        outputs = run(inputs)
+        self.runs.append((given, list(outputs)))
+        return outputs
+
+
+class _Regions(torch.autograd.Function):
+    """One forward and its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, *args: Any) -> Any:
+        inputs = list(route.pick(args))
+        for i in route.detached:
+            inputs[i] = inputs[i].detach()
+        checked = [inputs[i] for i in route.checked]
+        outputs = _run(route.forward, inputs)
+        saved = outputs[route.returns :]
+        for i in route.shared:
+            saved[i] = saved[i].detach()
+        ctx.set_materialize_grads(False)
+        for i in route.viewed:
+            constant = i in route.constant  # shares the version, so that changes in place are noticed
+            outputs[i] = outputs[i].detach() if constant else no_view(outputs[i])
+        # what is saved may be a copy of what the caller gets, and a change must be noticed all the same
+        checked += [outputs[i].detach() for i in route.absent.saved]
+        ctx.route, ctx.kept = route, [saved, checked]  # emptied, not replaced: compiled autograd proxies ctx
+        ctx.versions = list(map(_version, checked))
+        if route.constant:
+            ctx.mark_non_differentiable(*[outputs[i] for i in route.constant])
+        return tuple(outputs[: route.returns])
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        route, kept = ctx.route, ctx.kept
+        if not kept:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time (or directly access saved tensors after they "
+                "have already been freed). Saved intermediate values of the graph are freed when you call "
+                ".backward() or autograd.grad(). Specify retain_graph=True if you need to backward through the "
+                "graph a second time or if you need to access saved tensors after calling backward."
+            )
+        saved, checked = kept
+        if list(map(_version, checked)) != ctx.versions:
+            raise RuntimeError(what_changed(checked, ctx.versions))
+        if not backward_keeps_graph():
+            kept.clear()
+        elif route.donates:
+            refuse_retaining()
+        del checked
+        missing = tuple([k for k, (i, _) in enumerate(route.tangents) if gradients[i] is None])
+        pick = route.picker(missing)
+        if pick is None:
+            return (None,) * (1 + len(route.gradients))
+        zeros = route.zeros
+        tangents = [
+            zeros.of(i, tangent) if (given := gradients[i]) is None else _coerced(given, tangent)
+            for i, tangent in route.tangents
+        ]
+        inputs = list(route.arrange([*saved, *tangents]))
+        del saved, tangents, gradients
+        if not torch.is_grad_enabled():
+            return _differentiated(route, inputs, pick)
+        differentiated = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        with torch.no_grad():
+            found = _differentiated(route, inputs, pick)
+        return refuse_second_backward(found) if differentiated else found
+
+
+def _differentiated(
+    route: Route, inputs: list[Any], pick: Callable[[Sequence[Any]], Sequence[Any]]
+) -> Sequence[Any]:
+    outputs = _run(route.backward, inputs)
+    route.zeros.look(outputs)
+    return pick([None, *outputs])
+
+
+_apply: Any = super(torch.autograd.Function, _Regions).apply  # below what functorch adds
+
+
+def _run(region: Region, inputs: list[Any]) -> list[Any]:
+    """A region's own kernels have their types already."""
+    if not autocast_enabled():
+        return list(region(inputs))
+    with no_autocast():
+        return list(region(inputs))
+
+
+def _coerced(gradient: Any, tangent: Tangent) -> Any:
+    """A gradient in the layout that the backward was compiled for."""
+    if gradient.stride() == tangent.stride:
+        return gradient
+    return torch.empty_strided(
+        tangent.size, tangent.stride, dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)
+
+
+# ----------------------------------------------------------------------------------- finding the route
+
+
+def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | None:
+    """The short way of a call that was watched, None where there is none."""
+    forward, backward = pair.forward, pair.backward
+    if type(forward) is not Region or type(backward) is not Region or len(seen.runs) != 1:
+        return None
+    ((inputs, outputs),) = seen.runs
+    spec, returns = forward.spec, forward.spec.saved_from
+    if spec.phase != "forward" or spec.mutations or spec.mutated or backward.spec.mutated:
+        return None
+    if not isinstance(result, (tuple, list)) or len(result) != returns:
+        return None
+    if not all(isinstance(x, torch.Tensor) for x in (*inputs, *outputs)):
+        return None  # AOTAutograd has None where an operator has no such result
+    picks = [_position(x, args) for x in inputs]
+    if None in picks or len(set(picks)) < len(picks) or not all(map(_plain, (*inputs, *args))):
+        return None
+    given = set(map(id, args))
+    if not all(_same(x, y) and id(x) not in given for x, y in zip(result, outputs[:returns], strict=True)):
+        return None
+    if len(set(map(id, result))) < returns:
+        return None
+    differentiable = [i for i, x in enumerate(result) if x.requires_grad]
+    saved, tangents = pair.outputs[returns:], pair.tangents
+    if len(tangents) != len(differentiable) or pair.gradients != len(inputs):
+        return None
+    expected = tuple(zip(differentiable, tangents, strict=True))
+    if not all(t.size == result[i].size() and t.dtype == result[i].dtype for i, t in expected):
+        return None
+    order = [*saved, *(t.name for t in tangents)]
+    if sorted(order) != sorted(pair.arriving) or len(set(order)) < len(order):
+        return None
+    given_memory = {x.untyped_storage()._cdata for x in args}
+    if any(x.untyped_storage()._cdata in given_memory for x in result):
+        return None  # an alias of an argument: it has to share its version
+    back = {pick: j + 1 for j, pick in enumerate(picks)}
+    return Route(
+        forward=forward,
+        backward=backward,
+        pick=_picker([p for p in picks if p is not None]),
+        detached=tuple(i for i, p in enumerate(picks) if p is not None and inputs[i] is not args[p]),
+        returns=returns,
+        constant=tuple(i for i, x in enumerate(result) if not x.requires_grad),
+        viewed=tuple(i for i, x in enumerate(result) if x is not outputs[i]),
+        arrange=_picker([order.index(name) for name in pair.arriving]),
+        tangents=expected,
+        shared=pair.shared,
+        checked=tuple(sorted(pair.kept)),
+        gradients=tuple(back.get(k, 0) for k in range(len(args))),
+        absent=pair.absent,
+        donates=pair.donates,
+        zeros=Zeros(backward),
+    )
+
+
+def _plain(x: Any) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch.is_inference(x)
+
+
+def _position(tensor: Any, args: Sequence[Any]) -> int | None:
+    """Which argument an input of the forward is; one that needs no gradient comes without its history."""
+    for i, x in enumerate(args):
+        if x is tensor:
+            return i
+    for i, x in enumerate(args):
+        if isinstance(x, torch.Tensor) and x.requires_grad and not tensor.requires_grad and _same(x, tensor):
+            return i
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two tensors are one, or look at the same elements."""
+    if one is other:
+        return isinstance(one, torch.Tensor)
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    what = [(x.data_ptr(), x.size(), x.stride(), x.dtype, x.untyped_storage()._cdata) for x in (one, other)]
+    return what[0] == what[1]
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Elements at these indices, in one call in C where there are several."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: [values[i] for i in indices]

@@ -1,0 +1,361 @@
+"""From a Dynamo graph to regions: Inductor on a GPU, aten kernels below the emulation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pygraph_train.config import disabled_by_environment
+from pygraph_train.graphs import make_engine
+from pygraph_train.graphs.location import user_line_in
+from pygraph_train.regions.absent import Absent, Backward, Noting
+from pygraph_train.regions.arena import Arena
+from pygraph_train.regions.direct import Direct
+from pygraph_train.regions.options import BackendOptions
+from pygraph_train.regions.pair import Pair, Tangent
+from pygraph_train.regions.passes.draft import copy_module, in_one_line
+from pygraph_train.regions.record import BackendReport, RegionRecord
+from pygraph_train.regions.region import Region, RegionSpec
+from pygraph_train.regions.replaced import Replacing, without_replacements
+from pygraph_train.regions.staging import Staged
+from pygraph_train.regions.transform import Transformed, batched, transform
+from pygraph_train.regions.unfit import Unfit, compile_truly
+from pygraph_train.torch_private.aot import (
+    BuildRegion,
+    CompileKernels,
+    TracedGraph,
+    compile_with_aten,
+    donates,
+    forget_strides_of_last_outputs,
+    grad_mode_changed,
+    saved_and_checked,
+)
+from pygraph_train.torch_private.autograd import compiled_autograd_wanted
+from pygraph_train.torch_private.dispatch import has_symbols
+from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced
+from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
+from pygraph_train.tracing.recompute import as_eager
+
+__all__ = ["compile_graph", "compile_whole", "report", "reset"]
+
+_arenas: dict[tuple[str, torch.device], Arena] = {}
+_records: list[RegionRecord] = []
+_numbers = itertools.count()
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph into a callable whose forwards and backwards are regions."""
+    if options.engine == "off" or disabled_by_environment():
+        return compile_with_inductor(gm, example_inputs, None, options.inductor)
+    start_untraced()
+    number = next(_numbers)
+    try:
+        return compile_truly(
+            gm,
+            example_inputs,
+            lambda gm, look: _compile_regions(gm, example_inputs, options, number, look),
+        )
+    except Unfit as unfit:
+        where, reason = _first_user_line(gm), str(unfit)
+        _records.append(RegionRecord(f"function {number}", "function", where, "plain", reason))
+        return as_eager(gm).forward
+
+
+def _compile_regions(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: BackendOptions,
+    number: int,
+    look: Callable[[], None],
+) -> Callable[..., Any]:
+    measure = options.selection and options.engine != "emulated"  # which is slower by nature
+    pair = Pair(options.indirection, measure)
+    region = functools.partial(_region, pair=pair, number=number, options=options)
+    build = _looked_at(_with_absent(region, pair.absent), look)
+    pair.direct = options.direct and not compiled_autograd_wanted()
+    if options.engine == "emulated":
+        compiled = compile_with_aten(gm, example_inputs, build)
+    else:
+        compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
+    compiled = Noting(compiled, pair.absent)
+    return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
+
+
+def _looked_at(build: BuildRegion, look: Callable[[], None]) -> BuildRegion:
+    """`build`, after a look at what AOTAutograd has traced."""
+
+    def looking(
+        compile_kernels: CompileKernels,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        traced: TracedGraph,
+    ) -> Callable[[list[Any]], Any]:
+        if traced.phase != "backward":
+            look()
+        return build(compile_kernels, gm, example_inputs, traced)
+
+    return looking
+
+
+def _with_absent(build: BuildRegion, absent: Absent) -> BuildRegion:
+    """`build`, with backwards that return None where there is no gradient."""
+
+    def learning(
+        compile_kernels: CompileKernels,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        traced: TracedGraph,
+    ) -> Callable[[list[Any]], Any]:
+        if traced.phase == "forward":
+            absent.learn_forward()
+            absent.saved = _returned_and_saved(gm, traced)
+        if traced.phase != "backward":
+            return build(compile_kernels, gm, example_inputs, traced)
+        absent.learn_backward(gm)
+        return Backward(build(compile_kernels, gm, example_inputs, traced), absent)
+
+    return learning
+
+
+def _region(
+    compile_kernels: CompileKernels,
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    traced: TracedGraph,
+    *,
+    pair: Pair,
+    number: int,
+    options: BackendOptions,
+) -> Callable[[list[Any]], Any]:
+    """Compile one forward or backward graph and make a region of it."""
+    record = RegionRecord(f"{traced.phase} {number}", traced.phase, _first_user_line(gm))
+    _records.append(record)
+    device, reason = _device(gm)
+    arena = _arena(options, device) if device is not None else None
+    if device is None or arena is None:
+        record.decision, record.reason = "plain", reason or "no CUDA device"
+        return compile_kernels(gm, example_inputs)
+    replaced = without_replacements(gm, traced.saved_from)
+    gm, targets = replaced.gm, frozenset(replaced.targets)
+    traced = traced._replace(static=traced.static - targets, mutated=traced.mutated - targets)
+    static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
+    if options.transform:
+        changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
+        compiled = _with_small_ends_together(compile_kernels, changed.gm, changed.example_inputs, record.left)
+    else:
+        changed = Transformed(gm, example_inputs)
+        compiled = compile_kernels(gm, example_inputs)
+    forget_strides_of_last_outputs(len(targets))
+    spec = RegionSpec(
+        record.name,
+        traced.phase,
+        static | frozenset(changed.staged),
+        traced.mutated,
+        traced.mutations,
+        traced.saved_from,
+        record.where,
+        len(targets),
+    )
+    region = Region(compiled, spec, arena, options, pair, record)
+    if replaced.refused is not None:
+        region.give_up(replaced.refused)
+    if changed.staged or changed.late or changed.passthrough or targets:
+        pair.direct = False
+        staged = Staged(region, changed, device)
+        return Replacing(staged, replaced.targets) if targets else staged
+    _name_ends(gm, traced.phase, traced.saved_from, pair)
+    return region
+
+
+def compile_whole(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], left: list[str]
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph as Inductor does, small kernels put together: somebody else captures it.
+
+    Args:
+        left: what could not be done is added to it.
+    Raises:
+        Unfit: compiled, it would compute something else.
+    """
+
+    def build(
+        compile_kernels: CompileKernels,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        traced: TracedGraph,
+    ) -> Callable[[list[Any]], Any]:
+        device, _ = _device(gm)
+        if device is None:
+            return compile_kernels(gm, example_inputs)
+        gm, failures = batched(gm, device)
+        left.extend(_told(f"{failure.op}: {failure.why}", failure.where) for failure in failures)
+        return _with_small_ends_together(compile_kernels, gm, example_inputs, left)
+
+    def compile_function(gm: torch.fx.GraphModule, look: Callable[[], None]) -> Callable[..., Any]:
+        looking = _looked_at(build, look)
+        if not _has_several_gradients(gm):
+            return compile_with_inductor(gm, example_inputs, looking, {}, cached=True)
+        absent = Absent()
+        looking = _with_absent(looking, absent)
+        return Noting(compile_with_inductor(gm, example_inputs, looking, {}), absent)
+
+    return compile_truly(gm, example_inputs, compile_function)
+
+
+def _has_several_gradients(gm: torch.fx.GraphModule) -> bool:
+    """Whether more than one result of a Dynamo graph can be differentiated."""
+    (outputs,) = gm.graph.output_node().args
+    values = [x.meta.get("example_value") for x in outputs if isinstance(x, torch.fx.Node)]  # type: ignore[union-attr]
+    return sum(isinstance(x, torch.Tensor) and x.requires_grad for x in values) > 1
+
+
+def _with_small_ends_together(
+    compile_kernels: CompileKernels,
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    left: list[str],
+) -> Callable[[list[Any]], Any]:
+    """Compile with `small_ends_together`, and without it where that fails: few use that part of Inductor."""
+    spare = copy_module(gm)
+    try:
+        with small_ends_together():
+            return compile_kernels(gm, example_inputs)
+    except dynamo_restart():  # not a failure: Dynamo traces once more
+        raise
+    except Exception as error:
+        failure = in_one_line(error)
+    compiled = compile_kernels(spare, example_inputs)
+    left.append(f"small kernels were not put together, which failed: {failure}")
+    return compiled
+
+
+def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair) -> None:
+    """Note what goes into a graph and what comes out of it."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    (outputs,) = next(node for node in gm.graph.nodes if node.op == "output").args
+    names = tuple(node.name for node in placeholders)
+    pair.direct &= all(isinstance(node.meta.get("val"), torch.Tensor) for node in placeholders)
+    if phase == "backward":
+        pair.arriving, pair.gradients = names, len(outputs)
+        pair.donates = donates()
+        tangents = [node for node in placeholders if node.name.startswith("tangents")]
+        if has_symbols(node.meta.get("val") for node in tangents):
+            pair.direct = False
+        else:
+            pair.tangents = tuple(_tangent(node) for node in tangents)
+    else:
+        pair.outputs = tuple(map(str, outputs))
+        pair.direct &= phase == "forward" and not grad_mode_changed()
+        seen = {_memory(node) for node in outputs[:saved_from]} - {None}
+        saved = [_memory(node) for node in outputs[saved_from:]]
+        pair.shared = tuple(i for i, memory in enumerate(saved) if memory in seen)
+        kept = set(saved) - {None}
+        pair.kept = frozenset(i for i, node in enumerate(placeholders) if _memory(node) in kept)
+
+
+def _returned_and_saved(gm: torch.fx.GraphModule, traced: TracedGraph) -> tuple[int, ...]:
+    """Which results lie in memory that is saved for the backward."""
+    outputs: Any = gm.graph.output_node().args[0]
+    checked = saved_and_checked(gm)
+    saved = {_memory(outputs[i]) for i in checked} - {None}
+    results = outputs[traced.mutations : traced.saved_from]
+    return tuple(i for i, node in enumerate(results) if _memory(node) in saved)
+
+
+def _tangent(node: torch.fx.Node) -> Tangent:
+    value = node.meta["val"]
+    return Tangent(node.name, tuple(value.size()), value.stride(), value.dtype)
+
+
+def _transform(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    device: torch.device,
+    phase: str,
+    pair: Pair,
+    record: RegionRecord,
+) -> Transformed:
+    """Rewrite what blocks a capture; what a forward saves on the device, its backward finds there."""
+    changed = transform(gm, example_inputs, device, arriving=pair.handed_over, hand_over=phase == "forward")
+    if phase == "forward":
+        pair.handed_over = changed.handed_over
+    record.changes = [_told(change.what, change.where) for change in changed.changes]
+    record.left = [_told(f"{left.op}: {left.why}", left.where) for left in changed.left]
+    return changed
+
+
+def _lasting(gm: torch.fx.GraphModule, traced: TracedGraph, pair: Pair) -> frozenset[int]:
+    """Inputs at the same addresses, of a backward whose forward runs without a graph.
+
+    What that saves is elsewhere each time, but for parameters and views of them.
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    if traced.phase == "backward":  # its inputs have the names of the forward's outputs
+        return frozenset(i for i in traced.static if placeholders[i].name in pair.lasting)
+    stays = {_memory(placeholders[i]) for i in traced.static}
+    (outputs,) = next(node for node in gm.graph.nodes if node.op == "output").args
+    saved = [node for node in outputs[traced.saved_from :] if isinstance(node, torch.fx.Node)]
+    pair.lasting = frozenset(node.name for node in saved if _memory(node) in stays - {None})
+    return traced.static
+
+
+def _memory(node: Any) -> Any:
+    """What tells whether two values of a graph share memory; None for what has none."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _told(what: str, where: str | None) -> str:
+    return f"{what} ({where})" if where else what
+
+
+def _device(gm: torch.fx.GraphModule) -> tuple[torch.device | None, str]:
+    """The one device that the graph works on, besides the CPU."""
+    found = _devices_in(gm)
+    accelerators = {d for d in found if d.type == "cuda"}
+    if len(accelerators) > 1:
+        return None, f"it works on several devices: {', '.join(sorted(map(str, accelerators)))}"
+    return next(iter(accelerators or found), None), "it works on no tensors"
+
+
+def _devices_in(gm: torch.fx.GraphModule) -> set[torch.device]:
+    """Devices of all tensors that the graph computes."""
+    found = set()
+    for node in gm.graph.nodes:
+        value = node.meta.get("val", node.meta.get("tensor_meta"))
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                found.add(tensor.device)
+    return found
+
+
+def _first_user_line(gm: torch.fx.GraphModule) -> str | None:
+    """`file:line` of the first operation whose stack names user code."""
+    return next((where for n in gm.graph.nodes if (where := user_line_in(n.meta.get("stack_trace")))), None)
+
+
+def _arena(options: BackendOptions, device: torch.device) -> Arena | None:
+    """All regions of one device share one arena: they share memory."""
+    name = "off" if options.engine == "auto" and device.type != "cuda" else options.engine
+    if (name, device) not in _arenas:
+        engine = make_engine(name, device)
+        if engine is None:
+            return None
+        _arenas[name, device] = Arena(engine)
+    return _arenas[name, device]
+
+
+def report() -> BackendReport:
+    """What became of every region compiled so far in this process."""
+    return BackendReport(list(_records))
+
+
+def reset() -> None:
+    """Forget the records of the report. Regions go on; call `torch.compiler.reset()` to drop them."""
+    _records.clear()

@@ -1,0 +1,150 @@
+"""A forward and its backward are measured and chosen together: the one's graph feeds the other's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pygraph_train.graphs.memory import extent
+from pygraph_train.regions.absent import Absent
+from pygraph_train.regions.serving import Cost, Way, choose
+
+if TYPE_CHECKING:
+    from pygraph_train.regions.region import Region
+
+__all__ = ["Pair", "Tangent"]
+
+WORTH_POINTING = 1 << 20  # bytes copied per step from which rewriting addresses may be cheaper
+EVEN = 1.003  # what differs by less takes the same time
+EVEN_DEVICE = 1.01  # and by this on the device alone, of which less is known
+HIDDEN = 0.5  # of the device's time: a host that is done by then waits, whatever else the step has it do
+
+
+def _is_better(pointing: Cost, copying: Cost) -> bool:
+    """Whether indirection is the better way. Where both take the same time, the copies' memory decides.
+
+    Each run was measured with nothing else on the device: all of the host's time counts, where a loop hides what
+    the device takes longer than.
+    """
+    if pointing.total < copying.total * EVEN:
+        return True
+    return pointing.host < pointing.device * HIDDEN and pointing.device < copying.device * EVEN_DEVICE
+
+
+class Tangent(NamedTuple):
+    """A gradient of an output as the backward was compiled for it: contiguous or not."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def nbytes(self) -> int:
+        """From its first to its last element."""
+        return extent(self.size, self.stride) * int(self.dtype.itemsize)
+
+
+class Pair:
+    """A forward and its backward, or an inference region alone.
+
+    Args:
+        indirection: "auto", "device", "host" or "copy": how moving inputs are served.
+        measure: whether ways of running are compared.
+
+    Attributes:
+        way: what a replay measures just now; None when all is decided.
+        lasting: names of what the forward saves that lies in memory of its own static inputs.
+        handed_over: names of what the transformed forward saves on the device instead of the CPU.
+        outputs: names of the forward's outputs.
+        arriving: names of the backward's inputs: what the forward saved, and `tangents`.
+        gradients: number of outputs of the backward.
+        kept: inputs of the forward that it saves, or views of them.
+        shared: of what the forward saves, by position, that which lies in memory of the caller's outputs.
+        donates: whether the backward writes over what the forward saved (AOTAutograd's donated buffers).
+        absent: which gradients are not there when others are not.
+        direct: whether nothing comes between the caller and the regions (see `direct.Direct`), as far as known.
+    """
+
+    def __init__(self, indirection: Literal["auto", "device", "host", "copy"], measure: bool) -> None:
+        self.forward: Region | None = None
+        self.backward: Region | None = None
+        self.lasting: frozenset[str] = frozenset()
+        self.handed_over: tuple[str, ...] = ()
+        self.outputs: tuple[str, ...] = ()
+        self.arriving: tuple[str, ...] = ()
+        self.tangents: tuple[Tangent, ...] = ()
+        self.gradients = 0
+        self.kept: frozenset[int] = frozenset()
+        self.shared: tuple[int, ...] = ()
+        self.donates = False
+        self.absent = Absent()
+        self.direct = False
+        self.way: Way | None = "graph" if measure else None
+        self._indirection = indirection
+        if indirection == "auto" and not measure:
+            self._indirection = "copy"
+
+    def prefer_for(self, nbytes: int) -> Literal["device", "host"] | None:
+        """What should rewrite the addresses of inputs of that size; None copies them."""
+        if self._indirection == "auto":
+            return "device" if nbytes >= WORTH_POINTING else None
+        return None if self._indirection == "copy" else self._indirection
+
+    def settle(self) -> None:
+        """Decide, once everything that belongs together was measured."""
+        regions = [
+            r for r in (self.forward, self.backward) if r is not None and not r.plain_only and r.record.ran
+        ]
+        if self.way is None or not regions or any(r.choice.cost(self.way) is None for r in regions):
+            return
+        if self.way == "indirect":
+            self._choose_indirection(regions)
+        elif all(r.choice.cost("plain") is not None for r in regions):
+            self._choose_graphs(regions)
+
+    def _choose_graphs(self, regions: list[Region]) -> None:
+        forward, backward = regions[0], regions[1] if len(regions) > 1 else None
+        plain, graph = forward.choice["plain"], forward.choice["graph"]
+        if backward is not None:
+            keep, why = choose(backward.choice["plain"], backward.choice["graph"], backward.feeds)
+            plain += backward.choice["plain"]
+            graph += backward.choice["graph" if keep else "plain"]
+            if not keep:
+                backward.give_up(why)
+        feeds = forward.feeds or (backward is not None and backward.feeds)
+        keep, why = choose(plain, graph, feeds)
+        if not keep:
+            forward.give_up(why)  # without its graph the backward has none either
+        kept = [r for r in regions if not r.plain_only]
+        serving = [r for r in kept if r.serves]
+        self.way = "indirect" if serving and self._indirection == "auto" else None
+        for region in kept:
+            why = choose(region.choice["plain"], region.choice["graph"], feeds)[1]
+            region.decide("measuring" if self.way else "graph", why)
+        if self.way is None:
+            self._point(kept, self._indirection != "copy", "")
+            return
+        for region in serving:
+            region.point(True, for_good=False)
+
+    def _choose_indirection(self, regions: list[Region]) -> None:
+        self.way = None
+        copying = sum((r.choice["graph"] for r in regions), Cost(0.0, 0.0))
+        pointing = sum((r.choice["indirect"] for r in regions), Cost(0.0, 0.0))
+        told = f"{pointing.total * 1e6:.0f} µs with indirection, {copying.total * 1e6:.0f} µs with copies"
+        better = _is_better(pointing, copying)
+        self._indirection = "device" if better else "copy"
+        twice = not better and len(regions) > 1 and all(r.serves for r in regions)
+        self._point(regions, better, told)
+        if twice:  # captured with copies, a forward saves its copy of an input, and the backward needs none
+            for region in regions:
+                region.capture_again()
+                region.record.decision = "measuring"  # until it has its graph
+
+    def _point(self, regions: list[Region], pointing: bool, told: str) -> None:
+        for region in regions:
+            serves = region.serves
+            region.point(pointing, for_good=True)
+            if told or serves:
+                reason = "; ".join(filter(None, (region.record.reason, told)))
+                region.decide("graph, indirect" if pointing and serves else "graph", reason)

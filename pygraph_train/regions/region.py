@@ -1,0 +1,545 @@
+"""One compiled callable, a forward or a backward, that turns itself into a CUDA graph.
+
+The life of a region: run as compiled until warm, capture, replay. Whatever a graph cannot serve (another
+address, memory in use, a backward that keeps its graph) runs as compiled, on the same inputs, once.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from pygraph_train.graphs import CaptureError
+from pygraph_train.regions.arena import Arena, Block, Occupant, block_of
+from pygraph_train.regions.options import BackendOptions
+from pygraph_train.regions.pair import Pair
+from pygraph_train.regions.record import RegionRecord
+from pygraph_train.regions.recording import record
+from pygraph_train.regions.region_capture import Handing, RegionCapture
+from pygraph_train.regions.serving import Choice
+from pygraph_train.torch_private.autograd import backward_keeps_graph
+from pygraph_train.torch_private.memory import storages
+from pygraph_train.torch_private.tracing import parameters_go_unguarded
+
+__all__ = ["Region", "RegionSpec"]
+
+logger = logging.getLogger(__name__)
+
+MAX_VERSIONS = 4  # graphs of one region for the same shapes, for different things alive in the pool
+SHAPES = 1024  # sets of shapes remembered
+BLOCKED = 32  # runs in a row that no version could make, before they make room for others
+PATIENCE = 3  # runs without a graph that wait for gradients in the way to be emptied
+MISSES = 2  # runs with an input elsewhere before it counts as one that moves
+
+Phase = Literal["forward", "backward", "inference"]
+
+
+@dataclass(frozen=True)
+class RegionSpec:
+    """What the compiler knows of a region.
+
+    Args:
+        name: for the report.
+        phase: "forward" saves activations for a "backward"; "inference" does not.
+        static: inputs expected at the same addresses: parameters, buffers, what the forward saved.
+        mutated: inputs that the region writes to.
+        mutations: so many outputs at the front are new values of inputs, for AOTAutograd to copy there.
+        saved_from: outputs from this index on go to the backward only (len(outputs) for "inference").
+        replaced: so many outputs at the end become the memory of inputs: each run returns others.
+        where: `file:line` of the user's code, or None.
+    """
+
+    name: str
+    phase: Phase
+    static: frozenset[int]
+    mutated: frozenset[int]
+    mutations: int
+    saved_from: int
+    where: str | None
+    replaced: int = 0
+
+
+class _Key:
+    """What a region remembers of one set of shapes."""
+
+    def __init__(self) -> None:
+        self.runs = 0  # since it may be captured anew
+        self.evicted = 0  # so often its graphs went to make room for others
+        self.misses = 0
+        self.blocked = 0  # runs in a row that no graph could make
+        self.captures: list[RegionCapture] = []
+
+
+class Region:
+    """A callable in AOTAutograd's boxed convention.
+
+    Args:
+        compiled: the compiled callable; it empties the list that it is given.
+        spec: what the compiler knows.
+        arena: owns the memory of the graphs.
+        options: see BackendOptions.
+        pair: the forward or backward that belongs to it.
+        row: its row of the report.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[[list[Any]], Any],
+        spec: RegionSpec,
+        arena: Arena,
+        options: BackendOptions,
+        pair: Pair,
+        row: RegionRecord,
+    ) -> None:
+        self._boxed_call = True  # how AOTAutograd calls it; on the instance, where wrappers copy it from
+        self.spec = spec
+        self.record = row
+        self.choice = Choice(pair.way is not None, arena.engine.synchronize)
+        self._compiled = compiled
+        self._watched = parameters_go_unguarded()
+        self._arena = arena
+        self._options = options
+        self._pair = pair
+        self._keys: OrderedDict[tuple[Any, ...], _Key] = OrderedDict()
+        weakref.finalize(self, arena.abandoned.append, self._keys).atexit = False
+        self._constants: tuple[int, ...] | None = None
+        self._moving: set[int] = set()
+        self._followed: dict[int, int] = {}  # how often an input was found elsewhere with its producer
+        self.witness: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None = (
+            None  # sees the next runs
+        )
+        self.last: RegionCapture | None = None  # what the last run replayed, if it did
+        self._in_place = True  # gradients and large outputs are handed out where the graph writes them
+        self.standing: tuple[torch.Tensor, ...] = ()  # inputs that are where they are for good
+        self._waited = 0  # for gradients to be emptied
+        self._apart = False  # its memory comes from another pool than a forward's
+        self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
+        self.plain_only = False
+        self.alone = spec.phase == "backward" and options.phases == "backward"  # no forward's graph feeds it
+        if spec.phase == "backward":
+            pair.backward = self
+        else:
+            pair.forward = self
+        if options.phases not in ("both", "backward" if spec.phase == "backward" else "forward"):
+            self.give_up(f"phases={options.phases!r} was asked for")
+        elif spec.phase == "backward" and not self.alone and pair.forward and pair.forward.plain_only:
+            self.give_up("its forward runs without a graph")
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run the region once.
+
+        Args:
+            inputs: tensors and numbers in the order of the compiled graph; the list is emptied.
+        Returns:
+            The outputs, in the order of the compiled graph.
+        """
+        if self.witness is not None:
+            return self.witness(inputs, self._call)
+        return self._call(inputs)
+
+    def _call(self, inputs: list[Any]) -> Any:
+        if self.plain_only or self._arena.engine.capturing():
+            self.record.plain_runs += 1
+            self.last = None
+            return self._run_compiled(inputs)
+        with self._arena.lock:
+            self._arena.follow_stream()
+            if self._arena.abandoned:
+                self._arena.sweep()
+            return self._run(inputs)
+
+    def _run(self, inputs: list[Any]) -> Any:
+        key = self._key(inputs)
+        if self.plain_only:
+            return self._plain(inputs)
+        if self.spec.phase == "backward" and backward_keeps_graph():
+            return self._plain(inputs)  # what the forward saved is needed again
+        blocked: list[Occupant] = []
+        for capture in key.captures:
+            if capture.fits(inputs):
+                blocked = self._arena.in_the_way(capture.occupants, capture.consumes)
+                if not blocked:
+                    key.blocked = 0
+                    return self._replay(capture, inputs)
+        if self._may_capture(key, inputs, blocked):
+            new = self._capture(key, inputs)
+            if new is not None:
+                return self._replay(new, inputs)
+        return self._plain(inputs, time=key.runs > 1 and not key.captures)
+
+    def _key(self, inputs: list[Any]) -> _Key:
+        if self._constants is None:
+            self._constants = tuple(i for i, x in enumerate(inputs) if not isinstance(x, torch.Tensor))
+            self._refuse_foreign(inputs)
+        values = tuple([inputs[i] for i in self._constants])
+        key = self._keys.get(values)
+        if key is None:
+            key = self._keys[values] = _Key()
+            while len(self._keys) > SHAPES:  # those that never came back must not pile up
+                self._drop(self._keys.popitem(last=False)[1])
+        if len(self._keys) > 1:
+            self._keys.move_to_end(values)
+        key.runs += 1
+        return key
+
+    def _refuse_foreign(self, inputs: list[Any]) -> None:
+        device = self.device
+        for i, x in enumerate(inputs):
+            if isinstance(x, torch.Tensor):
+                if x.device != device:
+                    self.give_up(f"input {i} is on {x.device}, its kernels run on {device}")
+                elif x.is_conj() or x.is_neg():
+                    self.give_up(f"input {i} is conjugated or negated lazily")
+                elif x.layout != torch.strided:
+                    self.give_up(f"input {i} is not a strided tensor")
+            elif x is not None and not isinstance(x, (int, float, bool)):
+                self.give_up(f"input {i} is a {type(x).__name__}")
+
+    def _make_room(self) -> None:
+        used = [values for values, key in self._keys.items() if key.captures]
+        for values in used[: max(0, len(used) - self._options.max_signatures)]:
+            self._evict(self._keys[values])
+
+    def _evict(self, key: _Key) -> None:
+        self._drop(key)
+        key.evicted, key.runs, key.blocked = key.evicted + 1, 0, 0
+
+    def _drop(self, key: _Key) -> None:
+        self._close(key, key.captures)
+
+    def forget(self, consumed: Occupant) -> None:
+        """Close the graphs that read these outputs of a graph that is gone."""
+        for key in self._keys.values():
+            self._close(key, [capture for capture in key.captures if capture.consumes is consumed])
+
+    def _close(self, key: _Key, gone: list[RegionCapture]) -> None:
+        key.captures = [capture for capture in key.captures if capture not in gone]
+        backward = self._pair.backward
+        for capture in gone:
+            if self.last is capture:
+                self.last = None
+            self._arena.remove(capture.occupants)
+            if backward is not None and backward is not self:
+                backward.forget(capture.occupant)
+            capture.close()
+
+    def _plain(self, inputs: list[Any], time: bool = False) -> Any:
+        self.record.plain_runs += 1
+        self.last = None
+        if not (time and self.choice.open("plain")):
+            return self._run_compiled(inputs)
+        return self.choice.time("plain", lambda: self._run_compiled(inputs))
+
+    def _run_compiled(self, inputs: list[Any]) -> Any:
+        """As compiled. What a backward hands on of that which a forward's graph saved is copied.
+
+        That memory counts as dead after the backward, and a graph will overwrite it.
+        """
+        forward = self._pair.forward
+        if self.spec.phase != "backward" or forward is None or not forward.record.captures:
+            return self._compiled(inputs)
+        if self._returned is not None:
+            outputs = list(self._compiled(inputs))
+        else:  # the same ones in every run of the same kernels
+            saved = set(storages([inputs[i] for i in self.spec.static]))
+            outputs = list(self._compiled(inputs))
+            self._returned = [i for i, x in enumerate(outputs) if saved.intersection(storages([x]))]
+        for i in self._returned:
+            outputs[i] = outputs[i].clone()
+        return outputs
+
+    def _replay(self, capture: RegionCapture, inputs: list[Any]) -> list[Any]:
+        row = self.record
+        row.replays += 1
+        self.last = capture
+        way = self._pair.way
+        if way is not None and self.choice.open(way):
+            outputs = self.choice.time(way, lambda: capture.replay(inputs))
+        else:
+            way, outputs = None, capture.replay(inputs)
+        self._arena.ran(capture.occupants, capture.consumes)
+        row.patched_pointers = capture.patched
+        if way is not None:
+            self._pair.settle()
+        return outputs
+
+    # ------------------------------------------------------------------ capture
+
+    def _may_capture(self, key: _Key, inputs: list[Any], blocked: list[Occupant]) -> bool:
+        if self._outputs_in_the_way(blocked) or self._gradients_in_the_way(blocked):
+            return False
+        fed = self.spec.phase == "backward" and not self.alone
+        near = self._of_same_source(key, inputs) if fed else key.captures
+        if blocked and len(near) >= MAX_VERSIONS:
+            self._free_the_way(blocked)
+            key.blocked += 1
+            if key.blocked > BLOCKED:  # what its versions were made for does not come back
+                self._evict(key)
+            return False
+        if near and not blocked and not self._moved(key, near[-1], inputs):
+            return False
+        if fed:
+            return self._source_is_owned(inputs)
+        # shapes that take turns, more of them than are kept: longer and longer without a graph
+        return bool(blocked) or key.runs > self._warm_runs() * 4**key.evicted
+
+    def _of_same_source(self, key: _Key, inputs: list[Any]) -> list[RegionCapture]:
+        """Backwards of the forward's graph that saved these inputs."""
+        source = self._source(inputs)
+        return [c for c in key.captures if source is not None and c.consumes is source.occupant]
+
+    def _outputs_in_the_way(self, blocked: list[Occupant]) -> bool:
+        """Nothing but outputs that users keep is in the way: from now on these are copied."""
+        owners = [o.owner for o in blocked if o.visible]
+        if len(owners) < len(blocked) or not any(isinstance(o, Region) and o._in_place for o in owners):
+            return False
+        gc.collect()  # a compilation leaves what it was called with in reference cycles
+        for occupant in blocked:
+            if isinstance(occupant.owner, Region) and occupant.alive():
+                occupant.owner._in_place = False
+                occupant.owner.capture_again()
+        return True
+
+    def _gradients_in_the_way(self, blocked: list[Occupant]) -> bool:
+        """Nothing but gradients of the step before is in the way of a forward: from now on they lie elsewhere."""
+        owners = {o.owner for o in blocked if o.alive()}
+        regions = [o for o in owners if isinstance(o, Region) and o.spec.phase == "backward"]
+        if self.spec.phase != "forward" or not regions or len(regions) < len(owners):
+            return False
+        here = [region for region in regions if not region._apart]
+        for region in here:
+            region._apart = True
+            region.capture_again()
+        self._waited += 1  # those of closed graphs are in the way for a while, until somebody empties them
+        return bool(here) or self._waited <= PATIENCE
+
+    def _source_is_owned(self, inputs: list[Any]) -> bool:
+        """Whether a forward's graph saved these inputs, in memory that the pool will not hand out."""
+        source = self._source(inputs)
+        if source is None:
+            return False
+        if not source.occupant.owned and not self._apart:
+            assert self._pair.forward is not None
+            self._pair.forward.capture_again()  # it is captured again with its next run, then this one
+        return source.occupant.owned or self._apart
+
+    def _warm_runs(self) -> int:
+        return max(self._options.warmup_runs, self.choice.samples + 1 if self.choice.active else 0)
+
+    def _moved(self, key: _Key, last: RegionCapture, inputs: list[Any]) -> bool:
+        """An input of a captured region is elsewhere; if that goes on, it is one that moves."""
+        moved = last.moved(inputs)
+        if last.laid_out_anew(inputs):
+            self.give_up("a parameter has other strides than when the function was compiled")
+            return False
+        if not all(self._follows(last.producers.get(i), i, inputs[i]) for i in moved):
+            key.misses += 1
+            if key.misses <= MISSES:
+                return False
+            self._moving |= moved
+        key.misses = 0
+        self._drop(key)
+        return True
+
+    def _follows(self, before: Callable[[], Occupant | None] | None, i: int, tensor: torch.Tensor) -> bool:
+        """Whether an input is elsewhere because the graph that hands it out was captured again."""
+        arena = self._arena
+        if before is None or arena.produces(before()) or arena.producer(tensor) is None:
+            return False
+        self._followed[i] = self._followed.get(i, 0) + 1
+        return self._followed[i] <= MAX_VERSIONS
+
+    def _free_the_way(self, blocked: list[Occupant]) -> None:
+        for occupant in blocked:
+            owner = occupant.owner
+            if isinstance(owner, Region) and owner.spec.phase == "backward" and owner._in_place:
+                owner._in_place = False
+                owner.capture_again()
+                if self._pair.forward is not None:
+                    self._pair.forward.capture_again()
+
+    def _source(self, inputs: list[Any]) -> RegionCapture | None:
+        """The forward's graph that saved these inputs."""
+        forward = self._pair.forward
+        if forward is None or forward.last is None:
+            return None
+        keys = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
+        for capture in forward._captures():
+            tensors = capture.occupant.tensors
+            if capture.occupant.in_use_by(keys) or (not tensors and capture is forward.last):
+                return capture
+        return None
+
+    def _capture(self, key: _Key, inputs: list[Any]) -> RegionCapture | None:
+        arena = self._arena
+        source = self._source(inputs) if self.spec.phase == "backward" else None
+        consumed = source.occupant if source is not None else None
+        moving, settled = self._sort_inputs(inputs, source)
+        prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
+        try:
+            with arena.allocating(self._apart), ExitStack() as stack:
+                owned = consumed is not None and consumed.owned
+                keeps = arena.before_capture(consumed, self._apart)
+                if consumed is not None:  # the graph may hold what it reads
+                    freed = consumed.blocks if owned and not consumed.owned else frozenset()
+                    stack.callback(_held(inputs, freed).clear)
+                    stack.enter_context(consumed.recounting())
+                work = record(
+                    arena.engine,
+                    self._run_compiled,
+                    inputs,
+                    moving,
+                    settled,
+                    consumed,
+                    self.spec.mutated,
+                    prefer,
+                )
+        except CaptureError as error:
+            self._failed(error.reason, error)
+        except torch.OutOfMemoryError as error:
+            arena.engine.trim()
+            self._failed("the device has no memory left for the capture", error)
+        except Exception as error:  # the run without a graph shows whether it is the user's
+            self._failed(f"{type(error).__name__} during capture: {error}", error)
+        else:
+            capture = RegionCapture(
+                work,
+                settled,
+                self.spec.mutated,
+                self._handing(len(work.result)),
+                keeps=keeps,
+                pool=arena.pool(self._apart),
+                consumes=consumed,
+                watched=self._watched,
+            )
+            for occupant in capture.occupants:
+                occupant.owner = self
+            if self._pair.way is None:
+                capture.point(prefer is not None, for_good=True)
+            arena.add(capture.occupants)
+            key.captures.append(capture)
+            self._make_room()
+            self._note(capture, work.unserved)
+            return capture
+        return None
+
+    def _sort_inputs(
+        self, inputs: list[Any], source: RegionCapture | None
+    ) -> tuple[list[int], dict[int, Occupant]]:
+        """Tensors that will be elsewhere in the next run, and those that are outputs of another graph."""
+        followed = set(source.served_at) if source is not None else set()  # saved by the forward as it came
+        consumed = source.occupant if source is not None else None
+        moving: list[int] = []
+        settled: dict[int, Occupant] = {}
+        for i, x in enumerate(inputs):
+            if not isinstance(x, torch.Tensor):
+                continue
+            if i in self._moving or x.data_ptr() in followed:
+                moving.append(i)
+                continue
+            if any(x is t for t in self.standing):
+                continue
+            producer = self._arena.producer(x) if x.numel() else None
+            if producer is not None and producer is not consumed:
+                settled[i] = producer
+            elif i not in self.spec.static:
+                moving.append(i)
+        return moving, settled
+
+    def _handing(self, outputs: int) -> Handing:
+        nothing: frozenset[int] = frozenset()
+        if self.spec.phase == "backward":
+            return Handing(frozenset(range(outputs)) if self._in_place else nothing, nothing)
+        saved = frozenset(range(self.spec.saved_from, outputs - self.spec.replaced))
+        seen = frozenset(range(self.spec.mutations, self.spec.saved_from))
+        # the new values of mutated inputs are read at once by the one who mutates them
+        in_place = saved | frozenset(range(self.spec.mutations))
+        return Handing(in_place, saved, seen if self._in_place else nothing)
+
+    def _note(self, capture: RegionCapture, unserved: dict[int, str]) -> None:
+        row = self.record
+        row.captures += 1
+        row.nodes = capture.graph.nodes
+        row.copied_bytes = capture.copied_bytes
+        row.unserved = [f"input {i} is copied: {why}" for i, why in unserved.items()]
+        if self._pair.way is not None:
+            row.decision = "measuring"
+        elif not row.settled:
+            row.decision = "graph, indirect" if capture.serves and capture.pointing else "graph"
+
+    # ------------------------------------------------------------------ decisions
+
+    def decide(self, decision: str, reason: str) -> None:
+        """Note what was chosen."""
+        self.record.decision, self.record.reason = decision, reason
+        self.record.costs = self.choice.to_dict()
+
+    def give_up(self, reason: str) -> None:
+        """Run without a graph from now on, and a backward with its forward."""
+        self.plain_only = True
+        self.decide("plain", reason)
+        self.capture_again()
+        backward = self._pair.backward
+        fed = backward is not None and not backward.alone and not backward.plain_only
+        if self.spec.phase == "forward" and backward is not None and fed:
+            backward.give_up("its forward runs without a graph")
+        logger.info("pygraph: %s runs without a CUDA graph: %s", self.spec.name, reason)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it works."""
+        return self._arena.engine.device
+
+    @property
+    def capturing(self) -> bool:
+        """Whether somebody else captures what runs now."""
+        return self._arena.engine.capturing()
+
+    def lasting_memory(self) -> AbstractContextManager[None]:
+        """Context for allocating tensors that stay."""
+        return self._arena.engine.lasting_memory()
+
+    @property
+    def serves(self) -> bool:
+        """Whether a graph of this region can read moving inputs where they are."""
+        return any(capture.serves for capture in self._captures())
+
+    @property
+    def feeds(self) -> bool:
+        """Whether a graph of another pair reads, where it lies, what one of this region's hands out."""
+        mine = {o for capture in self._captures() for o in capture.occupants}
+        others = self._arena.owners() - {self._pair.forward, self._pair.backward}
+        regions = [other for other in others if isinstance(other, Region)]
+        return any(at() in mine for r in regions for c in r._captures() for at in c.producers.values())
+
+    def _captures(self) -> list[RegionCapture]:
+        return [capture for key in self._keys.values() for capture in key.captures]
+
+    def point(self, pointing: bool, for_good: bool) -> None:
+        """See `RegionCapture.point`, for all graphs."""
+        for capture in self._captures():
+            capture.point(pointing, for_good)
+            self.record.copied_bytes = capture.copied_bytes
+
+    def capture_again(self) -> None:
+        """Close every graph; the next runs capture anew."""
+        for key in self._keys.values():
+            self._drop(key)
+
+    def _failed(self, reason: str, error: BaseException) -> None:
+        if self._options.on_failure == "raise":
+            raise error
+        self.give_up(f"{reason} ({self.spec.where})" if self.spec.where else reason)
+
+
+def _held(inputs: list[Any], freed: frozenset[Block]) -> list[torch.Tensor]:
+    """Inputs that nobody lets go of during a capture."""
+    return [x for x in inputs if isinstance(x, torch.Tensor) and block_of(x) not in freed]

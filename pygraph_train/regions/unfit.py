@@ -1,0 +1,142 @@
+"""Functions that AOTAutograd makes other functions of, and what is done about them.
+
+Some of a function's results may be inputs that it changes (spectral normalisation returns its buffers). AOTAutograd
+may put these where other results belong. Then they are taken out of the graph, and Python returns them.
+
+`.data = ...` may give an input another shape or other strides. Within its own memory AOTAutograd takes that for
+nothing at all, and elsewhere it chooses kernels for the gradients by the strides of before, which round in another
+way. Beside `.data = ...` it refuses changes in place. Such a function runs as Dynamo traced it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from pygraph_train.regions.passes.draft import in_one_line, user_line
+from pygraph_train.torch_private.autocast import share_casts
+from pygraph_train.torch_private.dynamo import dynamo_restart
+from pygraph_train.torch_private.results import gets_other_memory, layout, offset, results_are_misplaced
+
+__all__ = ["Returning", "Unfit", "compile_truly"]
+
+Compile = Callable[[fx.GraphModule, Callable[[], None]], Callable[..., Any]]
+
+
+class Unfit(Exception):
+    """A function that cannot be compiled without becoming another one; the message says why, with the user's line."""
+
+
+class _Misplaced(Exception):
+    pass
+
+
+class Returning:
+    """A compiled function, and the results that are inputs.
+
+    Args:
+        compiled: returns the other results.
+        inputs: by place among all results, the argument that is the result.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], inputs: dict[int, int]) -> None:
+        self._compiled = compiled
+        self._inputs = sorted(inputs.items())
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        results = list(self._compiled(*args))
+        for place, argument in self._inputs:
+            results.insert(place, args[argument])
+        return tuple(results)
+
+
+def compile_truly(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_function: Compile
+) -> Callable[..., Any]:
+    """`compile_function(gm, look)`, and nothing that computes something else.
+
+    Args:
+        gm: from Dynamo; results may be taken out of it.
+        example_inputs: its inputs, as they are before it runs.
+        compile_function: calls `look` when AOTAutograd has traced the graph.
+    Raises:
+        Unfit: that is not possible.
+    """
+    share_casts(gm)
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    replacements = _replacements(gm, inputs)
+    for new in replacements:
+        if layout(new.value) != layout(example_inputs[new.place]):
+            raise Unfit(
+                f"`.data = ...` gives an input another shape, other strides or another type{new.line}"
+            )
+
+    offsets = [
+        offset(example_inputs[new.place]) for new in replacements
+    ]  # `look` lives on: it must keep no input
+
+    def look() -> None:
+        for new, before in zip(replacements, offsets, strict=True):
+            moved = offset(new.value) != before
+            if moved and not gets_other_memory(new.place, len(inputs)):
+                raise Unfit(f"`.data = ...` gives an input another part of its memory{new.line}")
+        if results_are_misplaced():
+            raise _Misplaced
+
+    try:
+        return _with_all_results(gm, inputs, compile_function, look)
+    except (Unfit, dynamo_restart()):
+        raise
+    except Exception as error:
+        if not replacements:
+            raise
+        line = replacements[0].line
+        raise Unfit(f"`.data = ...`{line} could not be compiled: {in_one_line(error)}") from error
+
+
+def _with_all_results(
+    gm: fx.GraphModule, inputs: Sequence[fx.Node], compile_function: Compile, look: Callable[[], None]
+) -> Callable[..., Any]:
+    try:
+        return compile_function(gm, look)
+    except _Misplaced:
+        taken = _take_inputs_out(gm, inputs)
+    try:
+        return Returning(compile_function(gm, look), taken)
+    except _Misplaced:
+        raise Unfit("it returns inputs that it changes, and the compiler mixes up what it returns") from None
+
+
+def _take_inputs_out(gm: fx.GraphModule, inputs: Sequence[fx.Node]) -> dict[int, int]:
+    """Let a graph return none of its inputs; by place among the results, which inputs they were."""
+    places = {id(node.meta.get("example_value")): place for place, node in enumerate(inputs)}
+    output = gm.graph.output_node()
+    results: Any = output.args[0]
+    taken = {}
+    for i, node in enumerate(results):
+        fake = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if isinstance(fake, torch.Tensor) and id(fake) in places:
+            taken[i] = places[id(fake)]
+    output.args = (tuple(node for i, node in enumerate(results) if i not in taken),)
+    gm.recompile()
+    return taken
+
+
+class _Replacement(NamedTuple):
+    """`.data = value` of the input at a place; the user's line, in brackets where it is known."""
+
+    place: int
+    value: torch.Tensor
+    line: str
+
+
+def _replacements(gm: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[_Replacement]:
+    found = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is torch.Tensor.set_ and node.args[0] in inputs:
+            value, line = node.args[1].meta["example_value"], user_line(node)
+            found.append(_Replacement(inputs.index(node.args[0]), value, f" ({line})" if line else ""))
+    return found

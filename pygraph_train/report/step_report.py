@@ -1,0 +1,387 @@
+"""The report: what ran from a graph, what it gained, and why the rest did not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pygraph_train.selection.arms import Arm, Phase
+from pygraph_train.selection.controller import Controller, Switch
+from pygraph_train.selection.timing import StepTime
+
+if TYPE_CHECKING:
+    from pygraph_train.regions.record import RegionRecord
+
+__all__ = ["ArmRow", "CaptureRecord", "Fallback", "PhaseRow", "StepReport"]
+
+
+@dataclass(frozen=True)
+class CaptureRecord:
+    """One capture.
+
+    Attributes:
+        plan: what it holds, as in `{F B O}`.
+        seconds: host time it took, verification included.
+        nodes: device operations in it, -1 where they cannot be counted.
+        compiled: whether it holds Inductor's kernels.
+        step: the training step in which it was made.
+    """
+
+    plan: str
+    seconds: float
+    nodes: int
+    compiled: bool
+    step: int
+
+
+@dataclass
+class Fallback:
+    """A reason to run without a graph.
+
+    Attributes:
+        reason: one sentence.
+        where: `file:line` in the user's code, or None.
+        fix: what to do about it, or "".
+        step: the step in which it was met first.
+        count: how often it was met.
+    """
+
+    reason: str
+    where: str | None
+    fix: str
+    step: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """What became of a phase, or of several that share a graph.
+
+    Attributes:
+        phases: as in `F B`.
+        off_ms: without a graph, fastest step of the warm-up; None where it was not measured.
+        on_ms: in a graph; None where there is none, or other phases run beside it.
+        kept: whether a graph is kept.
+        why: one sentence.
+    """
+
+    phases: str
+    off_ms: float | None
+    on_ms: float | None
+    kept: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """One plan that was compared.
+
+    Attributes:
+        arm: as it prints.
+        ms: a step of it; None where it was not measured.
+        verdict: why it is kept or not.
+    """
+
+    arm: str
+    ms: float | None
+    verdict: str
+
+
+@dataclass
+class StepReport:
+    """What became of the training steps. Prints as a table; `to_dict` for programs. Times in ms or s as named."""
+
+    engine: str = "off"
+    plan: str = "F B O"
+    steps: int = 0
+    steps_replayed: int = 0
+    first_replay_step: int | None = None
+    first_replay_seconds: float | None = None
+    optimizer_steps_replayed: int = 0
+    compile_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    audits: int = 0
+    captures: list[CaptureRecord] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ungraphed_seconds: list[float] = field(default_factory=list, repr=False)
+    replay_intervals: deque[float] = field(default_factory=deque, repr=False)
+    switches: list[Switch] = field(default_factory=list)
+    controllers: list[Controller] = field(default_factory=list, repr=False)
+    why_nothing: str | None = None
+    """Why steps are left alone without a comparison."""
+    phase_seconds: dict[str, float] = field(default_factory=dict, repr=False)
+    latest: dict[Arm, StepTime] = field(default_factory=dict, repr=False)
+    _explored: int = field(default=0, repr=False)  # with controllers that are gone
+    regions: Callable[[], Sequence[RegionRecord]] = field(default=tuple, repr=False)
+    """What the compile backend says of the graphs of a forward or a backward."""
+
+    def captured(self, record: CaptureRecord) -> None:
+        """Note a capture."""
+        self.captures.append(record)
+
+    def fell_back(self, fallback: Fallback) -> bool:
+        """Note a reason; True when it was not known yet."""
+        for known in self.fallbacks:
+            if (known.reason, known.where) == (fallback.reason, fallback.where):
+                known.count += 1
+                return False
+        self.fallbacks.append(fallback)
+        return True
+
+    def start_over(self) -> None:
+        """What was compared so far is of plans that are not legal any more."""
+        self._explored = self.exploration_steps
+        self.controllers.clear()
+
+    def decided(self, switch: Switch) -> None:
+        """Note which arm runs from now on."""
+        self.switches.append(switch)
+        self.plan = str(switch.arm.plan)
+
+    def note(self, text: str) -> None:
+        """Note something worth knowing, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @property
+    def ms_without_graph(self) -> float | None:
+        """Fastest step that ran without a graph in warm-up, in ms: first steps carry one-time costs."""
+        return min(self.ungraphed_seconds) * 1e3 if self.ungraphed_seconds else None
+
+    @property
+    def ms_with_graph(self) -> float | None:
+        """Median time from one replayed step to the next, in ms, data loading included."""
+        return statistics.median(self.replay_intervals) * 1e3 if self.replay_intervals else None
+
+    @property
+    def speedup(self) -> float | None:
+        """`ms_without_graph / ms_with_graph`; None on the emulated engine, which is not about speed."""
+        before, after = self.ms_without_graph, self.ms_with_graph
+        return before / after if before and after and self.engine == "cuda" else None
+
+    @property
+    def measured(self) -> bool:
+        """Whether times are the machine's: the emulated engine's are declared, and shown nowhere."""
+        return self.engine == "cuda"
+
+    @property
+    def exploration_steps(self) -> int:
+        """Steps made with other plans than the best one known."""
+        return self._explored + sum(c.exploration_steps for c in self.controllers)
+
+    @property
+    def gpu_idle_fraction_without_graphs(self) -> float | None:
+        """The share of a step without graphs in which the GPU waited for the host."""
+        busy = min((t.device for arm, t in self.latest.items() if arm.plan.forward_backward), default=None)
+        tried = [t.seconds for arm, t in self.latest.items() if not arm.plan.graphs]
+        whole = tried[0] if tried else min(self.ungraphed_seconds, default=None)
+        return max(0.0, 1 - busy / whole) if self.measured and busy and whole else None
+
+    @property
+    def gpu_idle_fraction(self) -> float | None:
+        """The share of the present steps in which the GPU waits, data loading included."""
+        last = next((t for arm, t in self.latest.items() if str(arm.plan) == self.plan), None)
+        if not self.measured or last is None:
+            return None
+        if last.device < last.seconds or not self.replay_intervals:
+            return max(0.0, 1 - last.device / last.seconds)
+        return max(0.0, 1 - last.device / statistics.median(self.replay_intervals))
+
+    def arms(self) -> list[ArmRow]:
+        """The plans that were compared for the first signature, the kept one first."""
+        if not self.controllers:
+            return []
+        controller = self.controllers[0]
+        times, verdicts = controller.times, controller.verdicts
+        arms = sorted({*times, *verdicts}, key=lambda arm: (arm != controller.best, str(arm)))
+        return [
+            ArmRow(
+                str(arm),
+                times[arm] * 1e3 if arm in times and self.measured else None,
+                verdicts.get(arm, "") if self.measured else verdicts.get(arm, "").partition(":")[0],
+            )
+            for arm in arms
+        ]
+
+    def phases(self) -> list[PhaseRow]:
+        """What became of forward, backward and optimizer (for the first signature)."""
+        off = {p: s * 1e3 for p, s in self.phase_seconds.items()} if self.measured else {}
+        best = self.controllers[0].best if self.controllers else None
+        graphs = best.plan.graphs if best is not None else ()
+        rows = []
+        for phase in Phase:
+            graph = next((g for g in graphs if phase in g), None)
+            if graph is not None and graph[0] is not phase:
+                continue
+            names = [p.value for p in graph or (phase,)]
+            known = [off[name] for name in names if name in off]
+            alone = graph is not None and len(graphs) == 1 and len(graph) == len(Phase)
+            on = self.controllers[0].times.get(best) if best is not None and alone and self.measured else None
+            rows.append(
+                PhaseRow(
+                    " ".join(names),
+                    sum(known) if len(known) == len(names) else None,
+                    on * 1e3 if on is not None else None,
+                    graph is not None,
+                    self._why(phase, kept=graph is not None),
+                )
+            )
+        return rows
+
+    def _why(self, phase: Phase, *, kept: bool) -> str:
+        if not self.controllers:
+            return self.why_nothing or (
+                self.fallbacks[0].reason if self.fallbacks else "no plan was tried yet"
+            )
+        controller = self.controllers[0]
+        verdict = controller.verdicts.get(controller.best, "")
+        if kept:
+            return verdict if self.measured else verdict.partition(":")[0]
+        about = [
+            f for f in self.fallbacks if f.reason.startswith("the optimizer") == (phase is Phase.OPTIMIZER)
+        ]
+        return about[0].reason if about else verdict
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the compared plans and the history of switches.
+
+        Args:
+            path: of the picture; its suffix names the format (.png, .svg, .pdf).
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from pygraph_train.report.plot import draw
+
+        draw(self, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts: ready for JSON."""
+        memory = _peak_memory_mib() if self.engine == "cuda" else {}
+        return {
+            "engine": self.engine,
+            "plan": self.plan,
+            "steps": self.steps,
+            "steps_replayed": self.steps_replayed,
+            "first_replay_step": self.first_replay_step,
+            "first_replay_seconds": self.first_replay_seconds,
+            "ms_without_graph": self.ms_without_graph,
+            "ms_with_graph": self.ms_with_graph,
+            "speedup": self.speedup,
+            "compile_seconds": self.compile_seconds,
+            "verify_seconds": self.verify_seconds,
+            "audits": self.audits,
+            "captures": [dataclasses.asdict(c) for c in self.captures],
+            "capture_seconds": sum(c.seconds for c in self.captures),
+            "optimizer_steps_replayed": self.optimizer_steps_replayed,
+            "phases": [dataclasses.asdict(row) for row in self.phases()],
+            "arms": [dataclasses.asdict(row) for row in self.arms()],
+            "switches": [{"step": s.step, "arm": str(s.arm), "why": s.why} for s in self.switches],
+            "exploration_steps": self.exploration_steps,
+            "gpu_idle_fraction": self.gpu_idle_fraction,
+            "gpu_idle_fraction_without_graphs": self.gpu_idle_fraction_without_graphs,
+            "fallbacks": [dataclasses.asdict(f) for f in self.fallbacks],
+            "notes": list(self.notes),
+            "regions": [dataclasses.asdict(r) for r in self.regions()],
+            **memory,
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The lines of the table."""
+        rows = [
+            ("engine", self.engine),
+            ("plan", f"{self.plan}   (F forward, B backward, O optimizer; {{ }} is one graph)"),
+            ("steps replayed", f"{self.steps_replayed} of {self.steps}"),
+        ]
+        if self.first_replay_step is not None:
+            rows.append(
+                ("first replay", f"step {self.first_replay_step}, after {self.first_replay_seconds:.1f} s")
+            )
+        if self.ms_without_graph is not None:
+            rows.append(("step without graph", f"{self.ms_without_graph:.2f} ms (fastest of the warm-up)"))
+        if self.ms_with_graph is not None:
+            rows.append(("step with graph", f"{self.ms_with_graph:.2f} ms (median, data loading included)"))
+        if self.speedup is not None:
+            rows.append(("speed-up", f"{self.speedup:.2f}x"))
+        idle = self.gpu_idle_fraction_without_graphs
+        if idle is not None and idle >= 0.1:
+            rows.append(("launch-bound", f"without graphs the GPU waited {idle:.0%} of the step"))
+        if self.optimizer_steps_replayed:
+            rows.append(
+                ("optimizer replayed", f"{self.optimizer_steps_replayed} times, from a graph of its own")
+            )
+        if self.why_nothing and not self.controllers:
+            rows.append(("no graphs", self.why_nothing))
+        for row in self.phases() if self.controllers else []:
+            off = "-" if row.off_ms is None else f"{row.off_ms:.2f} ms"
+            on = "-" if row.on_ms is None else f"{row.on_ms:.2f} ms"
+            kept = "graph" if row.kept else "no graph"
+            rows.append((f"phase {row.phases}", f"off {off}, on {on}, {kept}: {row.why}"))
+        for arm in self.arms()[1:]:
+            ms = "" if arm.ms is None else f"{arm.ms:.2f} ms, "
+            rows.append((f"plan {arm.arm}", f"{ms}{arm.verdict}"))
+        if self.exploration_steps:
+            rows.append(("exploration", f"{self.exploration_steps} steps"))
+        for switch in self.switches:
+            if switch.before == switch.arm:
+                continue
+            rows.append((f"switch at {switch.step}", f"{switch.before} -> {switch.arm}: {switch.why}"))
+        for c in self.captures:
+            kernels = "Inductor kernels" if c.compiled else "eager kernels"
+            nodes = f"{c.nodes} nodes, " if c.nodes >= 0 else ""
+            rows.append((f"captured {c.plan}", f"step {c.step}: {nodes}{kernels}, {c.seconds:.2f} s"))
+        for r in self.regions():
+            where = f"\n  from {r.where}" if r.where else ""
+            told = f"{r.decision}, {r.nodes} nodes, {r.replays} replays, {r.plain_runs} without a graph"
+            rows.append((r.name, f"{told}{': ' if r.reason else ''}{r.reason}{where}"))
+        if self.compile_seconds:
+            rows.append(("compiled", f"{self.compile_seconds:.1f} s"))
+        if self.verify_seconds and self.measured:
+            later = f", and {self.audits} later ones" if self.audits else ""
+            text = f"first replays{later} were compared with plain steps: {self.verify_seconds:.2f} s"
+            rows.append(("verified", text))
+        if self.engine == "cuda":
+            memory = _peak_memory_mib()
+            rows.append(
+                (
+                    "peak memory",
+                    "{peak_reserved_mib} MiB reserved, {peak_allocated_mib} MiB allocated".format(**memory),
+                )
+            )
+        for f in self.fallbacks:
+            where = f"\n  at {f.where}" if f.where else ""
+            fix = f"\n  {f.fix}" if f.fix else ""
+            rows.append(("without a graph", f"{f.reason} (from step {f.step}){where}{fix}"))
+        rows += [("note", text) for text in self.notes]
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        indent = "\n" + " " * (width + 2)
+        lines = [f"{name:<{width}}  " + text.replace("\n", indent) for name, text in rows]
+        return "\n".join(["pygraph-train", *lines])
+
+    def __rich__(self) -> Any:
+        """A rich table, for `rich.print`."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title="pygraph-train", show_header=False, title_justify="left")
+        for name, text in self.rows():
+            table.add_row(name, Text(text))
+        return table
+
+
+def _peak_memory_mib() -> dict[str, int]:
+    return {
+        "peak_reserved_mib": torch.cuda.max_memory_reserved() >> 20,
+        "peak_allocated_mib": torch.cuda.max_memory_allocated() >> 20,
+    }

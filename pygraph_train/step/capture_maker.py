@@ -1,0 +1,242 @@
+"""Making one capture of a step, and what its first replay is checked against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.gradients.of_steps import Gradients
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.step.inputs import StaticInputs
+from pygraph_train.step.outputs import Outputs
+from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.program import Call, StepProgram
+from pygraph_train.step.rebinding import Anchors, Moves
+from pygraph_train.step.refusals import history, problem_of
+from pygraph_train.step.variants import Capture, Variant, picker
+from pygraph_train.step.verify import Audits, Fingerprint, HostCopy, ScratchState
+from pygraph_train.torch_private.hooks import hook_registrations
+from pygraph_train.tracing.signature import flatten
+from pygraph_train.tracing.trace import NotLegal, Problem, Trace, backward_hook, hooked
+
+__all__ = ["CaptureMaker"]
+
+
+class CaptureMaker:
+    """Captures steps, all of those with the same kernels into the same gradient addresses.
+
+    Args:
+        program: the step.
+        config: options.
+        engine: where graphs are made.
+        context: entered around every run that uses the kernels that graphs hold.
+
+    Attributes:
+        canonical_gradients: where graphs leave gradients, by parameter; those of Inductor's kernels apart
+            (True), lest they copy to where the eager kernels' graph happened to leave its own.
+        anchors: where tensors stay that steps give other memory.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        config: PyGraphConfig,
+        engine: Engine,
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.canonical_gradients: dict[bool, dict[Tensor, Tensor]] = {False: {}, True: {}}
+        self.anchors = Anchors()
+        self._program = program
+        self._config = config
+        self._engine = engine
+        self._context = context
+
+    def make(
+        self,
+        variant: Variant,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        position: PositionInAccumulation,
+        optimizer: OptimizerPreparation | None,
+    ) -> tuple[Capture, Fingerprint | None]:
+        """Capture the step under the variant's arm.
+
+        Args:
+            call: how the step's function is run.
+        Returns:
+            The capture, and what its first replay must reproduce (None without verification).
+        Raises:
+            NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
+        """
+        updates = variant.arm.plan.fused and position.update
+        program = self._program
+        reads = variant.trace.tensors(program.function(), args, kwargs)
+        gradients = self.gradients(variant, args, kwargs, position)
+        problem = history(variant.trace, reads)
+        if problem is None and hooked(gradients.parameters):
+            problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
+        if problem is not None:
+            raise NotLegal(problem)
+        rebound = variant.trace.rebound_tensors(reads)
+        self.anchors.begin(rebound)
+        gradients.begin()
+        gradients.empty()  # as the step would; the memory of old gradients is wanted now
+        before = gradients.snapshot()
+        static_leaves: list[Any] = []
+        moves = self.moves(variant, args, kwargs)
+
+        def body() -> tuple[Tensor, Outputs]:
+            gradients.empty()
+            loss, tree = program.forward(call, static_args, static_kwargs)
+            program.backward(loss)
+            if updates:
+                program.transform_gradients()
+                program.update()
+            gradients.settle()
+            outputs = Outputs(tree, static_leaves, reads, detached=program.detaches_results)
+            batch = [leaf for leaf in static_leaves if isinstance(leaf, Tensor)]
+            self.anchors.settle(moves, [*moves.tensors, *batch, *outputs.tensors])
+            return loss.detach(), outputs
+
+        try:
+            if variant.inputs is None:
+                variant.inputs = StaticInputs(leaves, variant.used)
+            variant.inputs.load(leaves)
+            static_args, static_kwargs = variant.inputs.tree((args, kwargs))
+            flatten((static_args, static_kwargs), static_leaves)
+            if isinstance(call, Trace):
+                with program.context():
+                    if not call.holds(program.function(), static_args, static_kwargs):
+                        raise NotLegal(call.why_not(program.function(), static_args, static_kwargs))
+            expected, started = None, time.perf_counter()
+            if self._config.verify != "off":
+                expected = self.reference(
+                    variant, gradients, call, static_args, static_kwargs, updates=updates
+                )
+            reference = time.perf_counter() - started
+            with self._context():
+                graph, (loss, outputs) = self._engine.capture(body)
+        except BaseException as error:
+            gradients.restore(before)
+            program.abandon()
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C and the like: the caller's business, with everything in order
+            raise NotLegal(problem_of(error)) from error
+        finally:
+            moves.put_back()
+            self.anchors.end(rebound)
+        program.abandon()
+        outputs.tensors.clear()
+        gradients.claim()
+        if optimizer is not None and updates:
+            optimizer.remember()
+        capture = Capture(
+            graph=graph,
+            loss=loss,
+            outputs=outputs,
+            gradients=gradients,
+            updates=updates,
+            hyperparameters=optimizer.hyperparameters() if optimizer is not None and updates else None,
+            optimizer_generation=optimizer.generation if optimizer is not None else 0,
+            leaves=[t for t in reads if t.requires_grad],
+            pick_leaves=picker([i for i, t in enumerate(reads) if t.requires_grad]),
+            addresses=list(map(Tensor.data_ptr, reads)),
+            rebound=rebound,
+            verified=self._config.verify == "off",
+            hook_registrations=hook_registrations(),
+            audits=Audits(self._config.verify, time.perf_counter(), reference),
+        )
+        return capture, expected
+
+    def reference(
+        self,
+        variant: Variant,
+        gradients: Gradients,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        updates: bool,
+    ) -> Fingerprint:
+        """Loss and gradients of this step without a graph; everything else is put back."""
+        before = gradients.snapshot()
+        moves = self.moves(variant, args, kwargs)
+        scratch = ScratchState(self._program.device, self.beside_parameters(variant, args, kwargs))
+        try:
+            with self._context(), self._engine.warm_up(gradients.emptied):
+                gradients.empty()
+                gradients.isolate()
+                loss, _ = self._program.forward(call, args, kwargs)
+                self._program.backward(loss)
+                if updates:
+                    self._program.transform_gradients(in_kernels=False)
+                return Fingerprint.of(loss.detach(), gradients.snapshot())
+        finally:
+            moves.put_back()
+            scratch.restore()
+            gradients.restore(before)
+            self._program.abandon()
+
+    def backup(
+        self,
+        variant: Variant,
+        capture: Capture,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        optimizer: OptimizerPreparation | None,
+    ) -> HostCopy:
+        """Everything that a replay writes, besides gradients that it begins itself."""
+        written = self.beside_parameters(variant, args, kwargs)
+        if capture.updates and optimizer is not None:
+            written += self._optimized()
+            written += optimizer.state_tensors()
+        written += [p.grad for p in capture.gradients.carried if p.grad is not None]
+        return HostCopy(self._program.device, written)
+
+    def beside_parameters(
+        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
+        """Device tensors, other than parameters, that forward and backward may write in place."""
+        reads = variant.trace.tensors(self._program.function(), args, kwargs)
+        found = {id(t): t for t in self._program.model.buffers()}
+        found |= {id(t): t for t in reads if not t.requires_grad or variant.writes_parameters}
+        found |= {id(t): t for t in self._program.extra_state()}
+        return list(found.values())
+
+    def moves(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Moves:
+        """From now on, of tensors that live longer than a step: a run that is undone must not leave them elsewhere."""
+        model = self._program.model
+        reads = variant.trace.tensors(self._program.function(), args, kwargs)
+        return Moves([*reads, *model.parameters(), *model.buffers(), *self._optimized()])
+
+    def _optimized(self) -> list[Tensor]:
+        """The optimizer's parameters."""
+        optimizer = self._program.optimizer
+        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    def owned(self) -> list[Tensor]:
+        """Parameters whose gradients are emptied before a fresh micro-batch."""
+        return self._optimized() or list(self._program.model.parameters())
+
+    def gradients(
+        self,
+        variant: Variant,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        position: PositionInAccumulation,
+    ) -> Gradients:
+        """The gradients that one step can reach: of what it reads, and of what the optimizer holds."""
+        owned = self.owned()
+        reads = variant.trace.tensors(self._program.function(), args, kwargs)
+        reached = {id(t): t for t in (*owned, *(t for t in reads if t.requires_grad))}
+        # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
+        canonical = self.canonical_gradients[variant.arm.compiled]
+        return Gradients(reached.values(), owned if position.fresh else (), canonical)

@@ -1,0 +1,624 @@
+"""Is a step a pure function of tensors? Found out by tracing it with Dynamo (DESIGN section 4).
+
+Replay runs no Python, so a step may be replayed only when Dynamo traces it as one graph that writes
+nothing back to Python, reads no tensor from the host, and whose guards hold for the call at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+import re
+import sys
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pygraph_train.graphs.location import defined_at, is_user_file, user_line_in
+from pygraph_train.torch_private.dynamo import (
+    dynamo_cache_entries,
+    dynamo_error_place,
+    dynamo_side_effects,
+    forget_compiled,
+    guard_failures,
+    guarded_expression,
+    placeholder_source,
+    raised_while_tracing,
+    tracing_notes,
+    writes_to_inputs,
+)
+from pygraph_train.torch_private.hooks import hooks_on_accumulation
+from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
+from pygraph_train.tracing.recompute import as_eager
+from pygraph_train.tracing.watch import ModuleWatch, is_watched
+
+__all__ = [
+    "NotLegal",
+    "Problem",
+    "PyGraphError",
+    "Trace",
+    "backward_hook",
+    "compiler_failed",
+    "forget_frames",
+    "guard_constants",
+    "held_weakly",
+    "hooked",
+    "readable",
+]
+
+
+class PyGraphError(RuntimeError):
+    """A step could not run from a graph and `on_failure="raise"` was asked for, or it cannot go on."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a step cannot be replayed.
+
+    Attributes:
+        reason: one sentence, starting with the thing that stands in the way.
+        where: `file:line` in the user's code, or None when there is no single line.
+        fix: what to do about it, or "".
+    """
+
+    reason: str
+    where: str | None = None
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.reason} ({self.where})" if self.where else self.reason
+        return f"{text}. {self.fix}" if self.fix else text
+
+
+class NotLegal(Exception):
+    """Tracing found a problem before anything was executed."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+
+_Read = Callable[[dict[str, Any], dict[str, Any]], tuple[Tensor, ...]]
+
+
+def _reader(expressions: list[str], namespace: dict[str, Any]) -> _Read:
+    """One function that reads all of Dynamo's own source expressions: a call for each would be slow.
+
+    What several of them start with (a module's parameters) is read once.
+    """
+    lines: list[str] = []
+    known: dict[str, str] = {}
+
+    def name_of(expression: str) -> str:
+        owner, last = _owner(expression)
+        if not owner:
+            return expression
+        if owner not in known:
+            place = name_of(owner)
+            known[owner] = f"v{len(known)}"
+            lines.append(f"    {known[owner]} = {place}\n")
+        return known[owner] + last
+
+    names = [name_of(e) for e in expressions]
+    scope = dict(namespace)
+    exec(f"def read(L, G):\n{''.join(lines)}    return ({''.join(n + ', ' for n in names)})\n", scope)
+    read: _Read = scope["read"]
+    return read
+
+
+_ACCESS = re.compile(r"\.\w+|\['[^'\\]*'\]|\[\d+\]")
+
+
+def _owner(expression: str) -> tuple[str, str]:
+    """`L['fn'].net.weight` is read from `L['fn'].net` with `.weight`; ("", "") where that is not so simple."""
+    if not expression.startswith(("L[", "G[")):
+        return "", ""
+    parts = _ACCESS.findall(expression)
+    if len(parts) < 2 or expression[0] + "".join(parts) != expression:
+        return "", ""
+    return expression[: -len(parts[-1])], parts[-1]
+
+
+def _fresh_code() -> types.FunctionType:
+    """A function with a code object of its own: Dynamo keeps its compiled variants per code object."""
+
+    def traced_step(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = fn(*args, **kwargs)
+        guard_constants(result)
+        return result
+
+    return types.FunctionType(traced_step.__code__.replace(co_name="traced_step"), globals())
+
+
+def guard_constants(tree: Any) -> None:
+    """Inside a traced function: let a guard stand for each Python number, string, ... of `tree`.
+
+    Dynamo sets none for a value that is only passed through, and a replay would return the old one.
+    """
+    if isinstance(tree, (bool, int, float, complex, str, bytes)):
+        if tree:  # any use of the value will do
+            return
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            guard_constants(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            guard_constants(item)
+    # the next line would ask the classes of these for an attribute, which Dynamo of torch 2.11 does not trace
+    elif tree is None or isinstance(tree, (Tensor, type, types.FunctionType, types.BuiltinFunctionType)):
+        return
+    elif dataclasses.is_dataclass(tree):
+        for field in dataclasses.fields(tree):
+            guard_constants(getattr(tree, field.name))
+
+
+def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method for Dynamo's caches, which outlive the object and must not keep it."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = weak()
+        assert alive is not None
+        return alive(*args, **kwargs)
+
+    return call
+
+
+class Trace:
+    """One function under Dynamo, for one signature of its arguments.
+
+    Call it as `trace(fn, args, kwargs)`: it runs `fn` for real through Dynamo's graph. `problem` is set
+    as soon as something is found that forbids replaying.
+
+    Args:
+        device: where the step's tensors live; tensors elsewhere would be baked into a graph.
+        inductor: compile with Inductor; otherwise run the traced graph with eager kernels.
+        recorder: suffix of the Python expression of an object that the step may write to because the
+            caller reproduces it on replay (Lightning's log records), or None.
+    """
+
+    def __init__(self, device: torch.device, *, inductor: bool = False, recorder: str | None = None) -> None:
+        self.device = device
+        self.inductor = inductor
+        self.problem: Problem | None = None
+        self.inputs: list[str] = []
+        """Expressions of the tensors that the step reads besides its arguments (parameters, attributes)."""
+        self.latest_tensors: tuple[Tensor, ...] = ()
+        """These tensors, as `holds` saw them last."""
+        self.rebound: list[str] = []
+        """Expressions of those of `inputs` that the step gives other memory (`p.data = ...`)."""
+        self.writes_state = False
+        """Whether forward writes to some of `inputs`."""
+        self.left: list[str] = []
+        """What the compilation could not do."""
+        self._arguments: list[str] = []
+        self._read: _Read = lambda L, G: ()
+        self._recorder = recorder
+        self._fn: Any = None
+        self._compiles = 0
+        self._notes: list[tuple[Any, str]] = []  # of the compilation that is under way
+        self._guards: Any = None
+        self._modules: dict[str, None] = {}
+        self._watch: ModuleWatch | None = None
+        self._go_through_dynamo(_fresh_code())
+
+    def _go_through_dynamo(self, code: types.FunctionType) -> None:
+        """Let `_call` be this function, compiled."""
+        self._code = code
+        self._call: Any = torch.compile(
+            code,
+            backend=held_weakly(self._backend),
+            fullgraph=True,
+            dynamic=False,
+            options={"guard_filter_fn": held_weakly(self._keep_guards)},  # type: ignore[dict-item]
+        )
+        weakref.finalize(self, forget_compiled, code.__code__).atexit = False
+
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `fn(*args, **kwargs)` through Dynamo.
+
+        Raises:
+            NotLegal: the function cannot be traced as one graph; nothing was executed.
+        """
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        self._fn = fn
+        before, stale = self._compiles, None
+        if self.traced and not self.holds(fn, args, kwargs):
+            stale = self._why(frame)
+        try:
+            with dynamo_step_config():
+                result = self._call(fn, args, kwargs)
+        except torch._dynamo.exc.Unsupported as error:
+            problem = _problem_of_break(error)
+            forget_frames(error)
+            raise NotLegal(problem) from None
+        except Exception as error:
+            if not raised_while_tracing(error):
+                raise  # of the step itself
+            problem = compiler_failed(error)
+            forget_frames(error)
+            raise NotLegal(problem) from None
+        finally:
+            forget_notes(self._notes)
+        entries = dynamo_cache_entries(self._code.__code__)
+        if not entries:
+            self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
+        elif self._guards is None:
+            try:
+                self._take_guards(entries[0], frame)
+            except Exception as error:  # an expression that only Dynamo's own code understands
+                self.problem = self.problem or Problem(
+                    f"the step reads tensors in a way that is not followed: {error}"
+                )
+        elif self._compiles > before and self.problem is None:
+            self.problem = stale or Problem("the step is traced anew although its inputs look the same")
+        return result
+
+    def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
+        """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
+        self._read = _reader([*self.inputs, *self._modules], self._code.__globals__)
+        objects: Any = self._read(frame, self._code.__globals__)
+        self._watch = ModuleWatch(objects[: len(self.inputs)], objects[len(self.inputs) :])
+        self._guards = entry.guard_manager  # not the entry: torch._dynamo.reset() frees it
+
+    @property
+    def traced(self) -> bool:
+        """True once a call was traced."""
+        return self._guards is not None
+
+    def holds(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True when the trace is valid for this call. Runs nothing of `fn`. Hot path."""
+        guards, frame = self._guards, {"fn": fn, "args": args, "kwargs": kwargs}
+        # no cache entry: reset, or an object died that a guard knows by its id
+        if guards.cache_entry is None or not guards.check(frame):
+            return False
+        assert self._watch is not None
+        try:
+            objects: Any = self._read(frame, self._code.__globals__)
+        except (AttributeError, IndexError, KeyError):  # a module is no longer where it was
+            return False
+        count = len(self.inputs)
+        self.latest_tensors = objects[:count]
+        return self._watch.unchanged(self.latest_tensors, objects[count:])
+
+    def why_not(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
+        """The guard that does not hold for this call, with its source line."""
+        return self._why({"fn": fn, "args": args, "kwargs": kwargs}) or Problem(
+            "a guard of the traced step failed"
+        )
+
+    def tensors(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """The tensors behind `inputs`, read now."""
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        return self._read(frame, self._code.__globals__)[: len(self.inputs)]
+
+    def argument_tensors(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, Tensor]]:
+        """The tensors of the arguments that the step reads, each with how the user would write it."""
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        read = _reader(self._arguments, self._code.__globals__)
+        names = [readable(expression, fn) for expression in self._arguments]
+        return list(zip(names, read(frame, self._code.__globals__), strict=True))
+
+    def rebound_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of `tensors`, in the order of `inputs`, that the step gives other memory."""
+        return [t for expression, t in zip(self.inputs, tensors, strict=True) if expression in self.rebound]
+
+    # -- inside Dynamo ------------------------------------------------------------------------------
+
+    def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        self._compiles += 1
+        self._notes += tracing_notes(graph)
+        if self.problem is None:
+            self.problem = self._side_effects() or self._host_tensors(graph)
+        if self._compiles == 1:
+            self._read_inputs(graph)
+            self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
+        if self.inductor:
+            from pygraph_train.regions.inductor import compile_whole  # which imports much
+
+            return compile_whole(graph, example_inputs, self.left)
+        return as_eager(graph).forward
+
+    def _side_effects(self) -> Problem | None:
+        for source, attribute, stack in dynamo_side_effects():
+            if self._recorder is not None and source.endswith(self._recorder):
+                continue
+            name = readable(source, self._fn) + (f".{attribute}" if attribute else "")
+            return Problem(
+                f"{name} is written by the step, and replay runs no Python",
+                innermost(stack),
+                "Move the write out of the step (a hook that runs every step), or keep it in a tensor buffer",
+            )
+        return None
+
+    def _host_tensors(self, graph: torch.fx.GraphModule) -> Problem | None:
+        """Tensors on another device, and inputs that are not tensors: their values would be baked in."""
+        for node in graph.graph.nodes:
+            value = node.meta.get("example_value")
+            if node.op == "placeholder":
+                if isinstance(value, Tensor):
+                    if value.device.type != self.device.type:
+                        name = readable(placeholder_source(node) or node.name, self._fn)
+                        return Problem(
+                            f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",
+                            _first_use(node),
+                            f"Register it as a buffer or move it to {self.device.type}",
+                        )
+                elif value is not None:
+                    name = readable(placeholder_source(node) or node.name, self._fn)
+                    return Problem(f"{name} is a Python number that changes", _first_use(node))
+            elif node.op == "call_method" and node.target in ("item", "tolist"):
+                return Problem(
+                    f".{node.target}() waits for the device and reads a tensor on the host",
+                    _line_of(node),
+                    "Keep the value in a tensor, or read it after the step",
+                )
+            elif isinstance(value, Tensor) and value.device.type not in (self.device.type, "meta"):
+                return Problem(
+                    f"{getattr(node.target, '__name__', node.target)} makes a tensor on {value.device.type} "
+                    "inside the step",
+                    _line_of(node),
+                    f"Make it on the device ({self.device.type}) or outside of the step",
+                )
+        return None
+
+    def _read_inputs(self, graph: torch.fx.GraphModule) -> None:
+        for node in graph.graph.nodes:
+            if node.op != "placeholder" or not isinstance(node.meta.get("example_value"), Tensor):
+                continue
+            expression = placeholder_source(node)
+            if expression is not None:
+                of_argument = expression.startswith(("L['args']", "L['kwargs']"))
+                (self._arguments if of_argument else self.inputs).append(expression)
+
+    def _look_for_writes(self, graph: torch.fx.GraphModule) -> Problem | None:
+        """Note what happens to the tensors that the step is given; what happens to a batch is a problem."""
+        for node, target, rebinds in writes_to_inputs(graph):
+            expression = placeholder_source(target) or target.name
+            name = readable(expression, self._fn)
+            if expression in self._arguments:
+                return Problem(
+                    f"{name}: the step changes its batch in place, which a replay would do to a copy",
+                    _line_of(node),
+                )
+            self.writes_state = True
+            if rebinds and expression not in self.rebound:
+                self.rebound.append(expression)
+        return None
+
+    def _reads_gradients(self, graph: torch.fx.GraphModule) -> Problem | None:
+        """Where graphs leave the gradients of a step, the next replay writes those of its own."""
+        for node in graph.graph.nodes:
+            source = placeholder_source(node) if node.op == "placeholder" else None
+            if source is not None and source.endswith(".grad"):
+                return Problem(
+                    f"{readable(source, self._fn)}, a gradient of the step before, is read by the step",
+                    _first_use(node),
+                    "Read it after the step",
+                )
+        return None
+
+    def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
+        """Leave to `ModuleWatch` what it sees more cheaply."""
+        watched = [is_watched(guard) for guard in guards]
+        for guard, ours in zip(guards, watched, strict=True):
+            if ours and guard.has_value and isinstance(guard.value, nn.Module):
+                self._modules[guarded_expression(guard)] = None
+        return [not ours for ours in watched]
+
+    def _why(self, frame: dict[str, Any]) -> Problem | None:
+        failures = guard_failures(self._guards, frame) if self.traced else []
+        for part in failures:
+            guard, _, comment = part.partition("  # ")
+            places = [_unshortened(w) for w in _locations(comment)]
+            where = next((w for w in places if is_user_file(w.rpartition(":")[0])), None)
+            name = readable(guard.strip(), frame["fn"])
+            return Problem(
+                f"{name} no longer holds: the step depends on Python state that changes",
+                where,
+                "Keep changing values in tensors, or out of the step",
+            )
+        if self._watch is None:
+            return None
+        try:
+            objects: Any = self._read(frame, self._code.__globals__)
+        except (AttributeError, IndexError, KeyError) as error:
+            return Problem(f"the model is built differently now: {type(error).__name__} {error}")
+        count = len(self.inputs)
+        name, verb = self._watch.what_changed(
+            objects[:count], objects[count:], [*self.inputs, *self._modules]
+        )
+        return Problem(f"{readable(name, frame['fn'])} {verb}")
+
+
+_DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE and torch.compiler.disable decorators on the step"
+
+
+_hooks = operator.attrgetter("_backward_hooks")
+_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def hooked(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of these leaves has a gradient hook. To be asked when hooks were registered: not a hot path."""
+    return (
+        any(map(_hooks, tensors))
+        or any(map(_accumulate_hooks, tensors))
+        or any(map(hooks_on_accumulation, tensors))
+    )
+
+
+def backward_hook(model: nn.Module) -> Problem | None:
+    """Hooks that autograd runs in Python during backward: replay would not run them."""
+    for name, parameter in model.named_parameters():
+        hooks = list((parameter._backward_hooks or {}).values())
+        hooks += list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+        hooks += hooks_on_accumulation(parameter)
+        if hooks:
+            return Problem(f"parameter {name} has the gradient hook {_name(hooks[0])}", _defined_at(hooks[0]))
+    for name, module in model.named_modules():
+        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+            return Problem(
+                f"module {name or type(module).__name__} has the backward hook {_name(hook)}",
+                _defined_at(hook),
+            )
+    return None
+
+
+# -- sentences and places ---------------------------------------------------------------------------
+
+
+def _problem_of_break(error: BaseException) -> Problem:
+    stack = getattr(error, "real_stack", None)
+    message = str(error)
+    builtin = re.search(r"how to trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`", message)
+    if builtin is not None and builtin[1].startswith("Random."):
+        return Problem(
+            "the step draws random numbers in Python, and a replay would repeat those of the capture",
+            innermost(stack),
+            "Draw them with torch, or before the step",
+        )
+    if builtin is not None:
+        return Problem(
+            f"the step is not one graph: it calls {builtin[1]}, which Dynamo does not trace",
+            innermost(stack),
+            "Call it outside of the step",
+        )
+    if "Could not guard on data-dependent" in message:
+        return _number_on_device(innermost(stack))
+    if "(Generator)" in message and "as_proxy" in message:
+        return Problem(
+            "the step is not one graph: it draws random numbers from a torch.Generator of its own, which Dynamo does "
+            "not trace",
+            innermost(stack),
+            "Draw them before the step, or without a generator",
+        )
+    if any(f"torch{os.sep}_functorch{os.sep}" in frame.filename for frame in stack or ()):
+        return Problem(
+            "the step is not one graph: it calls a transform of torch.func (vmap, grad, ...), which Dynamo does not "
+            "trace here",
+            innermost(stack),
+            "Call it outside of the step, or compute the same without torch.func",
+        )
+    explanation = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in message.splitlines()
+            if line.strip().startswith("Explanation:")
+        ),
+        _first_line(error),
+    )
+    hint = next(
+        (line.split(":", 1)[1].strip() for line in message.splitlines() if line.strip().startswith("Hint:")),
+        "",
+    )
+    return Problem(f"the step is not one graph: {explanation.rstrip('.')}", innermost(stack), hint)
+
+
+def _number_on_device(where: str | None) -> Problem:
+    return Problem(
+        "Python computes with a number that is on the device (BatchNorm with momentum=None does so), and a graph would "
+        "bake it in",
+        where,
+        "Keep it in a tensor, or give BatchNorm a momentum",
+    )
+
+
+def innermost(stack: Any) -> str | None:
+    frames = [f for f in stack or () if is_user_file(f.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+def _line_of(node: torch.fx.Node) -> str | None:
+    return user_line_in(node.meta.get("stack_trace"))
+
+
+def _first_use(node: torch.fx.Node) -> str | None:
+    return next((w for user in node.users if (w := _line_of(user))), None)
+
+
+def _locations(text: str) -> list[str]:
+    """`file:line` of every frame named in a traceback (`File "x", line 3`) or a guard (`# x:3 in f`)."""
+    found = [f"{f}:{n}" for f, n in re.findall(r'File "([^"]+)", line (\d+)', text)]
+    return found or [f"{f}:{n}" for f, n in re.findall(r"#?\s*(\S+\.py):(\d+)", text)]
+
+
+def _unshortened(place: str) -> str:
+    """A guard's `file:line`, with the directories back that the file shares with torch and torch leaves out."""
+    path, _, line = place.rpartition(":")
+    directory = os.path.dirname(os.path.dirname(torch.__file__))
+    while not os.path.isfile(os.path.join(directory, path)):
+        if directory == os.path.dirname(directory):  # only the root is shared: torch drops a letter with it
+            files = [getattr(m, "__dict__", {}).get("__file__") or "" for m in list(sys.modules.values())]
+            known = (f for f in files if f.endswith(path) and len(f) == len(path) + 2)
+            return f"{next(known, os.path.abspath(path))}:{line}"
+        directory = os.path.dirname(directory)
+    return f"{os.path.join(directory, path)}:{line}"
+
+
+def readable(expression: str, fn: Any = None) -> str:
+    """`L['fn'].__self__._modules['net'].scale` as the user would write it: `self.net.scale`.
+
+    Args:
+        expression: Dynamo's.
+        fn: the traced function, for the names of its closure's variables.
+    """
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    for index, name in enumerate(names):
+        expression = expression.replace(f"L['fn'].__closure__[{index}].cell_contents", name)
+    expression = re.sub(r"G\['__import_(\w+)'\]", lambda found: found[1].replace("_dot_", "."), expression)
+    text = expression.replace("L['fn'].__self__", "self").replace("L['fn']", "step")
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    text = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
+    return text.replace("L['args']", "args").replace("L['kwargs']", "kwargs")
+
+
+def compiler_failed(error: BaseException) -> Problem:
+    """What Dynamo raised while it traced, in one line."""
+    kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else f"{type(error).__name__}: "
+    where = dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
+    if "Could not guard on data-dependent" in str(error):
+        return _number_on_device(where)
+    said = f"{kind}{_first_line(error)}".strip()
+    if said.endswith(":"):  # an exception without a message
+        said = f"{said[:-1]} while it traced the step"
+    return Problem(f"the compiler failed: {said}", where)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let an error of Dynamo, and those before it, hold no frames.
+
+    Frames of Dynamo hold the error, so all of them live until garbage is collected. They know their callers, and
+    the callers have the results of the step with its autograd graph.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[BaseException | None] = {None}
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.add(one)
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", type(fn).__qualname__)
+
+
+def _defined_at(fn: Any) -> str | None:
+    return defined_at(fn) or defined_at(type(fn).__call__)
