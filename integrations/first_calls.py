@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.graphs.location import user_location
+from pygraph_train.problems import user_location
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import Activation, activations_among
 from pygraph_train.torch_private.dynamo import untraced

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
-from pygraph_train.graphs.location import defined_at
 from pygraph_train.integrations.lightning_log import LogBook, Recorder
 from pygraph_train.integrations.lightning_transfer import overlapped_transfer
 from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.trial import OptimizerTrial
+from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
 from pygraph_train.random_state import random_numbers_kept
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.selection.arms import (
@@ -54,7 +54,6 @@ from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
-from pygraph_train.tracing.trace import NotLegal, Problem, PyGraphError
 
 __all__ = ["PyGraphCallback"]
 

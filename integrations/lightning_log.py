@@ -12,7 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _ResultMetric
 from torch import Tensor
 
-from pygraph_train.tracing.trace import NotLegal, Problem, guard_constants
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.tracing.trace import guard_constants
 
 __all__ = ["LogBook", "Record", "Recorder"]
 

@@ -19,10 +19,10 @@ from torch import nn
 from pygraph_train import backend
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import Engine, make_engine
-from pygraph_train.graphs.location import user_line_in
 from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.refusals import GLOBAL_HOOK, SAVED_TENSORS_HOOKS
@@ -35,8 +35,8 @@ from pygraph_train.torch_private.dynamo import (
 from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.dry_trace import DryTrace
+from pygraph_train.tracing.reasons import compiler_failed, innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
-from pygraph_train.tracing.trace import Problem, PyGraphError, compiler_failed, innermost
 
 __all__ = ["Loop", "RegionedCall", "never_replays"]
 

@@ -25,17 +25,16 @@ except ImportError as error:
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
-from pygraph_train.graphs.location import defined_at
 from pygraph_train.integrations.accelerate import route_step, tidy_step
 from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, not_optimized, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
-from pygraph_train.tracing.trace import Problem, PyGraphError
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerCallback", "PyGraphTrainerMixin"]
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pygraph_train.integrations.accelerate import Accelerator, PyGraph
     from pygraph_train.integrations.lightning import PyGraphCallback
     from pygraph_train.integrations.transformers import PyGraphTrainer, PyGraphTrainerCallback
+    from pygraph_train.problems import PyGraphError
     from pygraph_train.report.step_report import StepReport
     from pygraph_train.step.graphed import GraphedStep
-    from pygraph_train.tracing.trace import PyGraphError
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,7 @@ _HOMES = {
     "PyGraph": "pygraph_train.integrations.accelerate",
     "PyGraphCallback": "pygraph_train.integrations.lightning",
     "PyGraphConfig": "pygraph_train.config",
-    "PyGraphError": "pygraph_train.tracing.trace",
+    "PyGraphError": "pygraph_train.problems",
     "PyGraphTrainer": "pygraph_train.integrations.transformers",
     "PyGraphTrainerCallback": "pygraph_train.integrations.transformers",
     "StepReport": "pygraph_train.report.step_report",

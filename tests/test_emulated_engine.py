@@ -14,7 +14,7 @@ from torch import nn
 
 from pygraph_train.graphs.emulated import EmulatedEngine, is_capturing
 from pygraph_train.graphs.engine import CaptureError, Engine, Graph
-from pygraph_train.graphs.location import user_location
+from pygraph_train.problems import user_location
 
 
 @pytest.fixture

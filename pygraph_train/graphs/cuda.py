@@ -14,8 +14,8 @@ from typing import NoReturn, TypeVar
 import torch
 
 from pygraph_train.graphs.engine import CaptureError
-from pygraph_train.graphs.location import user_location
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
+from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
     abandon_pool,
     accumulators_of_other_streams,

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
 from pygraph_train.graphs.engine import CaptureError
-from pygraph_train.graphs.location import user_location
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.nodes import Node
+from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
     below_autograd,
     is_operator,

@@ -13,10 +13,10 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.program import StepProgram, at_work
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors, scaler_unscaled
-from pygraph_train.tracing.trace import Problem, PyGraphError
 
 __all__ = ["OptimizerGraph"]
 

@@ -31,6 +31,7 @@ from pygraph_train.optimizers.kernels import (
     supported_class,
     unsupported,
 )
+from pygraph_train.problems import Problem
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
@@ -41,7 +42,6 @@ from pygraph_train.torch_private.optim import (
     restore_optimizer_private_attributes,
     set_step_supports_amp_scaling,
 )
-from pygraph_train.tracing.trace import Problem
 
 __all__ = ["OptimizerPreparation"]
 

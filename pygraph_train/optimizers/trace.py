@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pygraph_train.problems import Problem
 from pygraph_train.torch_private.optim import optimizer_step_function
 from pygraph_train.tracing.dry_trace import DryTrace
-from pygraph_train.tracing.trace import Problem, readable
+from pygraph_train.tracing.reasons import readable
 
 __all__ = ["OptimizerTrace"]
 

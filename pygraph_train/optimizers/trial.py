@@ -18,16 +18,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pygraph_train.graphs.location import defined_at
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.trace import OptimizerTrace
+from pygraph_train.problems import Problem, defined_at
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
     optimizer_step_function,
     optimizer_step_hook_tables,
     optimizer_step_override,
 )
-from pygraph_train.tracing.trace import Problem
 
 __all__ = ["OptimizerTrial"]
 

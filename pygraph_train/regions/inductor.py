@@ -11,7 +11,7 @@ import torch
 
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs import make_engine
-from pygraph_train.graphs.location import user_line_in
+from pygraph_train.problems import user_line_in
 from pygraph_train.regions.absent import Absent, Backward, Noting
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.direct import Direct

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
-from pygraph_train.graphs.location import user_location
+from pygraph_train.problems import Problem, PyGraphError, user_location
 from pygraph_train.torch_private.autograd import backward_ends_at, refuse_second_backward
 from pygraph_train.torch_private.dynamo import untraced
-from pygraph_train.tracing.trace import Problem, PyGraphError
 
 __all__ = ["Activation", "activations_among", "explained", "handed_out"]
 

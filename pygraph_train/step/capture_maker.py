@@ -13,6 +13,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
@@ -22,8 +23,9 @@ from pygraph_train.step.refusals import history, problem_of
 from pygraph_train.step.variants import Capture, Variant, picker
 from pygraph_train.step.verify import Audits, Fingerprint, HostCopy, ScratchState
 from pygraph_train.torch_private.hooks import hook_registrations
+from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.signature import flatten
-from pygraph_train.tracing.trace import NotLegal, Problem, Trace, backward_hook, hooked
+from pygraph_train.tracing.trace import Trace
 
 __all__ = ["CaptureMaker"]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.problems import Problem
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.plan import PositionInAccumulation
@@ -20,7 +21,6 @@ from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 from pygraph_train.tracing.signature import flatten, map_leaves
-from pygraph_train.tracing.trace import Problem
 
 __all__ = ["GraphedStep"]
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.signature import flatten, map_leaves
-from pygraph_train.tracing.trace import NotLegal, Problem
 
 __all__ = ["Outputs"]
 

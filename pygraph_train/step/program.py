@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.tracing.trace import Problem
+from pygraph_train.problems import Problem
 
 __all__ = ["CLIPS_OTHERS", "Call", "StepProgram", "at_work", "not_optimized", "plain_call"]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import storage_key, storage_use_count
-from pygraph_train.tracing.trace import NotLegal, Problem
 
 __all__ = ["UNSEEN_MOVE", "Anchors", "Moves"]
 

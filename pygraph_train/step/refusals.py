@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pygraph_train.graphs.engine import CaptureError
-from pygraph_train.graphs.location import user_location
+from pygraph_train.problems import NotLegal, Problem, user_location
+from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.signature import leaf_paths
-from pygraph_train.tracing.trace import NotLegal, Problem, Trace, readable
+from pygraph_train.tracing.trace import Trace
 
 __all__ = [
     "ANOMALY",

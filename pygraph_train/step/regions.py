@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.graphs.location import user_line_in, user_location
+from pygraph_train.problems import Problem, PyGraphError, user_line_in, user_location
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.torch_private.autograd import (
@@ -44,8 +44,9 @@ from pygraph_train.torch_private.dynamo import (
 )
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
+from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
-from pygraph_train.tracing.trace import Problem, PyGraphError, compiler_failed, forget_frames, held_weakly
+from pygraph_train.tracing.trace import held_weakly
 
 if TYPE_CHECKING:
     from pygraph_train.regions.record import RegionRecord

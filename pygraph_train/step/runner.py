@@ -21,6 +21,7 @@ from pygraph_train.optimizers.kernels import is_unknown
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.trial import OptimizerTrial
+from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.report.step_report import CaptureRecord, Fallback, StepReport
 from pygraph_train.selection.arms import NOTHING, WHOLE, Arm, Phase, Plan
 from pygraph_train.selection.controller import Switch
@@ -52,16 +53,10 @@ from pygraph_train.torch_private.hooks import (
 )
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
+from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
+from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.signature import Key, flatten, key_of
-from pygraph_train.tracing.trace import (
-    NotLegal,
-    Problem,
-    PyGraphError,
-    Trace,
-    backward_hook,
-    hooked,
-    readable,
-)
+from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Ran", "Replayed", "StepRunner"]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
+from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.inputs import StaticInputs
@@ -18,7 +19,7 @@ from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.verify import Audits
 from pygraph_train.tracing.signature import Key
-from pygraph_train.tracing.trace import Problem, Trace
+from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Capture", "Place", "Signature", "Variant", "picker", "same_memory"]
 

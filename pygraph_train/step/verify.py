@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pygraph_train.tracing.trace import NotLegal, Problem
+from pygraph_train.problems import NotLegal, Problem
 
 __all__ = ["Audits", "Fingerprint", "HostCopy", "ScratchState"]
 

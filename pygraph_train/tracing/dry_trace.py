@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamo import (
     dynamo_asked_whether_compiling,
     dynamo_cache_entries,
     dynamo_error_place,
 )
-from pygraph_train.tracing.trace import NotLegal, Problem, Trace, compiler_failed, forget_frames
+from pygraph_train.tracing.reasons import compiler_failed, forget_frames
+from pygraph_train.tracing.trace import Trace
 
 __all__ = ["DryTrace"]
 

@@ -7,24 +7,18 @@ nothing back to Python, reads no tensor from the host, and whose guards hold for
 from __future__ import annotations
 
 import dataclasses
-import operator
-import os
 import re
-import sys
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.graphs.location import defined_at, is_user_file, user_line_in
+from pygraph_train.problems import NotLegal, Problem, is_user_file
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
-    dynamo_error_place,
     dynamo_side_effects,
     forget_compiled,
     guard_failures,
@@ -34,55 +28,22 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
     writes_to_inputs,
 )
-from pygraph_train.torch_private.hooks import hooks_on_accumulation
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
+from pygraph_train.tracing.reasons import (
+    compiler_failed,
+    first_use,
+    forget_frames,
+    innermost,
+    line_of,
+    locations,
+    problem_of_break,
+    readable,
+    unshortened,
+)
 from pygraph_train.tracing.recompute import as_eager
 from pygraph_train.tracing.watch import ModuleWatch, is_watched
 
-__all__ = [
-    "NotLegal",
-    "Problem",
-    "PyGraphError",
-    "Trace",
-    "backward_hook",
-    "compiler_failed",
-    "forget_frames",
-    "guard_constants",
-    "held_weakly",
-    "hooked",
-    "readable",
-]
-
-
-class PyGraphError(RuntimeError):
-    """A step could not run from a graph and `on_failure="raise"` was asked for, or it cannot go on."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Why a step cannot be replayed.
-
-    Attributes:
-        reason: one sentence, starting with the thing that stands in the way.
-        where: `file:line` in the user's code, or None when there is no single line.
-        fix: what to do about it, or "".
-    """
-
-    reason: str
-    where: str | None = None
-    fix: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.reason} ({self.where})" if self.where else self.reason
-        return f"{text}. {self.fix}" if self.fix else text
-
-
-class NotLegal(Exception):
-    """Tracing found a problem before anything was executed."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        super().__init__(str(problem))
+__all__ = ["Trace", "guard_constants", "held_weakly"]
 
 
 _Read = Callable[[dict[str, Any], dict[str, Any]], tuple[Tensor, ...]]
@@ -236,7 +197,7 @@ class Trace:
             with dynamo_step_config():
                 result = self._call(fn, args, kwargs)
         except torch._dynamo.exc.Unsupported as error:
-            problem = _problem_of_break(error)
+            problem = problem_of_break(error)
             forget_frames(error)
             raise NotLegal(problem) from None
         except Exception as error:
@@ -352,23 +313,23 @@ class Trace:
                         name = readable(placeholder_source(node) or node.name, self._fn)
                         return Problem(
                             f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",
-                            _first_use(node),
+                            first_use(node),
                             f"Register it as a buffer or move it to {self.device.type}",
                         )
                 elif value is not None:
                     name = readable(placeholder_source(node) or node.name, self._fn)
-                    return Problem(f"{name} is a Python number that changes", _first_use(node))
+                    return Problem(f"{name} is a Python number that changes", first_use(node))
             elif node.op == "call_method" and node.target in ("item", "tolist"):
                 return Problem(
                     f".{node.target}() waits for the device and reads a tensor on the host",
-                    _line_of(node),
+                    line_of(node),
                     "Keep the value in a tensor, or read it after the step",
                 )
             elif isinstance(value, Tensor) and value.device.type not in (self.device.type, "meta"):
                 return Problem(
                     f"{getattr(node.target, '__name__', node.target)} makes a tensor on {value.device.type} "
                     "inside the step",
-                    _line_of(node),
+                    line_of(node),
                     f"Make it on the device ({self.device.type}) or outside of the step",
                 )
         return None
@@ -390,7 +351,7 @@ class Trace:
             if expression in self._arguments:
                 return Problem(
                     f"{name}: the step changes its batch in place, which a replay would do to a copy",
-                    _line_of(node),
+                    line_of(node),
                 )
             self.writes_state = True
             if rebinds and expression not in self.rebound:
@@ -404,7 +365,7 @@ class Trace:
             if source is not None and source.endswith(".grad"):
                 return Problem(
                     f"{readable(source, self._fn)}, a gradient of the step before, is read by the step",
-                    _first_use(node),
+                    first_use(node),
                     "Read it after the step",
                 )
         return None
@@ -421,7 +382,7 @@ class Trace:
         failures = guard_failures(self._guards, frame) if self.traced else []
         for part in failures:
             guard, _, comment = part.partition("  # ")
-            places = [_unshortened(w) for w in _locations(comment)]
+            places = [unshortened(w) for w in locations(comment)]
             where = next((w for w in places if is_user_file(w.rpartition(":")[0])), None)
             name = readable(guard.strip(), frame["fn"])
             return Problem(
@@ -443,182 +404,3 @@ class Trace:
 
 
 _DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE and torch.compiler.disable decorators on the step"
-
-
-_hooks = operator.attrgetter("_backward_hooks")
-_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
-
-
-def hooked(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of these leaves has a gradient hook. To be asked when hooks were registered: not a hot path."""
-    return (
-        any(map(_hooks, tensors))
-        or any(map(_accumulate_hooks, tensors))
-        or any(map(hooks_on_accumulation, tensors))
-    )
-
-
-def backward_hook(model: nn.Module) -> Problem | None:
-    """Hooks that autograd runs in Python during backward: replay would not run them."""
-    for name, parameter in model.named_parameters():
-        hooks = list((parameter._backward_hooks or {}).values())
-        hooks += list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
-        hooks += hooks_on_accumulation(parameter)
-        if hooks:
-            return Problem(f"parameter {name} has the gradient hook {_name(hooks[0])}", _defined_at(hooks[0]))
-    for name, module in model.named_modules():
-        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
-            return Problem(
-                f"module {name or type(module).__name__} has the backward hook {_name(hook)}",
-                _defined_at(hook),
-            )
-    return None
-
-
-# -- sentences and places ---------------------------------------------------------------------------
-
-
-def _problem_of_break(error: BaseException) -> Problem:
-    stack = getattr(error, "real_stack", None)
-    message = str(error)
-    builtin = re.search(r"how to trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`", message)
-    if builtin is not None and builtin[1].startswith("Random."):
-        return Problem(
-            "the step draws random numbers in Python, and a replay would repeat those of the capture",
-            innermost(stack),
-            "Draw them with torch, or before the step",
-        )
-    if builtin is not None:
-        return Problem(
-            f"the step is not one graph: it calls {builtin[1]}, which Dynamo does not trace",
-            innermost(stack),
-            "Call it outside of the step",
-        )
-    if "Could not guard on data-dependent" in message:
-        return _number_on_device(innermost(stack))
-    if "(Generator)" in message and "as_proxy" in message:
-        return Problem(
-            "the step is not one graph: it draws random numbers from a torch.Generator of its own, which Dynamo does "
-            "not trace",
-            innermost(stack),
-            "Draw them before the step, or without a generator",
-        )
-    if any(f"torch{os.sep}_functorch{os.sep}" in frame.filename for frame in stack or ()):
-        return Problem(
-            "the step is not one graph: it calls a transform of torch.func (vmap, grad, ...), which Dynamo does not "
-            "trace here",
-            innermost(stack),
-            "Call it outside of the step, or compute the same without torch.func",
-        )
-    explanation = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in message.splitlines()
-            if line.strip().startswith("Explanation:")
-        ),
-        _first_line(error),
-    )
-    hint = next(
-        (line.split(":", 1)[1].strip() for line in message.splitlines() if line.strip().startswith("Hint:")),
-        "",
-    )
-    return Problem(f"the step is not one graph: {explanation.rstrip('.')}", innermost(stack), hint)
-
-
-def _number_on_device(where: str | None) -> Problem:
-    return Problem(
-        "Python computes with a number that is on the device (BatchNorm with momentum=None does so), and a graph would "
-        "bake it in",
-        where,
-        "Keep it in a tensor, or give BatchNorm a momentum",
-    )
-
-
-def innermost(stack: Any) -> str | None:
-    frames = [f for f in stack or () if is_user_file(f.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
-
-
-def _line_of(node: torch.fx.Node) -> str | None:
-    return user_line_in(node.meta.get("stack_trace"))
-
-
-def _first_use(node: torch.fx.Node) -> str | None:
-    return next((w for user in node.users if (w := _line_of(user))), None)
-
-
-def _locations(text: str) -> list[str]:
-    """`file:line` of every frame named in a traceback (`File "x", line 3`) or a guard (`# x:3 in f`)."""
-    found = [f"{f}:{n}" for f, n in re.findall(r'File "([^"]+)", line (\d+)', text)]
-    return found or [f"{f}:{n}" for f, n in re.findall(r"#?\s*(\S+\.py):(\d+)", text)]
-
-
-def _unshortened(place: str) -> str:
-    """A guard's `file:line`, with the directories back that the file shares with torch and torch leaves out."""
-    path, _, line = place.rpartition(":")
-    directory = os.path.dirname(os.path.dirname(torch.__file__))
-    while not os.path.isfile(os.path.join(directory, path)):
-        if directory == os.path.dirname(directory):  # only the root is shared: torch drops a letter with it
-            files = [getattr(m, "__dict__", {}).get("__file__") or "" for m in list(sys.modules.values())]
-            known = (f for f in files if f.endswith(path) and len(f) == len(path) + 2)
-            return f"{next(known, os.path.abspath(path))}:{line}"
-        directory = os.path.dirname(directory)
-    return f"{os.path.join(directory, path)}:{line}"
-
-
-def readable(expression: str, fn: Any = None) -> str:
-    """`L['fn'].__self__._modules['net'].scale` as the user would write it: `self.net.scale`.
-
-    Args:
-        expression: Dynamo's.
-        fn: the traced function, for the names of its closure's variables.
-    """
-    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
-    for index, name in enumerate(names):
-        expression = expression.replace(f"L['fn'].__closure__[{index}].cell_contents", name)
-    expression = re.sub(r"G\['__import_(\w+)'\]", lambda found: found[1].replace("_dot_", "."), expression)
-    text = expression.replace("L['fn'].__self__", "self").replace("L['fn']", "step")
-    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
-    text = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
-    return text.replace("L['args']", "args").replace("L['kwargs']", "kwargs")
-
-
-def compiler_failed(error: BaseException) -> Problem:
-    """What Dynamo raised while it traced, in one line."""
-    kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else f"{type(error).__name__}: "
-    where = dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
-    if "Could not guard on data-dependent" in str(error):
-        return _number_on_device(where)
-    said = f"{kind}{_first_line(error)}".strip()
-    if said.endswith(":"):  # an exception without a message
-        said = f"{said[:-1]} while it traced the step"
-    return Problem(f"the compiler failed: {said}", where)
-
-
-def forget_frames(error: BaseException) -> None:
-    """Let an error of Dynamo, and those before it, hold no frames.
-
-    Frames of Dynamo hold the error, so all of them live until garbage is collected. They know their callers, and
-    the callers have the results of the step with its autograd graph.
-    """
-    left: list[BaseException | None] = [error]
-    seen: set[BaseException | None] = {None}
-    while left:
-        one = left.pop()
-        if one is not None and one not in seen:
-            seen.add(one)
-            traceback.clear_frames(one.__traceback__)
-            one.__traceback__ = None
-            left += [one.__cause__, one.__context__]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _name(fn: Any) -> str:
-    return getattr(fn, "__qualname__", type(fn).__qualname__)
-
-
-def _defined_at(fn: Any) -> str | None:
-    return defined_at(fn) or defined_at(type(fn).__call__)

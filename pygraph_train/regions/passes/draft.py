@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pygraph_train.graphs.location import user_line_in
+from pygraph_train.problems import user_line_in
 from pygraph_train.torch_private.attributes import attribute
 from pygraph_train.torch_private.dispatch import fake_evaluation, writes_arguments
 

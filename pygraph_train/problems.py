@@ -1,4 +1,4 @@
-"""Which line of the user's code is running, or raised."""
+"""Why something is not replayed, and which line of the user's code is meant."""
 
 from __future__ import annotations
 
@@ -8,24 +8,66 @@ import sys
 import traceback
 import types
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-__all__ = ["NOT_USER_PACKAGES", "defined_at", "is_user_file", "user_line_in", "user_location"]
+__all__ = [
+    "NotLegal",
+    "Problem",
+    "PyGraphError",
+    "defined_at",
+    "is_user_file",
+    "not_the_users",
+    "user_line_in",
+    "user_location",
+]
 
-NOT_USER_PACKAGES = (
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "lightning_utilities",
-    "accelerate",
-    "pygraph_train",
-    "integrations",  # our adapters, when run from the checkout
-)
+
+class PyGraphError(RuntimeError):
+    """A step could not run from a graph and `on_failure="raise"` was asked for, or it cannot go on."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a step cannot be replayed.
+
+    Attributes:
+        reason: one sentence, starting with the thing that stands in the way.
+        where: `file:line` in the user's code, or None when there is no single line.
+        fix: what to do about it, or "".
+    """
+
+    reason: str
+    where: str | None = None
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.reason} ({self.where})" if self.where else self.reason
+        return f"{text}. {self.fix}" if self.fix else text
+
+
+class NotLegal(Exception):
+    """Tracing found a problem before anything was executed."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+
+_packages = {"torch", "pygraph_train"}
 """Top-level packages whose frames are never the user's."""
 
+_folders = [os.path.dirname(os.path.abspath(__file__)) + os.sep]
+"""Folders of the library itself, wherever it is installed."""
+
 _STDLIB = os.path.dirname(os.__file__) + os.sep
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
+
+
+def not_the_users(*packages: str, folder: str | None = None) -> None:
+    """Let frames of these top-level packages, and those in this folder, never count as the user's."""
+    _packages.update(packages)
+    if folder is not None:
+        _folders.append(os.path.abspath(folder) + os.sep)
 
 
 def defined_at(function: object) -> str | None:
@@ -61,7 +103,7 @@ def _is_user_code(frame: types.FrameType) -> bool:
     if path.startswith(_STDLIB) and "-packages" + os.sep not in path:  # contextlib, logging, copy, ...
         return False
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package not in NOT_USER_PACKAGES
+    return package not in _packages
 
 
 def is_user_file(path: str) -> bool:
@@ -70,8 +112,8 @@ def is_user_file(path: str) -> bool:
         return False
     _, found, tail = path.rpartition("-packages" + os.sep)
     if found:
-        return tail.partition(os.sep)[0] not in NOT_USER_PACKAGES
-    return not path.startswith((_STDLIB, _OWN))
+        return tail.partition(os.sep)[0] not in _packages
+    return not path.startswith((_STDLIB, *_folders))
 
 
 def user_line_in(stack_trace: str | None) -> str | None:

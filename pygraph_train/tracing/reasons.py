@@ -1,0 +1,164 @@
+"""Sentences for what Dynamo says: why a step is not one graph, where, and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from pygraph_train.problems import Problem, is_user_file, user_line_in
+from pygraph_train.torch_private.dynamo import dynamo_error_place
+
+__all__ = [
+    "compiler_failed",
+    "first_use",
+    "forget_frames",
+    "innermost",
+    "line_of",
+    "locations",
+    "problem_of_break",
+    "readable",
+    "unshortened",
+]
+
+
+def problem_of_break(error: BaseException) -> Problem:
+    stack = getattr(error, "real_stack", None)
+    message = str(error)
+    builtin = re.search(r"how to trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`", message)
+    if builtin is not None and builtin[1].startswith("Random."):
+        return Problem(
+            "the step draws random numbers in Python, and a replay would repeat those of the capture",
+            innermost(stack),
+            "Draw them with torch, or before the step",
+        )
+    if builtin is not None:
+        return Problem(
+            f"the step is not one graph: it calls {builtin[1]}, which Dynamo does not trace",
+            innermost(stack),
+            "Call it outside of the step",
+        )
+    if "Could not guard on data-dependent" in message:
+        return _number_on_device(innermost(stack))
+    if "(Generator)" in message and "as_proxy" in message:
+        return Problem(
+            "the step is not one graph: it draws random numbers from a torch.Generator of its own, which Dynamo does "
+            "not trace",
+            innermost(stack),
+            "Draw them before the step, or without a generator",
+        )
+    if any(f"torch{os.sep}_functorch{os.sep}" in frame.filename for frame in stack or ()):
+        return Problem(
+            "the step is not one graph: it calls a transform of torch.func (vmap, grad, ...), which Dynamo does not "
+            "trace here",
+            innermost(stack),
+            "Call it outside of the step, or compute the same without torch.func",
+        )
+    explanation = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in message.splitlines()
+            if line.strip().startswith("Explanation:")
+        ),
+        _first_line(error),
+    )
+    hint = next(
+        (line.split(":", 1)[1].strip() for line in message.splitlines() if line.strip().startswith("Hint:")),
+        "",
+    )
+    return Problem(f"the step is not one graph: {explanation.rstrip('.')}", innermost(stack), hint)
+
+
+def _number_on_device(where: str | None) -> Problem:
+    return Problem(
+        "Python computes with a number that is on the device (BatchNorm with momentum=None does so), and a graph would "
+        "bake it in",
+        where,
+        "Keep it in a tensor, or give BatchNorm a momentum",
+    )
+
+
+def compiler_failed(error: BaseException) -> Problem:
+    """What Dynamo raised while it traced, in one line."""
+    kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else f"{type(error).__name__}: "
+    where = dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
+    if "Could not guard on data-dependent" in str(error):
+        return _number_on_device(where)
+    said = f"{kind}{_first_line(error)}".strip()
+    if said.endswith(":"):  # an exception without a message
+        said = f"{said[:-1]} while it traced the step"
+    return Problem(f"the compiler failed: {said}", where)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let an error of Dynamo, and those before it, hold no frames.
+
+    Frames of Dynamo hold the error, so all of them live until garbage is collected. They know their callers, and
+    the callers have the results of the step with its autograd graph.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[BaseException | None] = {None}
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.add(one)
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def innermost(stack: Any) -> str | None:
+    frames = [f for f in stack or () if is_user_file(f.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+def line_of(node: torch.fx.Node) -> str | None:
+    return user_line_in(node.meta.get("stack_trace"))
+
+
+def first_use(node: torch.fx.Node) -> str | None:
+    return next((w for user in node.users if (w := line_of(user))), None)
+
+
+def locations(text: str) -> list[str]:
+    """`file:line` of every frame named in a traceback (`File "x", line 3`) or a guard (`# x:3 in f`)."""
+    found = [f"{f}:{n}" for f, n in re.findall(r'File "([^"]+)", line (\d+)', text)]
+    return found or [f"{f}:{n}" for f, n in re.findall(r"#?\s*(\S+\.py):(\d+)", text)]
+
+
+def unshortened(place: str) -> str:
+    """A guard's `file:line`, with the directories back that the file shares with torch and torch leaves out."""
+    path, _, line = place.rpartition(":")
+    directory = os.path.dirname(os.path.dirname(torch.__file__))
+    while not os.path.isfile(os.path.join(directory, path)):
+        if directory == os.path.dirname(directory):  # only the root is shared: torch drops a letter with it
+            files = [getattr(m, "__dict__", {}).get("__file__") or "" for m in list(sys.modules.values())]
+            known = (f for f in files if f.endswith(path) and len(f) == len(path) + 2)
+            return f"{next(known, os.path.abspath(path))}:{line}"
+        directory = os.path.dirname(directory)
+    return f"{os.path.join(directory, path)}:{line}"
+
+
+def readable(expression: str, fn: Any = None) -> str:
+    """`L['fn'].__self__._modules['net'].scale` as the user would write it: `self.net.scale`.
+
+    Args:
+        expression: Dynamo's.
+        fn: the traced function, for the names of its closure's variables.
+    """
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    for index, name in enumerate(names):
+        expression = expression.replace(f"L['fn'].__closure__[{index}].cell_contents", name)
+    expression = re.sub(r"G\['__import_(\w+)'\]", lambda found: found[1].replace("_dot_", "."), expression)
+    text = expression.replace("L['fn'].__self__", "self").replace("L['fn']", "step")
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    text = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
+    return text.replace("L['args']", "args").replace("L['kwargs']", "kwargs")
