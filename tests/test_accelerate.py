@@ -44,7 +44,7 @@ from training import Net, line_of  # noqa: E402
 
 from pygraph_train import Accelerator, PyGraph, PyGraphConfig, PyGraphError, StepReport  # noqa: E402
 from pygraph_train.graphs import make_engine  # noqa: E402
-from pygraph_train.integrations.accelerate import route_step  # noqa: E402
+from pygraph_train.integrations.accelerate.plugin import route_step  # noqa: E402
 from pygraph_train.optimizers.graph import OptimizerGraph  # noqa: E402
 from pygraph_train.torch_private.dynamo import compiled_call  # noqa: E402
 

@@ -39,7 +39,7 @@ from test_lightning_phases import OFF, in_regions  # noqa: E402
 from training import line_of  # noqa: E402
 
 from pygraph_train import PyGraphCallback, PyGraphError  # noqa: E402
-from pygraph_train.integrations.lightning import _steps_left  # noqa: E402
+from pygraph_train.integrations.lightning.callback import _steps_left  # noqa: E402
 from pygraph_train.step.runner import StepRunner  # noqa: E402
 
 # -- hooks inside the step ---------------------------------------------------------------------------

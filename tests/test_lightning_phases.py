@@ -16,7 +16,7 @@ from lightning_training import MemoryLogger, Module, emulated, fit, parity, refu
 from test_phases import PLANS  # noqa: E402
 
 from pygraph_train import PyGraphCallback  # noqa: E402
-from pygraph_train.integrations.lightning import _metrics  # noqa: E402
+from pygraph_train.integrations.lightning.callback import _metrics  # noqa: E402
 from pygraph_train.selection import timing  # noqa: E402
 from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, OPTIMIZER, SPLIT, Arm  # noqa: E402
 from pygraph_train.selection.controller import Estimate, Switch  # noqa: E402

@@ -18,7 +18,7 @@ from training import differs, frozen  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from pygraph_train import PyGraphConfig, PyGraphTrainer, PyGraphTrainerCallback  # noqa: E402
-from pygraph_train.integrations.transformers import PyGraphTrainerMixin  # noqa: E402
+from pygraph_train.integrations.transformers.trainer import PyGraphTrainerMixin  # noqa: E402
 from pygraph_train.torch_private.dynamo import compiled_call  # noqa: E402
 
 CONFIG = PyGraphConfig(engine="emulated", warmup_steps=2)

@@ -25,7 +25,7 @@ except ImportError as error:
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.accelerate import route_step, tidy_step
+from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
 from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.preparation import OptimizerPreparation

@@ -38,7 +38,7 @@ except ImportError as error:
     ) from error
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.integrations.accelerate_step import GraphedStepFunction
+from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
 

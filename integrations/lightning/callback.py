@@ -27,8 +27,8 @@ from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.lightning_log import LogBook, Recorder
-from pygraph_train.integrations.lightning_transfer import overlapped_transfer
+from pygraph_train.integrations.lightning.log import LogBook, Recorder
+from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.trial import OptimizerTrial

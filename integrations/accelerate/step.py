@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.accelerate_calls import (
+from pygraph_train.integrations.accelerate.calls import (
     CLIPS,
     Event,
     Observation,
