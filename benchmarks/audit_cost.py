@@ -23,7 +23,7 @@ from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_devi
 from benchmarks.record import DASH, print_table, write_json
 from benchmarks.workloads import Training, build_training
 from pygraph_train import GraphedStep, PyGraphConfig
-from pygraph_train.step.verify import Audits
+from pygraph_train.verification import Audits
 
 MODELS = ("mlp", "bert")
 FORCED = 5  # audits whose time is taken

@@ -25,7 +25,6 @@ from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.activations import explained, handed_out
-from pygraph_train.step.refusals import GLOBAL_HOOK, SAVED_TENSORS_HOOKS
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
     dynamo_side_effects,
@@ -37,6 +36,7 @@ from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.dry_trace import DryTrace
 from pygraph_train.tracing.reasons import compiler_failed, innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
+from pygraph_train.tracing.refusals import GLOBAL_HOOK, SAVED_TENSORS_HOOKS
 
 __all__ = ["Loop", "RegionedCall", "never_replays"]
 

@@ -15,7 +15,7 @@ from pygraph_train import GraphedStep
 from pygraph_train.graphs.emulated import EmulatedGraph
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.runner import StepRunner
-from pygraph_train.step.verify import Audits, Fingerprint
+from pygraph_train.verification import Audits, Fingerprint
 
 
 def test_audits_come_at_growing_intervals() -> None:

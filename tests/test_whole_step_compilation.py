@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import differs
 
+from pygraph_train.regions.inductor import compile_whole
 from pygraph_train.tracing.trace import Trace
 
 FOREACH_COPY = torch.ops.aten._foreach_copy.default
@@ -71,7 +72,7 @@ def trained(call: Any, model: nn.Module, *args: Any) -> list[Tensor]:
 
 def compiled(model: nn.Module, fn: Any, *args: Any) -> tuple[list[Tensor], Trace]:
     torch._dynamo.reset()
-    trace = Trace(torch.device("cpu"), inductor=True)
+    trace = Trace(torch.device("cpu"), compiler=compile_whole)
     return trained(lambda: trace(fn, args, {}), model), trace
 
 
@@ -131,7 +132,7 @@ def test_a_head_that_is_only_returned_gets_no_gradient(batches: list[int]) -> No
 
     for _ in range(2):  # the second one could come from the caches
         torch._dynamo.reset()
-        trace = Trace(torch.device("cpu"), inductor=True)
+        trace = Trace(torch.device("cpu"), compiler=compile_whole)
         model.zero_grad()
         trace(step, (x,), {})[0].backward()
         assert [p.grad is None for p in model.parameters()] == [False] * 4 + [True] * 2

@@ -35,10 +35,11 @@ from pygraph_train.integrations.accelerate.calls import (
 )
 from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import CLIPS_OTHERS, at_work
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, plain_call
+from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.torch_private.optim import count_optimizer_step, refresh_scaler_state, scaler_tensors
 from pygraph_train.tracing.signature import map_leaves

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pygraph_train.problems import not_the_users
 from pygraph_train.integrations.lightning.callback import PyGraphCallback
+from pygraph_train.problems import not_the_users
 
 __all__ = ["PyGraphCallback"]
 

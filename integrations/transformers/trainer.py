@@ -29,10 +29,11 @@ from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
 from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import CLIPS_OTHERS, at_work, not_optimized
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, not_optimized, plain_call
+from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 

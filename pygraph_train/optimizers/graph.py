@@ -13,9 +13,9 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import UpdateProgram, at_work
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
-from pygraph_train.step.program import StepProgram, at_work
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors, scaler_unscaled
 
 __all__ = ["OptimizerGraph"]
@@ -115,7 +115,7 @@ class OptimizerGraph:
         assert self._preparation is not None
         if self._phase is None:
             self._phase = OptimizerPhase(
-                cast(StepProgram, self._program),
+                cast(UpdateProgram, self._program),
                 self._preparation,
                 self._engine,
                 self._config,
@@ -148,7 +148,7 @@ class OptimizerGraph:
 
 
 class _OptimizerProgram:
-    """The part of `StepProgram` that the optimizer phase needs."""
+    """The part of `UpdateProgram` that the optimizer phase needs."""
 
     def __init__(
         self,

@@ -21,13 +21,13 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.places import Layout, Place, Source
 from pygraph_train.graphs.engine import Engine, Graph
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.step.program import StepProgram
-from pygraph_train.step.refusals import problem_of
-from pygraph_train.step.verify import Audits, Fingerprint, HostCopy
 from pygraph_train.torch_private.memory import borrow_memory, tensor_looks
+from pygraph_train.tracing.refusals import problem_of
+from pygraph_train.verification import Audits, Fingerprint, HostCopy
 
 __all__ = ["OptimizerPhase"]
 
@@ -99,7 +99,7 @@ class OptimizerPhase:
 
     def __init__(
         self,
-        program: StepProgram,
+        program: UpdateProgram,
         preparation: OptimizerPreparation,
         engine: Engine,
         config: PyGraphConfig,

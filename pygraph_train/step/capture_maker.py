@@ -19,13 +19,13 @@ from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram
 from pygraph_train.step.rebinding import Anchors, Moves
-from pygraph_train.step.refusals import history, problem_of
 from pygraph_train.step.variants import Capture, Variant, picker
-from pygraph_train.step.verify import Audits, Fingerprint, HostCopy, ScratchState
 from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
+from pygraph_train.tracing.refusals import history, problem_of
 from pygraph_train.tracing.signature import flatten
 from pygraph_train.tracing.trace import Trace
+from pygraph_train.verification import Audits, Fingerprint, HostCopy, ScratchState
 
 __all__ = ["CaptureMaker"]
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import CLIPS_OTHERS, at_work, not_optimized
 from pygraph_train.problems import Problem
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import CLIPS_OTHERS, Call, at_work, not_optimized, plain_call
+from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import Replayed, StepRunner
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors

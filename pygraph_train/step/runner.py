@@ -33,19 +33,8 @@ from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.plan import PositionInAccumulation, legal_plans
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.rebinding import UNSEEN_MOVE, Moves
-from pygraph_train.step.refusals import (
-    ANOMALY,
-    DISPATCH_MODE,
-    FUNCTION_MODE,
-    GLOBAL_HOOK,
-    SAVED_TENSORS_HOOKS,
-    compiler_problem,
-    history,
-    unsupported_leaf,
-)
 from pygraph_train.step.regions import Regions
 from pygraph_train.step.variants import Capture, Signature, Variant, same_memory
-from pygraph_train.step.verify import Fingerprint, ScratchState
 from pygraph_train.torch_private.hooks import (
     global_module_hook_tables,
     hook_registrations,
@@ -55,8 +44,19 @@ from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.reasons import readable
+from pygraph_train.tracing.refusals import (
+    ANOMALY,
+    DISPATCH_MODE,
+    FUNCTION_MODE,
+    GLOBAL_HOOK,
+    SAVED_TENSORS_HOOKS,
+    compiler_problem,
+    history,
+    unsupported_leaf,
+)
 from pygraph_train.tracing.signature import Key, flatten, key_of
 from pygraph_train.tracing.trace import Trace
+from pygraph_train.verification import Fingerprint, ScratchState
 
 __all__ = ["Ran", "Replayed", "StepRunner"]
 
@@ -720,7 +720,9 @@ class StepRunner:
         self._announce("compiling the training step with Inductor, which may take a minute")
         variant.compile_next = False
         variant.prepared_runs = 0
-        variant.compiled = Trace(self.program.device, inductor=True, recorder=self.program.recorder)
+        from pygraph_train.regions.inductor import compile_whole  # which imports much
+
+        variant.compiled = Trace(self.program.device, compiler=compile_whole, recorder=self.program.recorder)
         gradients = self._maker.gradients(variant, *fn_args, position)
         gradients.empty()
         before = gradients.snapshot()

@@ -17,9 +17,9 @@ from pygraph_train.step.choice import Choice
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.verify import Audits
 from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
+from pygraph_train.verification import Audits
 
 __all__ = ["Capture", "Place", "Signature", "Variant", "picker", "same_memory"]
 

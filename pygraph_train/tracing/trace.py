@@ -46,6 +46,8 @@ from pygraph_train.tracing.watch import ModuleWatch, is_watched
 __all__ = ["Trace", "guard_constants", "held_weakly"]
 
 
+Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
+
 _Read = Callable[[dict[str, Any], dict[str, Any]], tuple[Tensor, ...]]
 
 
@@ -140,14 +142,17 @@ class Trace:
 
     Args:
         device: where the step's tensors live; tensors elsewhere would be baked into a graph.
-        inductor: compile with Inductor; otherwise run the traced graph with eager kernels.
+        compiler: compiles the traced graph, and appends what it could not do to the list that is its third argument;
+            None runs the graph with eager kernels.
         recorder: suffix of the Python expression of an object that the step may write to because the
             caller reproduces it on replay (Lightning's log records), or None.
     """
 
-    def __init__(self, device: torch.device, *, inductor: bool = False, recorder: str | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, compiler: Compiler | None = None, recorder: str | None = None
+    ) -> None:
         self.device = device
-        self.inductor = inductor
+        self._compiler = compiler
         self.problem: Problem | None = None
         self.inputs: list[str] = []
         """Expressions of the tensors that the step reads besides its arguments (parameters, attributes)."""
@@ -285,10 +290,8 @@ class Trace:
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
-        if self.inductor:
-            from pygraph_train.regions.inductor import compile_whole  # which imports much
-
-            return compile_whole(graph, example_inputs, self.left)
+        if self._compiler is not None:
+            return self._compiler(graph, example_inputs, self.left)
         return as_eager(graph).forward
 
     def _side_effects(self) -> Problem | None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
-from pygraph_train.step.verify import Audits
+from pygraph_train.verification import Audits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,0 +1,70 @@
+"""What an adapter says of the update of the parameters: everything from the backward to the end of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+
+__all__ = ["CLIPS_OTHERS", "UpdateProgram", "at_work", "not_optimized"]
+
+CLIPS_OTHERS = (
+    "gradients of parameters that the optimizer does not hold count in the norm that is clipped, and a graph would "
+    "not find them"
+)
+"""Reason against a graph of clipping, for where some of `not_optimized` have gradients."""
+
+
+def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of `model` that `optimizer` does not hold."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in model.parameters() if id(p) not in held]
+
+
+def at_work(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
+    """The scaler, None for one that is switched off: all that it does is to call the optimizer."""
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+class UpdateProgram(Protocol):
+    """The pieces of the update of one training step, in the order in which they run.
+
+    `transform_gradients` and `update` do only what can be captured: nothing that must happen in Python on every step.
+    """
+
+    device: torch.device
+
+    @property
+    def model(self) -> nn.Module:
+        """The module whose parameters are trained."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What `update` steps, None when that is the caller's business."""
+
+    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+        """Unscale and clip, before the optimizer.
+
+        Args:
+            in_kernels: leave out what the optimizer's kernels will do themselves. False where no update
+                follows, to see the gradients that it would leave behind.
+        """
+
+    def update(self) -> None:
+        """The optimizer's step and the scaler's update."""
+
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        """A reason, beside the optimizer's own, why `update` cannot be captured."""
+
+    def acts_before_update(self) -> str | None:
+        """What runs in Python between backward and the optimizer on every step, None when nothing does."""
+
+    def abandon(self) -> None:
+        """Forget Python-side notes of a step that was started and will not be finished."""
+
+    def extra_state(self) -> Iterable[Tensor]:
+        """Device tensors that `update` writes besides parameters, buffers and optimizer state."""
