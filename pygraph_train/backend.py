@@ -13,7 +13,7 @@ import torch
 
 from pygraph_train.regions.inductor import compile_graph, report, reset
 from pygraph_train.regions.options import BackendOptions
-from pygraph_train.regions.record import BackendReport, RegionRecord
+from pygraph_train.report.backend_report import BackendReport, RegionRecord
 
 __all__ = ["BackendOptions", "BackendReport", "RegionRecord", "compile", "pygraph", "report", "reset"]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 __all__ = ["PyGraphConfig", "check_values", "disabled_by_environment"]
 
-Switch = Literal["auto", "on", "off"]
+AutoOnOff = Literal["auto", "on", "off"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "forward": ("auto", "on", "off"),
@@ -58,10 +58,10 @@ class PyGraphConfig:
         TypeError: `cache_dir` is no path.
     """
 
-    forward: Switch = "auto"
-    backward: Switch = "auto"
-    optimizer: Switch = "auto"
-    fuse: Switch = "auto"
+    forward: AutoOnOff = "auto"
+    backward: AutoOnOff = "auto"
+    optimizer: AutoOnOff = "auto"
+    fuse: AutoOnOff = "auto"
     compile: bool | Literal["auto"] = "auto"
     warmup_steps: int = 3
     max_signatures: int = 8

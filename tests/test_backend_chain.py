@@ -38,7 +38,7 @@ from pygraph_train.regions import inductor
 from pygraph_train.regions import pair as pair_module
 from pygraph_train.regions import region_capture as capture_module
 from pygraph_train.regions.arena import Arena, block_of
-from pygraph_train.regions.serving import Choice, Cost
+from pygraph_train.regions.measurements import Cost, Measurements
 
 
 @pytest.fixture(autouse=True)
@@ -263,7 +263,7 @@ def test_an_input_that_is_saved_is_copied_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(inductor, "Pair", lambda indirection, measure: pair_module.Pair(indirection, True))
     seconds = {"plain": 4.0, "graph": 1.0, "indirect": 2.0}
     monkeypatch.setattr(
-        Choice,
+        Measurements,
         "cost",
         lambda self, way: Cost(seconds[way], seconds[way]) if len(self._costs[way]) >= self.samples else None,
     )

@@ -9,13 +9,13 @@ import torch
 from torch import fx
 
 from pygraph_train.regions.arena import Arena, Occupant
+from pygraph_train.regions.measurements import Cost, Measurements, choose
 from pygraph_train.regions.pair import WORTH_POINTING, Pair
-from pygraph_train.regions.record import RegionRecord
 from pygraph_train.regions.recording import record
 from pygraph_train.regions.region_capture import Handing, RegionCapture
-from pygraph_train.regions.serving import Choice, Cost, choose
 from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed
+from pygraph_train.report.backend_report import RegionRecord
 from pygraph_train.torch_private.memory import borrow_memory
 
 
@@ -38,7 +38,7 @@ class Stub:
         self.serves = serves
         self.points: list[tuple[bool, bool]] = []
         self.record = RegionRecord(phase, phase, plain_runs=1)
-        self.choice = Choice(True, self.wait, self.clock)
+        self.measurements = Measurements(True, self.wait, self.clock)
         self.pair = pair
         self.enqueued = 0.0
         setattr(pair, phase, self)
@@ -55,9 +55,9 @@ class Stub:
             self.enqueued = device
 
         if way != "plain":
-            self.choice.time(way, lambda: run(100.0))  # the first replay after a capture
+            self.measurements.time(way, lambda: run(100.0))  # the first replay after a capture
         for factor in noise:
-            self.choice.time(way, lambda factor=factor: run(factor))
+            self.measurements.time(way, lambda factor=factor: run(factor))
         self.pair.settle()
 
     def decide(self, decision: str, reason: str) -> None:

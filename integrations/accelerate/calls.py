@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pygraph_train.problems import Problem
+from pygraph_train.torch_private.dispatch import TorchDispatchMode
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.signature import map_leaves
 from pygraph_train.tracing.trace import guard_constants

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from pygraph_train.torch_private.memory import copy_all
+
 __all__ = ["Gradients", "Snapshot"]
 
 Snapshot = list[Tensor | None]
@@ -84,7 +86,7 @@ class Gradients:
                 targets.append(canonical)
                 p.grad = canonical
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_all(targets, sources)
 
     def claim(self) -> None:
         """After a successful capture: new tensors become canonical."""

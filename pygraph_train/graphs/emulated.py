@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
 from pygraph_train.graphs.engine import CaptureError
@@ -25,6 +24,7 @@ from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.nodes import Node
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
+    TorchDispatchMode,
     below_autograd,
     is_operator,
     no_torch_function,

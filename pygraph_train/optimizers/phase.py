@@ -25,7 +25,7 @@ from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.memory import borrow_memory, tensor_looks
+from pygraph_train.torch_private.memory import borrow_memory, copy_all, tensor_looks
 from pygraph_train.tracing.refusals import problem_of
 from pygraph_train.verification import Audits, Fingerprint, HostCopy
 
@@ -198,12 +198,12 @@ class OptimizerPhase:
         present = [g for g in gradients if g is not None] if buffers is not None else []
         if buffers is not None:
             with torch.no_grad():
-                torch._foreach_copy_(buffers, present)
+                copy_all(buffers, present)
         self._preparation.sync()
         capture.graph.replay()
         if buffers is not None:  # clipped and unscaled, and whoever holds one sees that
             with torch.no_grad():
-                torch._foreach_copy_(present, buffers)
+                copy_all(present, buffers)
         capture.replays += 1
         self._replays += 1
 

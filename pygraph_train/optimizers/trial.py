@@ -26,6 +26,7 @@ from pygraph_train.torch_private.optim import (
     optimizer_step_function,
     optimizer_step_hook_tables,
     optimizer_step_override,
+    runs_step_hooks,
 )
 
 __all__ = ["OptimizerTrial"]
@@ -58,7 +59,7 @@ class OptimizerTrial(OptimizerPreparation):
         if self._problem is not None:
             return self._problem.reason
         optimizer = self._optimizer
-        if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if not runs_step_hooks(optimizer):
             return f"{self._name} is a wrapper, whose step a replay would not run"
         if optimizer_step_override(optimizer) is not None:
             return f"{self._name}.step was replaced, and a replay would not run what it is now"

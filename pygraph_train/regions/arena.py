@@ -23,10 +23,12 @@ import torch
 
 from pygraph_train.graphs import Engine
 from pygraph_train.torch_private.cuda import current_cuda_stream
+from pygraph_train.torch_private.hooks import gradient_hooks
 from pygraph_train.torch_private.memory import (
     borrow_memory,
     cached_tensors,
     keep_cached_tensors,
+    storage_key,
     storage_use_count,
     tensor_use_count,
     uncached_tensors,
@@ -43,7 +45,7 @@ class Block(NamedTuple):
 
 
 _requires_grad = attrgetter("requires_grad")
-_has_hooks = attrgetter("_backward_hooks")  # a dictionary, when there were any
+_has_hooks = gradient_hooks  # a dictionary, when there were any
 
 
 class Occupant:
@@ -114,8 +116,10 @@ class Occupant:
         if self.on_change is not None:
             self.on_change()  # lets go of the objects of before, so that they are not counted
             self._own_references = self._references()
-        self._wrappers = list({t.untyped_storage()._cdata: t.untyped_storage() for t in watched}.values())
-        self._storages = [s._cdata for s in self._wrappers]
+        self._wrappers = list(
+            {storage_key(t.untyped_storage()): t.untyped_storage() for t in watched}.values()
+        )
+        self._storages = list(map(storage_key, self._wrappers))
         # how many references are our own: more than that, and somebody holds an alias
         self._own_counts = self._counts()
 
@@ -178,7 +182,7 @@ class Occupant:
 
     def in_use_by(self, storages: set[int]) -> bool:
         """Whether one of these storages (their `_cdata`) is the memory of an output of this graph."""
-        return any(t.untyped_storage()._cdata in storages for t in self.tensors.values())
+        return any(storage_key(t.untyped_storage()) in storages for t in self.tensors.values())
 
     def disown(self) -> None:
         """Give the memory back to the pool for later captures; replays go on writing to it."""

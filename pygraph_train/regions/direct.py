@@ -28,7 +28,7 @@ from pygraph_train.torch_private.autograd import (
 )
 from pygraph_train.torch_private.dispatch import autocast_enabled, no_autocast
 from pygraph_train.torch_private.dynamo import untraced
-from pygraph_train.torch_private.memory import no_view, storages
+from pygraph_train.torch_private.memory import no_view, storage_key, storages
 
 __all__ = ["Direct"]
 
@@ -314,8 +314,8 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
     order = [*saved, *(t.name for t in tangents)]
     if sorted(order) != sorted(pair.arriving) or len(set(order)) < len(order):
         return None
-    given_memory = {x.untyped_storage()._cdata for x in args}
-    if any(x.untyped_storage()._cdata in given_memory for x in result):
+    given_memory = {storage_key(x.untyped_storage()) for x in args}
+    if any(storage_key(x.untyped_storage()) in given_memory for x in result):
         return None  # an alias of an argument: it has to share its version
     back = {pick: j + 1 for j, pick in enumerate(picks)}
     return Route(
@@ -358,7 +358,9 @@ def _same(one: Any, other: Any) -> bool:
         return isinstance(one, torch.Tensor)
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    what = [(x.data_ptr(), x.size(), x.stride(), x.dtype, x.untyped_storage()._cdata) for x in (one, other)]
+    what = [
+        (x.data_ptr(), x.size(), x.stride(), x.dtype, storage_key(x.untyped_storage())) for x in (one, other)
+    ]
     return what[0] == what[1]
 
 

@@ -18,12 +18,12 @@ from pygraph_train.regions.direct import Direct
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.pair import Pair, Tangent
 from pygraph_train.regions.passes.draft import copy_module, in_one_line
-from pygraph_train.regions.record import BackendReport, RegionRecord
 from pygraph_train.regions.region import Region, RegionSpec
 from pygraph_train.regions.replaced import Replacing, without_replacements
 from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed, batched, transform
 from pygraph_train.regions.unfit import Unfit, compile_truly
+from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.torch_private.aot import (
     BuildRegion,
     CompileKernels,
@@ -38,6 +38,7 @@ from pygraph_train.torch_private.autograd import compiled_autograd_wanted
 from pygraph_train.torch_private.dispatch import has_symbols
 from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced
 from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
+from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.recompute import as_eager
 
 __all__ = ["compile_graph", "compile_whole", "report", "reset"]
@@ -308,7 +309,7 @@ def _lasting(gm: torch.fx.GraphModule, traced: TracedGraph, pair: Pair) -> froze
 def _memory(node: Any) -> Any:
     """What tells whether two values of a graph share memory; None for what has none."""
     value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return storage_key(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
 
 def _told(what: str, where: str | None) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pygraph_train.graphs.memory import extent
 from pygraph_train.regions.absent import Absent
-from pygraph_train.regions.serving import Cost, Way, choose
+from pygraph_train.regions.measurements import Cost, Way, choose
 
 if TYPE_CHECKING:
     from pygraph_train.regions.region import Region
@@ -95,20 +95,20 @@ class Pair:
         regions = [
             r for r in (self.forward, self.backward) if r is not None and not r.plain_only and r.record.ran
         ]
-        if self.way is None or not regions or any(r.choice.cost(self.way) is None for r in regions):
+        if self.way is None or not regions or any(r.measurements.cost(self.way) is None for r in regions):
             return
         if self.way == "indirect":
             self._choose_indirection(regions)
-        elif all(r.choice.cost("plain") is not None for r in regions):
+        elif all(r.measurements.cost("plain") is not None for r in regions):
             self._choose_graphs(regions)
 
     def _choose_graphs(self, regions: list[Region]) -> None:
         forward, backward = regions[0], regions[1] if len(regions) > 1 else None
-        plain, graph = forward.choice["plain"], forward.choice["graph"]
+        plain, graph = forward.measurements["plain"], forward.measurements["graph"]
         if backward is not None:
-            keep, why = choose(backward.choice["plain"], backward.choice["graph"], backward.feeds)
-            plain += backward.choice["plain"]
-            graph += backward.choice["graph" if keep else "plain"]
+            keep, why = choose(backward.measurements["plain"], backward.measurements["graph"], backward.feeds)
+            plain += backward.measurements["plain"]
+            graph += backward.measurements["graph" if keep else "plain"]
             if not keep:
                 backward.give_up(why)
         feeds = forward.feeds or (backward is not None and backward.feeds)
@@ -119,7 +119,7 @@ class Pair:
         serving = [r for r in kept if r.serves]
         self.way = "indirect" if serving and self._indirection == "auto" else None
         for region in kept:
-            why = choose(region.choice["plain"], region.choice["graph"], feeds)[1]
+            why = choose(region.measurements["plain"], region.measurements["graph"], feeds)[1]
             region.decide("measuring" if self.way else "graph", why)
         if self.way is None:
             self._point(kept, self._indirection != "copy", "")
@@ -129,8 +129,8 @@ class Pair:
 
     def _choose_indirection(self, regions: list[Region]) -> None:
         self.way = None
-        copying = sum((r.choice["graph"] for r in regions), Cost(0.0, 0.0))
-        pointing = sum((r.choice["indirect"] for r in regions), Cost(0.0, 0.0))
+        copying = sum((r.measurements["graph"] for r in regions), Cost(0.0, 0.0))
+        pointing = sum((r.measurements["indirect"] for r in regions), Cost(0.0, 0.0))
         told = f"{pointing.total * 1e6:.0f} µs with indirection, {copying.total * 1e6:.0f} µs with copies"
         better = _is_better(pointing, copying)
         self._indirection = "device" if better else "copy"

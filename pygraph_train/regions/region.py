@@ -19,14 +19,14 @@ import torch
 
 from pygraph_train.graphs import CaptureError
 from pygraph_train.regions.arena import Arena, Block, Occupant, block_of
+from pygraph_train.regions.measurements import Measurements
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.pair import Pair
-from pygraph_train.regions.record import RegionRecord
 from pygraph_train.regions.recording import record
 from pygraph_train.regions.region_capture import Handing, RegionCapture
-from pygraph_train.regions.serving import Choice
+from pygraph_train.report.backend_report import RegionRecord
 from pygraph_train.torch_private.autograd import backward_keeps_graph
-from pygraph_train.torch_private.memory import storages
+from pygraph_train.torch_private.memory import storage_key, storages
 from pygraph_train.torch_private.tracing import parameters_go_unguarded
 
 __all__ = ["Region", "RegionSpec"]
@@ -39,7 +39,7 @@ BLOCKED = 32  # runs in a row that no version could make, before they make room 
 PATIENCE = 3  # runs without a graph that wait for gradients in the way to be emptied
 MISSES = 2  # runs with an input elsewhere before it counts as one that moves
 
-Phase = Literal["forward", "backward", "inference"]
+RegionPhase = Literal["forward", "backward", "inference"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RegionSpec:
     """
 
     name: str
-    phase: Phase
+    phase: RegionPhase
     static: frozenset[int]
     mutated: frozenset[int]
     mutations: int
@@ -102,7 +102,7 @@ class Region:
         self._boxed_call = True  # how AOTAutograd calls it; on the instance, where wrappers copy it from
         self.spec = spec
         self.record = row
-        self.choice = Choice(pair.way is not None, arena.engine.synchronize)
+        self.measurements = Measurements(pair.way is not None, arena.engine.synchronize)
         self._compiled = compiled
         self._watched = parameters_go_unguarded()
         self._arena = arena
@@ -234,9 +234,9 @@ class Region:
     def _plain(self, inputs: list[Any], time: bool = False) -> Any:
         self.record.plain_runs += 1
         self.last = None
-        if not (time and self.choice.open("plain")):
+        if not (time and self.measurements.open("plain")):
             return self._run_compiled(inputs)
-        return self.choice.time("plain", lambda: self._run_compiled(inputs))
+        return self.measurements.time("plain", lambda: self._run_compiled(inputs))
 
     def _run_compiled(self, inputs: list[Any]) -> Any:
         """As compiled. What a backward hands on of that which a forward's graph saved is copied.
@@ -261,8 +261,8 @@ class Region:
         row.replays += 1
         self.last = capture
         way = self._pair.way
-        if way is not None and self.choice.open(way):
-            outputs = self.choice.time(way, lambda: capture.replay(inputs))
+        if way is not None and self.measurements.open(way):
+            outputs = self.measurements.time(way, lambda: capture.replay(inputs))
         else:
             way, outputs = None, capture.replay(inputs)
         self._arena.ran(capture.occupants, capture.consumes)
@@ -332,7 +332,9 @@ class Region:
         return source.occupant.owned or self._apart
 
     def _warm_runs(self) -> int:
-        return max(self._options.warmup_runs, self.choice.samples + 1 if self.choice.active else 0)
+        return max(
+            self._options.warmup_runs, self.measurements.samples + 1 if self.measurements.active else 0
+        )
 
     def _moved(self, key: _Key, last: RegionCapture, inputs: list[Any]) -> bool:
         """An input of a captured region is elsewhere; if that goes on, it is one that moves."""
@@ -371,7 +373,7 @@ class Region:
         forward = self._pair.forward
         if forward is None or forward.last is None:
             return None
-        keys = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
+        keys = {storage_key(t.untyped_storage()) for t in inputs if isinstance(t, torch.Tensor)}
         for capture in forward._captures():
             tensors = capture.occupant.tensors
             if capture.occupant.in_use_by(keys) or (not tensors and capture is forward.last):
@@ -480,7 +482,7 @@ class Region:
     def decide(self, decision: str, reason: str) -> None:
         """Note what was chosen."""
         self.record.decision, self.record.reason = decision, reason
-        self.record.costs = self.choice.to_dict()
+        self.record.costs = self.measurements.to_dict()
 
     def give_up(self, reason: str) -> None:
         """Run without a graph from now on, and a backward with its forward."""

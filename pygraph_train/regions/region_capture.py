@@ -15,7 +15,7 @@ from pygraph_train.graphs.memory import copy_elsewhere, span
 from pygraph_train.regions.arena import Block, Occupant, block_of
 from pygraph_train.regions.recording import Recorded
 from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
-from pygraph_train.torch_private.memory import borrow_memory, reinterpret_tensor
+from pygraph_train.torch_private.memory import borrow_memory, copy_all, reinterpret_tensor
 
 __all__ = ["Handing", "RegionCapture"]
 
@@ -264,7 +264,7 @@ class RegionCapture:
         if len(given) == 1:
             self._buffers[0].copy_(given[0])
         else:
-            torch._foreach_copy_(self._buffers, given)
+            copy_all(self._buffers, given)
 
     def _point(self, inputs: list[Any]) -> None:
         """Let the graph read its served inputs where they are in this run."""

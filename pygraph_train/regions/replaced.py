@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from pygraph_train.regions.passes.draft import copy_module, has_effects, name_of, user_line, value
-from pygraph_train.torch_private.dispatch import has_symbols, replaces_memory
+from pygraph_train.torch_private.dispatch import OpOverload, has_symbols, replaces_memory
 from pygraph_train.torch_private.memory import storage_key
 
 __all__ = ["Replaced", "Replacing", "without_replacements"]
@@ -101,7 +101,7 @@ class _Refused(Exception):
 
 def _changes_memory(node: fx.Node) -> bool:
     op = node.target
-    return isinstance(op, torch._ops.OpOverload) and replaces_memory(op)
+    return isinstance(op, OpOverload) and replaces_memory(op)
 
 
 def _check(node: fx.Node, found: Sequence[fx.Node], gm: fx.GraphModule, saved_from: int) -> None:

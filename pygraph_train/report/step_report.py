@@ -17,7 +17,7 @@ from pygraph_train.selection.controller import Controller, Switch
 from pygraph_train.selection.timing import StepTime
 
 if TYPE_CHECKING:
-    from pygraph_train.regions.record import RegionRecord
+    from pygraph_train.report.backend_report import RegionRecord
 
 __all__ = ["ArmRow", "CaptureRecord", "Fallback", "PhaseRow", "StepReport"]
 

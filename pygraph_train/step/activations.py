@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdRef
 from pygraph_train.problems import Problem, PyGraphError, user_location
 from pygraph_train.torch_private.autograd import backward_ends_at, refuse_second_backward
 from pygraph_train.torch_private.dynamo import untraced
+from pygraph_train.torch_private.hooks import gradient_hooks
 
 __all__ = ["Activation", "activations_among", "explained", "handed_out"]
 
@@ -37,7 +38,7 @@ class Activation:
         self._tensor = WeakIdRef(tensor)
         self._eager = eager
         tensor.register_hook(_nothing)
-        self._hooks = tensor._backward_hooks
+        self._hooks = gradient_hooks(tensor)
         self._registered = len(self._hooks or ())
 
     def is_asked_for(self) -> bool:

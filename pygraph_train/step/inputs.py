@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pygraph_train.torch_private.memory import copy_all
 from pygraph_train.tracing.signature import alignment, flatten, map_leaves
 
 __all__ = ["StaticInputs", "Transfer"]
@@ -36,7 +37,7 @@ class StaticInputs:
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the leaves of a call into the buffers, in the caller's stream."""
         if self.tensors:
-            torch._foreach_copy_(self.tensors, [leaves[i] for i in self._index], non_blocking=True)
+            copy_all(self.tensors, [leaves[i] for i in self._index], non_blocking=True)
 
 
 class Transfer:

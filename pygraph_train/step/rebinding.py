@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.torch_private.memory import storage_key, storage_use_count
+from pygraph_train.torch_private.memory import copy_all, storage_key, storage_use_count
 
 __all__ = ["UNSEEN_MOVE", "Anchors", "Moves"]
 
@@ -95,7 +95,7 @@ class Anchors:
                 )
         if found:
             with torch.no_grad():
-                torch._foreach_copy_([before for _, before in found], [t.detach() for t, _ in found])
+                copy_all([before for _, before in found], [t.detach() for t, _ in found])
 
     def end(self, tensors: Sequence[Tensor]) -> None:
         """After a capture, successful or not: its graph may hold the memory from now on."""

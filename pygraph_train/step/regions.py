@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
@@ -33,6 +32,7 @@ from pygraph_train.torch_private.autograd import (
     backwards_called_again,
     compiled_kernels_refuse,
 )
+from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
     dynamo_restart,
@@ -42,6 +42,7 @@ from pygraph_train.torch_private.dynamo import (
     uncompiled_call,
     untraced,
 )
+from pygraph_train.torch_private.hooks import gradient_hooks
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
@@ -49,7 +50,7 @@ from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_ch
 from pygraph_train.tracing.trace import held_weakly
 
 if TYPE_CHECKING:
-    from pygraph_train.regions.record import RegionRecord
+    from pygraph_train.report.backend_report import RegionRecord
 
 __all__ = ["Regions", "why_no_regions"]
 
@@ -221,7 +222,7 @@ class Regions:
         for result in results:
             others = [x.grad_fn for x in results if x is not result]
             activation = result if any(_depends(x, result.grad_fn) for x in others) else None
-            hooks = len(result._backward_hooks or ()) + 1  # and the one that is registered here
+            hooks = len(gradient_hooks(result) or ()) + 1  # and the one that is registered here
 
             @untraced
             def look(gradient: Tensor, activation: Tensor | None = activation, hooks: int = hooks) -> None:
@@ -301,7 +302,7 @@ def _is_asked_for(activation: Tensor, hooks: int) -> bool:
     Args:
         hooks: number of those that are not for that.
     """
-    watched = activation.retains_grad or len(activation._backward_hooks or ()) > hooks
+    watched = activation.retains_grad or len(gradient_hooks(activation) or ()) > hooks
     return watched or backward_ends_at(activation)
 
 

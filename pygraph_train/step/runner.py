@@ -242,7 +242,7 @@ class StepRunner:
                 self._arm = variant.arm
                 if choice is not None and not variant.arm.plan.forward_backward:
                     return Ran(self._as_the_arm_says(run))
-                capture = variant.captures.get(variant.place(position))
+                capture = variant.captures.get(variant.capture_key(position))
                 if capture is not None and not capture.gradients.fit():
                     return Ran(self._plainly(run))  # emptied in the middle of an accumulation
                 if capture is not None and self._still_valid(variant, capture):
@@ -444,14 +444,14 @@ class StepRunner:
         self._arm = variant.arm
         if not variant.arm.plan.forward_backward:
             return Ran(self._as_the_arm_says(run))
-        capture = variant.captures.get(variant.place(position))
+        capture = variant.captures.get(variant.capture_key(position))
         if capture is not None and hooked(capture.gradients.parameters):
             variant.forget_captures()
         elif capture is not None:
             self._check_moves(variant, capture, args, kwargs)
         if variant.off is not None:
             return Ran(self._plainly(run))
-        place = variant.place(position)
+        place = variant.capture_key(position)
         if variant.arm.compiled and variant.compiled is None:
             return Ran(self._compile(variant, (args, kwargs), run, position))
         if place not in variant.captures and not self._ready_to_capture(variant, position):
@@ -462,7 +462,7 @@ class StepRunner:
                 expected = self._capture(variant, args, kwargs, leaves, position)
             except NotLegal as refused:
                 return Ran(self._give_up(variant, refused.problem, run))
-        capture = variant.captures[variant.place(position)]
+        capture = variant.captures[variant.capture_key(position)]
         if capture.verified and not capture.audits.due(time.perf_counter()):
             return self._replay(variant, capture, leaves, position)
         return self._first_replay(variant, capture, args, kwargs, leaves, position, expected, run)
@@ -782,7 +782,7 @@ class StepRunner:
         capture, expected = self._maker.make(
             variant, self._call_of(variant), args, kwargs, leaves, position, self._optimizer
         )
-        variant.captures[variant.place(position)] = capture
+        variant.captures[variant.capture_key(position)] = capture
         seconds = time.perf_counter() - started
         what = str(position if variant.arm.plan.fused else position.without_update())
         if variant.choice is None:

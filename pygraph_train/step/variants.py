@@ -21,10 +21,10 @@ from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Audits
 
-__all__ = ["Capture", "Place", "Signature", "Variant", "picker", "same_memory"]
+__all__ = ["Capture", "CaptureKey", "Signature", "Variant", "picker", "same_memory"]
 
 
-Place = tuple[PositionInAccumulation, bool, bool]
+CaptureKey = tuple[PositionInAccumulation, bool, bool]
 """Position in accumulation, whether the optimizer is inside, whether the kernels are Inductor's."""
 
 
@@ -60,7 +60,7 @@ class Variant:
     prepared_runs: int = 0
     compiled: Trace | None = None
     inputs: StaticInputs | None = None
-    captures: dict[Place, Capture] = field(default_factory=dict)
+    captures: dict[CaptureKey, Capture] = field(default_factory=dict)
     arm: Arm = field(default_factory=lambda: Arm(NOTHING))
     choice: Choice | None = None
     compile_next: bool = False
@@ -71,7 +71,7 @@ class Variant:
     writes_parameters: bool = False
     off: Problem | None = None
 
-    def place(self, position: PositionInAccumulation) -> Place:
+    def capture_key(self, position: PositionInAccumulation) -> CaptureKey:
         """Where the capture is that serves this position under the present arm."""
         return (position, self.arm.plan.fused, self.arm.compiled)
 

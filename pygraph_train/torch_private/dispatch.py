@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "FakeTensor",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
     "autocast_enabled",
     "below_autograd",
     "fake_evaluation",
@@ -19,6 +24,7 @@ __all__ = [
     "no_fake_mode",
     "no_torch_function",
     "replaces_memory",
+    "schema",
     "writes_arguments",
 ]
 
@@ -33,6 +39,15 @@ def below_autograd() -> Iterator[None]:
         torch._C._ExcludeDispatchKeyGuard(keys),
     ):
         yield
+
+
+OpOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+
+def schema(op: torch._ops.OpOverload) -> Any:
+    """Name, arguments and returns of an operator (torch 2.11, 2.13)."""
+    return op._schema
 
 
 def no_torch_function() -> AbstractContextManager[None]:

@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
     "CHECKPOINT",
+    "OptimizedModule",
+    "TorchDynamoException",
+    "Unsupported",
     "compiled_call",
     "dynamo_asked_whether_compiling",
     "dynamo_cache_entries",
@@ -34,6 +37,10 @@ __all__ = [
     "untraced",
     "writes_to_inputs",
 ]
+
+OptimizedModule = torch._dynamo.OptimizedModule
+TorchDynamoException = torch._dynamo.exc.TorchDynamoException
+Unsupported = torch._dynamo.exc.Unsupported
 
 
 def dynamo_cache_entries(code: types.CodeType) -> list[Any]:

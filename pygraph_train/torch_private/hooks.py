@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "accumulation_hooks",
+    "backward_hook_tables",
     "global_module_hook_tables",
+    "gradient_hooks",
     "hook_registrations",
     "hooks_on_accumulation",
     "module_hook_tables",
@@ -37,6 +41,20 @@ def module_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
         module._backward_pre_hooks,
         module._backward_hooks,
     )
+
+
+gradient_hooks: Callable[[torch.Tensor], Mapping[int, Any] | None] = operator.attrgetter("_backward_hooks")
+"""The live table of a tensor's hooks, None where there never were any. (2.11, 2.13)"""
+
+accumulation_hooks: Callable[[torch.Tensor], Mapping[int, Any] | None] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""The live table of a leaf's hooks that run when its gradient is there, None where it never had one. (2.11, 2.13)"""
+
+
+def backward_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """The live tables of hooks that a module's backward runs (torch 2.11, 2.13)."""
+    return (module._backward_hooks, module._backward_pre_hooks)
 
 
 def hook_registrations() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 __all__ = [
     "borrow_memory",
     "cached_tensors",
+    "copy_all",
     "keep_cached_tensors",
     "no_view",
     "reinterpret_tensor",
@@ -28,9 +30,11 @@ def tensor_version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Identity of a storage while it is alive, also when its memory moves or is empty (torch 2.13)."""
-    return storage._cdata
+storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""Identity of a storage while it is alive, also when its memory moves or is empty. (2.11, 2.13)"""
+
+copy_all: Callable[..., None] = torch._foreach_copy_
+"""`copy_all(targets, sources)`: one call, and few kernels, for many tensors. (2.11, 2.13)"""
 
 
 def tensor_looks(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

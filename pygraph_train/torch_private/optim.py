@@ -18,6 +18,7 @@ __all__ = [
     "optimizer_step_override",
     "refresh_scaler_state",
     "restore_optimizer_private_attributes",
+    "runs_step_hooks",
     "scaler_tensors",
     "scaler_unscaled",
     "set_step_supports_amp_scaling",
@@ -34,6 +35,11 @@ def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mappin
         optimizer._optimizer_step_post_hooks,
         module._global_optimizer_post_hooks,
     )
+
+
+def runs_step_hooks(optimizer: Any) -> bool:
+    """Whether it is an optimizer of its own, and no wrapper that lacks the tables (torch 2.11, 2.13)."""
+    return isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def optimizer_step_override(optimizer: torch.optim.Optimizer) -> Any:

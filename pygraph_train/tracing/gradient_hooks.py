@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from pygraph_train.problems import Problem, defined_at
-from pygraph_train.torch_private.hooks import hooks_on_accumulation
+from pygraph_train.torch_private.hooks import (
+    accumulation_hooks,
+    backward_hook_tables,
+    gradient_hooks,
+    hooks_on_accumulation,
+)
 
 __all__ = ["backward_hook", "hooked"]
-
-_hooks = operator.attrgetter("_backward_hooks")
-_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def hooked(tensors: Sequence[Tensor]) -> bool:
     """Whether one of these leaves has a gradient hook. To be asked when hooks were registered: not a hot path."""
     return (
-        any(map(_hooks, tensors))
-        or any(map(_accumulate_hooks, tensors))
+        any(map(gradient_hooks, tensors))
+        or any(map(accumulation_hooks, tensors))
         or any(map(hooks_on_accumulation, tensors))
     )
 
@@ -29,13 +31,13 @@ def hooked(tensors: Sequence[Tensor]) -> bool:
 def backward_hook(model: nn.Module) -> Problem | None:
     """Hooks that autograd runs in Python during backward: replay would not run them."""
     for name, parameter in model.named_parameters():
-        hooks = list((parameter._backward_hooks or {}).values())
-        hooks += list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+        hooks = list((gradient_hooks(parameter) or {}).values())
+        hooks += list((accumulation_hooks(parameter) or {}).values())
         hooks += hooks_on_accumulation(parameter)
         if hooks:
             return Problem(f"parameter {name} has the gradient hook {_name(hooks[0])}", _defined_at(hooks[0]))
     for name, module in model.named_modules():
-        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+        for hook in chain.from_iterable(map(dict.values, backward_hook_tables(module))):
             return Problem(
                 f"module {name or type(module).__name__} has the backward hook {_name(hook)}",
                 _defined_at(hook),

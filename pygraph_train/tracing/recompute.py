@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from pygraph_train.torch_private.dispatch import TorchDispatchMode
 from pygraph_train.torch_private.dynamo import CHECKPOINT, writes_to_inputs
 
 __all__ = ["CHANGED_AGAIN", "as_eager", "write_in_checkpoint"]

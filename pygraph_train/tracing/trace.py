@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem, is_user_file
 from pygraph_train.torch_private.dynamo import (
+    Unsupported,
     dynamo_cache_entries,
     dynamo_side_effects,
     forget_compiled,
@@ -201,7 +202,7 @@ class Trace:
         try:
             with dynamo_step_config():
                 result = self._call(fn, args, kwargs)
-        except torch._dynamo.exc.Unsupported as error:
+        except Unsupported as error:
             problem = problem_of_break(error)
             forget_frames(error)
             raise NotLegal(problem) from None

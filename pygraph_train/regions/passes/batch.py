@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from pygraph_train.regions.passes.draft import Draft, Refused, description, is_on, value
-from pygraph_train.torch_private.dispatch import has_symbols
+from pygraph_train.torch_private.dispatch import OpOverload, has_symbols
 from pygraph_train.torch_private.inductor import products_take_neighbours_in
 
 aten = torch.ops.aten
@@ -147,7 +147,7 @@ def _reads_memory(reader: fx.Node, read: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    is_view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    is_view = isinstance(node.target, OpOverload) and node.target.is_view
     return is_view and len(node.all_input_nodes) == 1
 
 

@@ -11,7 +11,12 @@ from torch import fx
 
 from pygraph_train.problems import user_line_in
 from pygraph_train.torch_private.attributes import attribute
-from pygraph_train.torch_private.dispatch import fake_evaluation, writes_arguments
+from pygraph_train.torch_private.dispatch import (
+    HigherOrderOperator,
+    OpOverload,
+    fake_evaluation,
+    writes_arguments,
+)
 
 CPU = torch.device("cpu")
 
@@ -223,9 +228,9 @@ def description(tensor: torch.Tensor) -> tuple[str, ...]:
 def has_effects(node: fx.Node) -> bool:
     """Whether a call does more than return its result."""
     op = node.target
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return writes_arguments(op)
-    return isinstance(op, torch._ops.HigherOrderOperator)
+    return isinstance(op, HigherOrderOperator)
 
 
 def is_written(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from pygraph_train.regions.passes.draft import Draft, Refused, name_of, user_line, value
+from pygraph_train.torch_private.dispatch import OpOverload
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -127,7 +128,7 @@ def _why_not_number_in(reader: fx.Node, arguments: Any) -> str | None:
 def _what(reader: fx.Node) -> str:
     if reader.op == "output":
         return "a result of the graph"
-    is_operator = isinstance(reader.target, torch._ops.OpOverload)
+    is_operator = isinstance(reader.target, OpOverload)
     name = name_of(reader) if is_operator else getattr(reader.target, "__name__", str(reader.target))
     return f"{name} ({user_line(reader)})"
 

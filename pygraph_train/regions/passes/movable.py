@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from pygraph_train.regions.passes.draft import CPU, is_on, value
+from pygraph_train.torch_private.dispatch import OpOverload, schema
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -75,11 +76,11 @@ def why_not_movable(node: fx.Node) -> str | None:
     Copies between devices and what the operator reads are the caller's business.
     """
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return "is not an operator of aten or prims"
-    if torch.Tag.nondeterministic_seeded in op.tags or op._schema.name.split("::")[-1] in _RANDOM:
+    if torch.Tag.nondeterministic_seeded in op.tags or schema(op).name.split("::")[-1] in _RANDOM:
         return "draws from the CPU's random generator"
-    if op._schema.is_mutable:
+    if schema(op).is_mutable:
         return "writes to a CPU tensor"
     if op is aten.as_strided.default:
         return "depends on the memory layout of a CPU tensor"
@@ -109,7 +110,7 @@ def _why_not_constructor(node: fx.Node) -> str | None:
     return None if all(isinstance(arg, (int, fx.Node)) for arg in node.args) else "rounds differently"
 
 
-def _why_not_arithmetic(node: fx.Node, op: torch._ops.OpOverload) -> str | None:
+def _why_not_arithmetic(node: fx.Node, op: OpOverload) -> str | None:
     tensors = [t for t in map(value, [node, *node.all_input_nodes]) if t is not None]
     integers = all(not t.dtype.is_floating_point and not t.dtype.is_complex for t in tensors)
     pointwise = torch.Tag.pointwise in op.tags or op is aten.rsub.Tensor
@@ -132,7 +133,7 @@ def why_not_readable(reader: fx.Node, read: fx.Node) -> str | None:
         return None
     if kind in _TAKES_CPU_SOURCE and reader.args[0] is not read:
         return None
-    pointwise = isinstance(reader.target, torch._ops.OpOverload) and torch.Tag.pointwise in reader.target.tags
+    pointwise = isinstance(reader.target, OpOverload) and torch.Tag.pointwise in reader.target.tags
     if tensor is not None and tensor.dim() == 0 and (pointwise or kind in _TAKES_CPU_SCALARS):
         return None
     return f"{reader.target} reads it from the CPU"

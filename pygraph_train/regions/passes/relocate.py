@@ -29,7 +29,7 @@ from pygraph_train.regions.passes.movable import (
 )
 from pygraph_train.torch_private.aot import saved_for_backward
 from pygraph_train.torch_private.attributes import attribute
-from pygraph_train.torch_private.dispatch import no_fake_mode
+from pygraph_train.torch_private.dispatch import OpOverload, no_fake_mode, schema
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -207,8 +207,8 @@ def crosses_devices_back(node: fx.Node) -> bool:
 
 
 def _set_device(draft: Draft, node: fx.Node) -> None:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = node.target._schema.arguments
+    assert isinstance(node.target, OpOverload)
+    arguments = schema(node.target).arguments
     for i, argument in enumerate(arguments):
         if argument.name != "device":
             continue
@@ -286,7 +286,7 @@ def _freshen_handed_over(draft: Draft) -> None:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def _reaches_output(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-__all__ = ["Choice", "Cost", "Way", "choose"]
+__all__ = ["Cost", "Measurements", "Way", "choose"]
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Cost:
         return Cost(self.total + other.total, self.host + other.host)
 
 
-class Choice:
+class Measurements:
     """Measurements of one region.
 
     Args:
