@@ -364,6 +364,35 @@ def test_a_weight_used_several_times_under_autocast_is_cast_as_often_as_without_
     in_regions(both(script))
 
 
+class Sloped(SeveralUses):
+    """It reads a number that changes."""
+
+    slope = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.slope
+
+
+def test_a_weight_used_several_times_under_autocast_beside_a_number_that_changes() -> None:
+    def script(diary: Diary) -> None:
+        model = Sloped()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(batch[0])
+            print(out.mean().item(), file=io.StringIO())
+            return nn.functional.cross_entropy(out.float(), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            model.slope = 1.0 + 0.01 * index  # Dynamo makes a tensor of it, and reads that
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script))
+
+
 def test_weights_that_become_one_in_mid_run() -> None:
     def script(diary: Diary) -> None:
         model = SeveralUses()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["around_backward", "as_around_backward", "backward_comes_here", "share_casts"]
@@ -173,6 +174,9 @@ class _Looking(fx.Interpreter):
         self._open: list[Any] = []
 
     def run_node(self, n: fx.Node) -> Any:
+        number = n.meta.get("example_value")
+        if isinstance(number, py_sym_types):  # fake tensors have no numbers to read
+            return number
         self._seen.node = n
         before = len(self._seen.results)
         result = super().run_node(n)
