@@ -39,7 +39,7 @@ from lightning_training import (  # noqa: E402
 )
 from training import batches, differs, frozen  # noqa: E402
 
-from pygraph_train.integrations.lightning.callback import log as lightning_log  # noqa: E402
+from pygraph_train.integrations.lightning import log as lightning_log  # noqa: E402
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 

@@ -160,7 +160,7 @@ from pygraph_train import StepReport
 
 random.seed(0)
 before = random.getstate()
-str(StepReport()), str(pygraph_train.report.backend_report()), StepReport().__rich__()
+str(StepReport()), str(pygraph_train.backend.report()), StepReport().__rich__()
 assert random.getstate() == before
 """
     # in a process of its own: what draws is an import
