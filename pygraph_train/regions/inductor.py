@@ -49,9 +49,23 @@ _numbers = itertools.count()
 
 
 def compile_graph(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: BackendOptions,
+    made: Callable[[RegionRecord], None] = lambda record: None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph into a callable whose forwards and backwards are regions."""
+    """Compile one Dynamo graph into a callable whose forwards and backwards are regions.
+
+    Args:
+        gm, example_inputs: from Dynamo.
+        options: of the backend.
+        made: gets the record of each region when the region is made. Some are made when a backward runs first.
+    """
+
+    def note(record: RegionRecord) -> None:
+        _records.append(record)
+        made(record)
+
     if options.engine == "off" or disabled_by_environment():
         return compile_with_inductor(gm, example_inputs, None, options.inductor)
     start_untraced()
@@ -60,11 +74,11 @@ def compile_graph(
         return compile_truly(
             gm,
             example_inputs,
-            lambda gm, look: _compile_regions(gm, example_inputs, options, number, look),
+            lambda gm, look: _compile_regions(gm, example_inputs, options, number, look, note),
         )
     except Unfit as unfit:
         where, reason = _first_user_line(gm), str(unfit)
-        _records.append(RegionRecord(f"function {number}", "function", where, "plain", reason))
+        note(RegionRecord(f"function {number}", "function", where, "plain", reason))
         return as_eager(gm).forward
 
 
@@ -74,10 +88,11 @@ def _compile_regions(
     options: BackendOptions,
     number: int,
     look: Callable[[], None],
+    note: Callable[[RegionRecord], None],
 ) -> Callable[..., Any]:
     measure = options.selection and options.engine != "emulated"  # which is slower by nature
     pair = Pair(options.indirection, measure)
-    region = functools.partial(_region, pair=pair, number=number, options=options)
+    region = functools.partial(_region, pair=pair, number=number, options=options, note=note)
     build = _looked_at(_with_absent(region, pair.absent), look)
     pair.direct = options.direct and not compiled_autograd_wanted()
     if options.engine == "emulated":
@@ -133,10 +148,11 @@ def _region(
     pair: Pair,
     number: int,
     options: BackendOptions,
+    note: Callable[[RegionRecord], None],
 ) -> Callable[[list[Any]], Any]:
     """Compile one forward or backward graph and make a region of it."""
     record = RegionRecord(f"{traced.phase} {number}", traced.phase, _first_user_line(gm))
-    _records.append(record)
+    note(record)
     device, reason = _device(gm)
     arena = _arena(options, device) if device is not None else None
     if device is None or arena is None:

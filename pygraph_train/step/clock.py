@@ -1,4 +1,4 @@
-"""Step and phase times for the report."""
+"""Step and phase times."""
 
 from __future__ import annotations
 
@@ -12,37 +12,48 @@ import torch
 
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.report.step_report import StepReport
+from pygraph_train.step.times import Times
 
 __all__ = ["Clock"]
 
 
 class Clock:
-    """Step and phase times for the report. Never makes a replayed step wait."""
+    """Step and phase times. Never makes a replayed step wait.
 
-    def __init__(self, engine: Engine, report: StepReport) -> None:
+    Args:
+        engine: makes the graphs.
+        report: is told everything.
+        times: is filled.
+    """
+
+    def __init__(self, engine: Engine, report: StepReport, times: Times) -> None:
         self._cuda = engine.name == "cuda"
         self._report = report
+        self._times = times
+        self._replays = 0
         self._started = time.perf_counter()
         self._last: float | None = None
         self._marks: dict[str, Any] | None = None
         self._intervals: deque[float] = deque(maxlen=2048)
-        report.replay_intervals = self._intervals
+        report.replay_intervals, report.phase_seconds = self._intervals, times.phases
 
     def replayed(self, step: int) -> None:
         now = time.perf_counter()
         if self._last is not None:
             self._intervals.append(now - self._last)
-        elif self._report.first_replay_step is None:
+        elif not self._replays:
             self._report.first_replay_step = step
             self._report.first_replay_seconds = now - self._started
         self._last = now
+        self._replays += 1
         self._report.steps_replayed += 1
 
     def undone(self) -> None:
         """The replay just counted was put back."""
         self._last = None
+        self._replays -= 1
         self._report.steps_replayed -= 1
-        if self._report.steps_replayed == 0:
+        if self._replays == 0:
             self._report.first_replay_step = self._report.first_replay_seconds = None
 
     def interrupted(self) -> None:
@@ -64,12 +75,12 @@ class Clock:
             self._marks = None
         if self._cuda:
             torch.cuda.synchronize()
-        self._report.ungraphed_seconds.append(time.perf_counter() - started)
+        self._times.ungraphed = time.perf_counter() - started
+        self._report.ungraphed_seconds.append(self._times.ungraphed)
         if len(marks) == 3:  # a step with an update
             for phase, begin, until in zip(marks, marks.values(), [*marks.values(), end][1:], strict=True):
                 seconds = self._between(begin, until)
-                known = self._report.phase_seconds.get(phase, seconds)
-                self._report.phase_seconds[phase] = min(known, seconds)
+                self._times.phases[phase] = min(self._times.phases.get(phase, seconds), seconds)
 
     def mark(self, phase: str) -> None:
         """Phase "B" or "O" begins, in a step of the warm-up; anywhere else this does nothing."""
@@ -91,6 +102,11 @@ class Clock:
     def compiling(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._report.compile_seconds += time.perf_counter() - started
+        self.compiled(time.perf_counter() - started)
         if self._report.ungraphed_seconds:
             self._report.ungraphed_seconds.pop()
+
+    def compiled(self, seconds: float) -> None:
+        """Something was compiled for so long."""
+        self._times.compiling += seconds
+        self._report.compile_seconds += seconds

@@ -20,6 +20,7 @@ from pygraph_train.selection.controller import Controller, Estimate, Switch
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.identity import identity
 from pygraph_train.step.program import StepProgram
+from pygraph_train.step.times import Times
 from pygraph_train.step.variants import Variant
 from pygraph_train.tracing.trace import held_weakly
 
@@ -45,6 +46,7 @@ class Decisions:
         config: options.
         engine: where graphs are made.
         report: told of each decision.
+        times: what was measured so far.
         steps_left: how many steps training will still make, None when unknown.
         on_decision: called when another plan is kept than before.
         on_settled: told the arm with which nothing else is compared any more.
@@ -60,6 +62,7 @@ class Decisions:
         config: PyGraphConfig,
         engine: Engine,
         report: StepReport,
+        times: Times,
         steps_left: Callable[[], float | None],
         on_decision: Callable[[Switch], None],
         on_settled: Callable[[Arm], None] = lambda arm: None,
@@ -70,6 +73,7 @@ class Decisions:
         self._config = config
         self._engine = engine
         self._report = report
+        self._times = times
         self._steps_left = steps_left
         self._on_decision = on_decision
         self._on_settled = on_settled
@@ -155,7 +159,7 @@ class Decisions:
                 kept[:] = [arm]
                 self._cache.put(self._key(variant), Decision(arm, controller.times[arm]))
 
-        return Choice(controller, self._stopwatch, self._report.latest, settled)
+        return Choice(controller, self._stopwatch, self._times.latest, settled)
 
     def leave_alone(self, why: str, step: int) -> None:
         """Note that steps run without graphs, which nothing was compared for."""
@@ -177,18 +181,16 @@ class Decisions:
             if graphed and graphed <= inside and known.compiled == arm.compiled:
                 return Estimate(least=seconds, why=f"the kernels of {known}, and more launches")
         if arm.compiled:
-            cost = self._report.compile_seconds or COMPILE_SECONDS
+            cost = self._times.compiling or COMPILE_SECONDS
             share = _COMPILED_SHARE
-            last = self._report.latest.get(controller.best)
+            last = self._times.latest.get(controller.best)
             if arm.plan.regions and not controller.best.plan.forward_backward and _waits_for_host(last):
                 share = _REGIONS_SHARE
             return Estimate(likely=best_seconds * share, one_time=cost, why="Inductor")
         if arm.plan == NOTHING and variant is not None:
             return Estimate(seen=variant.warmup_seconds, why="launch-bound")
         if arm.plan == OPTIMIZER and variant is not None:
-            outside = [
-                self._report.phase_seconds.get(phase.value) for phase in (Phase.FORWARD, Phase.BACKWARD)
-            ]
+            outside = [self._times.phases.get(phase.value) for phase in (Phase.FORWARD, Phase.BACKWARD)]
             if None not in outside:
                 return Estimate(seen=sum(filter(None, outside)), why="forward and backward, launch-bound")
         return Estimate()
@@ -202,7 +204,7 @@ class Decisions:
             return known
         # that may have been a longer run: at best half of each step is gained
         left = self._steps_left()
-        pays = left is None or left * known.seconds / 2 > (self._report.compile_seconds or COMPILE_SECONDS)
+        pays = left is None or left * known.seconds / 2 > (self._times.compiling or COMPILE_SECONDS)
         return known if pays else None
 
     def _key(self, variant: Variant | None) -> dict[str, Any]:

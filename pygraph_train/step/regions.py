@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem, PyGraphError, user_line_in, user_location
+from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.torch_private.autograd import (
@@ -95,6 +96,7 @@ class Regions:
     Attributes:
         problem: why there are none, None while there may be.
         found: whether it is known what is compiled.
+        records: what the backend says of the regions that were made.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Regions:
         engine: Engine,
         report: StepReport,
         announce: Callable[[str], None],
+        compiled: Callable[[float], None],
     ) -> None:
         reason = why_no_regions(config, engine.name)
         self.problem = Problem(reason) if reason is not None else None
@@ -116,12 +119,13 @@ class Regions:
             "indirection": config.indirection,
             "max_signatures": config.max_signatures,
         }
-        self._report = report
         self._announce = announce
+        self._tell_compiled = compiled
         self._traced = self._compiled = 0
         self._notes: list[tuple[Any, str]] = []  # of compilations in the present step
         self._probes = self._quiet = 0
-        self._numbers: set[str] = set()
+        self.records: list[RegionRecord] = []
+        report.regions = functools.partial(list, self.records)
         self._retains = False  # a backward was seen that may be called again
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[_Backend], _Level]] = iter((_WholeFunction, self._modules))
@@ -135,7 +139,7 @@ class Regions:
             watched: whether `as_planned` will be asked for.
         """
         before = self._traced
-        self._before = {id(r): _work(r) for r in self.records()} if watched else {}
+        self._before = {id(r): _work(r) for r in self.records} if watched else {}
         try:
             with dynamo_region_config(recompile_limit=_MOST_VARIANTS) as failures:
                 result = self._level.run(run)
@@ -163,12 +167,8 @@ class Regions:
         """Whether the last step, a watched one, ran from graphs that were there, wherever a graph pays."""
         if not self.found or not self._quiet:
             return False
-        ran = [r for r in self.records() if self._before.get(id(r)) != _work(r)]
+        ran = [r for r in self.records if self._before.get(id(r)) != _work(r)]
         return bool(ran) and all(r.settled and r.captures == self._before[id(r)][0] for r in ran)
-
-    def records(self) -> list[RegionRecord]:
-        """What the backend says of these regions."""
-        return _records_of(self._numbers)
 
     def close(self) -> None:
         """Let go of everything compiled."""
@@ -242,11 +242,11 @@ class Regions:
             result.register_hook(look)
 
     def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        from pygraph_train import backend
+        from pygraph_train.regions.inductor import compile_graph  # which imports much
 
         self._traced += 1
         self._notes += tracing_notes(graph)
-        if not self._numbers and self._engine == "cuda":
+        if not self.records and self._engine == "cuda":
             self._announce("compiling forward and backward with Inductor, which may take a minute")
         self._compiled += 1
         if self._compiled > _MOST_COMPILED:
@@ -262,12 +262,13 @@ class Regions:
             self.problem = Problem(f"forward and backward get no graphs of their own: {CHANGED_AGAIN}", where)
         if self.problem is not None:
             return as_eager(graph).forward
-        known = set(map(id, backend.report().regions))
         started = time.perf_counter()
         retains = self._retains or self._program.acts_before_backward() is not None
         try:
             with backwards_called_again() if retains else nullcontext():
-                compiled = backend.pygraph(graph, example_inputs, options=self._options)
+                compiled = compile_graph(
+                    graph, example_inputs, BackendOptions.of(self._options), self.records.append
+                )
         except dynamo_restart():  # not a failure: Dynamo traces once more
             raise
         except Exception as error:  # eager kernels do as well
@@ -276,10 +277,7 @@ class Regions:
             return as_eager(graph).forward
         finally:
             if self._engine == "cuda":
-                self._report.compile_seconds += time.perf_counter() - started
-        made = [r for r in backend.report().regions if id(r) not in known]
-        self._numbers |= {r.name.rpartition(" ")[2] for r in made}
-        self._report.regions = functools.partial(_records_of, self._numbers)
+                self._tell_compiled(time.perf_counter() - started)
         return compiled
 
 
@@ -304,13 +302,6 @@ def _is_asked_for(activation: Tensor, hooks: int) -> bool:
     """
     watched = activation.retains_grad or len(gradient_hooks(activation) or ()) > hooks
     return watched or backward_ends_at(activation)
-
-
-def _records_of(numbers: set[str]) -> list[RegionRecord]:
-    """What the backend says of the regions with these numbers, which are a set that grows."""
-    from pygraph_train import backend
-
-    return [r for r in backend.report().regions if r.name.rpartition(" ")[2] in numbers]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

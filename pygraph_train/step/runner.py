@@ -34,6 +34,7 @@ from pygraph_train.step.plan import PositionInAccumulation, legal_plans
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.rebinding import UNSEEN_MOVE, Moves
 from pygraph_train.step.regions import Regions
+from pygraph_train.step.times import Times
 from pygraph_train.step.variants import Capture, Signature, Variant, same_memory
 from pygraph_train.torch_private.hooks import (
     global_module_hook_tables,
@@ -140,7 +141,7 @@ class StepRunner:
         self._optimizer: OptimizerPreparation | None = None
         self._phase: OptimizerPhase | None = None
         self._between: str | None = None  # what acts before it, and keeps it out of the graph of the backward
-        self._begun = False
+        self._begun = self._captured = False
         self._initialized = False
         self._off: Problem | None = None  # why no graph holds forward and backward
         self._stopped = False
@@ -156,9 +157,13 @@ class StepRunner:
         self._maker = CaptureMaker(program, config, engine, self._optimizer_context)
         self._steps = 0
         self._global_hooks = global_module_hook_tables()
-        self._clock = Clock(engine, report)
-        self._regions = Regions(program, config, engine, report, announce)
-        self._decisions = Decisions(program, config, engine, report, steps_left, on_decision, self._release)
+        self._times = times = Times()
+        report.latest = times.latest
+        self._clock = Clock(engine, report, times)
+        self._regions = Regions(program, config, engine, report, announce, self._clock.compiled)
+        self._decisions = Decisions(
+            program, config, engine, report, times, steps_left, on_decision, self._release
+        )
         self._launch_bound: LaunchBoundCheck | None = None
         if LaunchBoundCheck.wanted(config, engine.name):
             self._launch_bound = LaunchBoundCheck(
@@ -566,7 +571,7 @@ class StepRunner:
         versions = _versions(leaves)
         with self._optimizer_context(), self._warm_up(), self._clock.ungraphed():
             result = run(self._watched(variant))
-        variant.seen_in_warmup(self.report.ungraphed_seconds[-1])
+        variant.seen_in_warmup(self._times.ungraphed)
         problem = variant.trace.problem
         if problem is None and first:
             problem = self._read_leaves(variant, args, kwargs, leaves)
@@ -675,7 +680,7 @@ class StepRunner:
         """An ordinary run with the kernels that the capture will use."""
         with self._optimizer_context(), self._warm_up(), self._clock.ungraphed():
             result = run(self._marked(self._call_of(variant)))
-        variant.seen_in_warmup(self.report.ungraphed_seconds[-1])
+        variant.seen_in_warmup(self._times.ungraphed)
         variant.prepared_runs += 1
         self._prepared_updates += position.update
         return result
@@ -765,7 +770,8 @@ class StepRunner:
             NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
         """
         started = time.perf_counter()
-        if not self.report.captures:
+        if not self._captured:
+            self._captured = True
             self._announce(f"capturing the training step as {variant.arm.plan}")
         if variant.arm.plan.fused:
             assert self._optimizer is not None

@@ -1,0 +1,126 @@
+"""The report is written and never asked: with one that forgets everything, all decisions are the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import Net, adamw, batches, loss_of
+
+import pygraph_train.backend as backend
+from pygraph_train import GraphedStep, PyGraphConfig, StepReport
+from pygraph_train.selection import timing
+from pygraph_train.step import graphed
+from pygraph_train.step.runner import StepRunner
+
+
+class _Forgetful(list[Any]):
+    def append(self, item: Any) -> None:
+        pass
+
+
+class NoReport(StepReport):
+    """Takes everything and keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                self.__dict__[name] = _Forgetful()
+        self.__dict__["written"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "written" not in vars(self):
+            super().__setattr__(name, value)
+
+    def captured(self, record: Any) -> None:
+        pass
+
+    def fell_back(self, fallback: Any) -> bool:
+        return True
+
+    def decided(self, switch: Any) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def start_over(self) -> None:
+        pass
+
+
+class HostRead(Net):
+    """A step that is not one graph: forward and backward get graphs of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out * 2 if float(out.detach().sum()) == 1e9 else out
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    backend.reset()
+    yield
+    torch.compiler.reset()
+
+
+def decisions(monkeypatch: pytest.MonkeyPatch, report: type[StepReport], make: Any, config: Any) -> Any:
+    """What every step ran with, whether it was replayed, and what it computed."""
+    torch.manual_seed(0)
+    seen: list[tuple[str, bool]] = []
+    finish = StepRunner.finish
+
+    def finish_and_look(self: StepRunner) -> None:
+        finish(self)
+        seen.append((str(self._arm), self._replayed))
+
+    costs = random.Random(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(graphed, "StepReport", report)
+        patch.setattr(StepRunner, "finish", finish_and_look)
+        patch.setattr(timing, "declared_seconds", lambda arm: costs.choice([1e-3, 2e-3, 3e-3]))
+        model: nn.Module = make()
+        optimizer = adamw(model)
+        options = PyGraphConfig(engine="emulated", **config)
+        losses = []
+        with GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=options) as step:
+            for index, batch in enumerate(batches(120)):
+                if index == 70:
+                    optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+                losses.append(step(batch))
+            kept = step.report()
+    return seen, losses, kept
+
+
+@pytest.mark.parametrize("make", [Net, HostRead])
+@pytest.mark.parametrize("config", [{}, {"fuse": "off"}, {"optimizer": "off"}, {"verify": "always"}])
+def test_decisions_are_the_same_without_a_report(
+    make: Any, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, losses, report = decisions(monkeypatch, StepReport, make, config)
+    torch.compiler.reset()
+    found, others, nothing = decisions(monkeypatch, NoReport, make, config)
+    assert report.captures or report.regions(), "something was captured"
+    assert nothing.steps == 0 and not nothing.captures, "the report kept nothing"
+    assert found == expected
+    assert all(map(torch.equal, losses, others))
+    assert len({arm for arm, _ in expected}) > 1, "there was something to decide"
+
+
+def test_the_records_of_the_backend_are_not_asked_either() -> None:
+    torch.manual_seed(0)
+    model = HostRead()
+    config = PyGraphConfig(engine="emulated")
+    step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), config=config)
+    for index, batch in enumerate(batches(120)):
+        if index in (5, 20, 60):
+            backend.reset()
+        step(batch)
+    report = step.report()
+    assert report.plan == "{F} {B} {O}", str(report)
+    assert min(region.replays for region in report.regions()) > 40, str(report)
