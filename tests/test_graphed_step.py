@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import warnings
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -1244,6 +1245,67 @@ def test_a_checkpointed_block_with_batch_norm(reentrant: bool, given: str, reads
             diary.write_state(model, optimizer)
 
     both(script)
+
+
+class Reentrant(nn.Module):
+    """A checkpoint that adds to gradients by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.again(torch.tanh(self.first(x))))  # type: ignore[no-any-return]
+
+    def again(self, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda h: torch.tanh(self.block(h)), hidden, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def _once(model: Reentrant, x: torch.Tensor) -> torch.Tensor:
+    return model(x)  # type: ignore[no-any-return]
+
+
+def _in_two_checkpoints(model: Reentrant, x: torch.Tensor) -> torch.Tensor:
+    return model(x) + model(x * 0.5)  # type: ignore[no-any-return]
+
+
+def _beside_the_checkpoint(model: Reentrant, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(model.first(x))
+    return model.last(model.again(model.block(hidden)) + model.block(hidden * 2))  # type: ignore[no-any-return]
+
+
+def _in_two_functions(model: Reentrant, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    print(out.mean().item(), file=io.StringIO())
+    return out + model(x * 0.5)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [_once, _in_two_checkpoints, _beside_the_checkpoint, _in_two_functions],
+    ids=lambda f: f.__name__,
+)
+def test_a_reentrant_checkpoint_adds_to_gradients_when_it_does_without_a_graph(forward: Any):
+    def script(diary: Diary) -> None:
+        model = Reentrant()
+        optimizer = sgd(model)
+
+        def step_fn(batch: Any) -> torch.Tensor:
+            return nn.functional.cross_entropy(forward(model, batch[0]), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            diary.write("loss", (step if index % 3 == 2 else step.accumulate)(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script)
+    if forward is _once:
+        replayed(report, least=15)
+    else:
+        assert not report.steps_replayed and any(r.replays for r in report.regions()), str(report)
+    if forward is _in_two_checkpoints:
+        assert "use_reentrant" in str(report), str(report)
 
 
 def test_a_checkpointed_batch_norm_whose_backward_has_a_graph_of_its_own():

@@ -49,10 +49,14 @@ def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _tracing(**settings: Any) -> AbstractContextManager[None]:
+def _tracing(*, regions: bool, **settings: Any) -> AbstractContextManager[None]:
     """Dynamo with these settings, and with what it lacks.
 
     Numbers of the host are as eager has them, and it has no ideas of its own of optimizers.
+
+    Args:
+        regions: whether what is traced may be a part of a step.
+        **settings: of Dynamo.
     """
     import torch._dynamo.config as config
 
@@ -60,7 +64,7 @@ def _tracing(**settings: Any) -> AbstractContextManager[None]:
     settings["enable_dynamo_decompositions"] = False  # `a.add_(b, alpha=c)` is rounded once, not twice
     settings["invalidate_compile_context_weakrefs"] = True  # `torch.utils.swap_tensors` refuses what has any
     changes = [(config, name, value) for name, value in settings.items()]
-    mends = [*host_numbers.mends(), *checkpoints.mends(), *_mends(), *_quiet(), _forgetful()]
+    mends = [*host_numbers.mends(), *checkpoints.mends(regions=regions), *_mends(), *_quiet(), _forgetful()]
     return _changed([*changes, *mends, _optimizers_as_they_are(), _tracer()])
 
 
@@ -165,6 +169,7 @@ def dynamo_step_config() -> AbstractContextManager[None]:
     import torch._dynamo.config as config
 
     return _tracing(
+        regions=False,
         specialize_int=True,
         specialize_float=True,
         allow_unspec_int_on_nn_module=False,
@@ -287,7 +292,7 @@ def _tracing_regions(failures: list[BaseException], settings: dict[str, Any]) ->
     }
     try:
         mends = _changed([*_guarded_methods(), *switches.guarded()])
-        with mends, autocast.as_around_backward(), _tracing(**settings):
+        with mends, autocast.as_around_backward(), _tracing(regions=True, **settings):
             yield
     finally:
         log.removeFilter(take)

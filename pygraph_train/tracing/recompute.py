@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pygraph_train.torch_private.dispatch import TorchDispatchMode
 from pygraph_train.torch_private.dynamo import CHECKPOINT, writes_to_inputs
 
-__all__ = ["CHANGED_AGAIN", "as_eager", "write_in_checkpoint"]
+__all__ = ["CHANGED_AGAIN", "as_eager", "checkpoint_that_adds", "write_in_checkpoint"]
 
 CHANGED_AGAIN = (
     "a checkpoint changes tensors that live longer (statistics of a BatchNorm, say): its recomputation changes them "
@@ -45,6 +45,25 @@ def write_in_checkpoint(graph: torch.fx.GraphModule) -> torch.fx.Node | None:
                 for write, _, _ in writes_to_inputs(getattr(module, node.args[0].target)):
                     return write
     return None
+
+
+def checkpoint_that_adds(graph: torch.fx.GraphModule) -> torch.fx.Node | None:
+    """A checkpoint with `use_reentrant=True` that shares a parameter with other operations.
+
+    Its own backward adds to the gradient of the parameter. The gradients of the other uses are added before or after
+    that, and without reentrant checkpoints all of them are summed first.
+    """
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if node.target is CHECKPOINT and node.kwargs.get("use_reentrant") in (None, True):
+                shared = [x for x in node.all_input_nodes if x.op == "placeholder" and len(x.users) > 1]
+                if any(_is_leaf(x.meta.get("example_value")) for x in shared):
+                    return node
+    return None
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
 def _checkpoint(body: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:

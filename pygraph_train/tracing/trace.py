@@ -41,7 +41,7 @@ from pygraph_train.tracing.reasons import (
     readable,
     unshortened,
 )
-from pygraph_train.tracing.recompute import as_eager
+from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.watch import ModuleWatch, is_watched
 
 __all__ = ["Trace", "guard_constants", "held_weakly"]
@@ -209,7 +209,8 @@ class Trace:
         except Exception as error:
             if not raised_while_tracing(error):
                 raise  # of the step itself
-            problem = compiler_failed(error)
+            refused = getattr(error, "inner_exception", None)  # by our backend
+            problem = refused.problem if isinstance(refused, NotLegal) else compiler_failed(error)
             forget_frames(error)
             raise NotLegal(problem) from None
         finally:
@@ -286,6 +287,16 @@ class Trace:
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._compiles += 1
         self._notes += tracing_notes(graph)
+        adds = checkpoint_that_adds(graph)
+        if adds is not None:
+            raise NotLegal(
+                Problem(
+                    "a checkpoint with use_reentrant=True adds to the gradient of a parameter that the step uses more "
+                    "than once",
+                    line_of(adds),
+                    "use_reentrant=False leaves that to the backward",
+                )
+            )
         if self.problem is None:
             self.problem = self._side_effects() or self._host_tensors(graph)
         if self._compiles == 1:
