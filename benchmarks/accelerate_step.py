@@ -104,7 +104,7 @@ class Trial:
         """Whether nothing more is going to be measured, compiled or captured."""
         if self.plugin is None:
             return True
-        from pygraph_train.regions import record as report
+        from pygraph_train.backend import report
 
         loop = self.plugin.report()
         steps = list(loop.whole_steps.values()) or [loop]

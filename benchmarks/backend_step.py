@@ -167,8 +167,10 @@ def _skip_reason(mode: str, device: str) -> str | None:
         return "needs CUDA"
     if "pygraph" in mode:
         try:
-            from pygraph_train.backend import reset  # noqa: F401  registers the name with Dynamo
-            from pygraph_train.regions import record as report  # noqa: F401  registers the name with Dynamo
+            from pygraph_train.backend import (
+                report,  # noqa: F401  registers the name with Dynamo
+                reset,  # noqa: F401  registers the name with Dynamo
+            )
         except ImportError as error:
             return f"backend not there: {error}"
         if "pygraph" not in torch.compiler.list_backends():
@@ -183,7 +185,7 @@ def _choices() -> object:
 
 
 def _report() -> dict[str, Any]:
-    from pygraph_train.regions import record as report
+    from pygraph_train.backend import report
 
     return report().to_dict()
 
