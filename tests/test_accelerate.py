@@ -360,6 +360,36 @@ class Swapped:
         torch.utils.swap_tensors(bias, nn.Parameter(torch.full_like(bias, 0.2)))
 
 
+class Reads(Net):
+    """It reads a value on the host, so that Dynamo traces it in parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if hidden.abs().max().item() > 100:
+            hidden = hidden / 10
+        return self.second(hidden.relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("index", [2, 6, 10, 20])
+def test_a_parameter_of_a_model_that_is_traced_in_parts_is_swapped(index: int) -> None:
+    def script(s: Script) -> None:
+        model = Reads()
+        optimizer: Any = torch.optim.Adamax(model.parameters(), lr=0.1)
+        prepared, optimizer, loader = s.accelerator.prepare(
+            model, optimizer, DataLoader(Numbers(), batch_size=8)
+        )
+        for i, batch in enumerate(loader):
+            if i == index:
+                Swapped(model.second)
+            s.accelerator.backward(loss_of(prepared, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            s.write_state(model, optimizer)
+
+    report = both(script)
+    assert any(r.replays for r in report.regions()), str(report)
+
+
 class Scaling:
     """What is saved for a backward is changed a little, another tensor by another factor, until `remove`."""
 

@@ -73,7 +73,8 @@ def _forgetful() -> tuple[Any, str, Any]:
     """Let traces that Dynamo gives up hold no weak references to real tensors. (2.11, 2.13)
 
     `swap_tensors` refuses tensors with weak references, and traces are reference cycles. The guards hold some.
-    So do two tables that Dynamo of 2.13 empties itself, and that of 2.11 only for traces that it takes.
+    So do tables that Dynamo of 2.13 empties itself, and that of 2.11 only for traces that it takes. A trace that fails
+    after its backend was called has two of one kind.
     """
     from torch._dynamo.output_graph import DynamoTracerOutput
 
@@ -83,9 +84,11 @@ def _forgetful() -> tuple[Any, str, Any]:
         made(self, tracer, error)
         if error:
             context = tracer.output.tracing_context
-            describer = context.fake_mode.fake_tensor_converter.meta_converter.describer
+            modes = {context.fake_mode, getattr(tracer.output, "_old_fake_mode", context.fake_mode)}
+            describers = [mode.fake_tensor_converter.meta_converter.describer for mode in modes]
+            tables = [(describer, "lookup_tensor") for describer in describers]
             guards = (context.guards_context, "dynamo_guards")
-            forget_notes([guards, (context, "tensor_to_context"), (describer, "lookup_tensor")])
+            forget_notes([guards, (context, "tensor_to_context"), *tables])
 
     return DynamoTracerOutput, "__init__", make
 
