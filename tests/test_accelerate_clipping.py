@@ -21,6 +21,11 @@ def replace_module(model: Any, optimizer: Any) -> None:
     model.first = nn.Linear(6, 8)
 
 
+def swap_parameter(model: Any, optimizer: Any) -> None:
+    """`swap_tensors` refuses tensors that have weak references."""
+    torch.utils.swap_tensors(model.second.bias, nn.Parameter(torch.full((3,), 0.1)))
+
+
 def replace_parameter(model: Any, optimizer: Any) -> None:
     model.second.bias = nn.Parameter(torch.full((3,), 0.1))
 
@@ -34,7 +39,7 @@ def replace_and_optimize(model: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": list(model.first.parameters())})
 
 
-CHANGES = [replace_module, replace_parameter, add_module, replace_and_optimize]
+CHANGES = [replace_module, swap_parameter, replace_parameter, add_module, replace_and_optimize]
 
 
 def train(

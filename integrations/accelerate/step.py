@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef
 
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.calls import (
@@ -168,7 +168,34 @@ class GraphedStepFunction:
             raise PyGraphError(str(problem))
 
 
-_Noted = tuple[Script, tuple[int, ...], tuple[tuple[WeakIdRef, ...], ...]]
+class _Held:
+    """A tensor that is to be clipped and belongs to no model of the loop."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and other._tensor is self._tensor
+
+    def __hash__(self) -> int:
+        return id(self._tensor)
+
+    def __call__(self) -> Tensor | None:
+        return self._tensor
+
+
+class _Owned(NamedTuple):
+    """Where a parameter is found. `torch.utils.swap_tensors` refuses tensors that have weak references."""
+
+    owner: weakref.ref[nn.Module]
+    name: str
+
+    def __call__(self) -> Tensor | None:
+        module = self.owner()
+        return None if module is None else module._parameters.get(self.name)
+
+
+_Noted = tuple[Script, tuple[int, ...], tuple[tuple[_Held | _Owned, ...], ...]]
 """Calls that were put off, which results are norms of theirs, and what each of them is to clip."""
 
 
@@ -327,7 +354,7 @@ class _StepFunctionProgram:
         wanted = {id(norm) for norm in self._norms if norm is not None}
         leaves: list[Any] = []
         map_leaves(leaves.append, result)
-        clipped = tuple(tuple(map(WeakIdRef, parameters)) for parameters in self._clipped)
+        clipped = self._places_of_clipped()
         entry = (script, tuple(k for k, leaf in enumerate(leaves) if id(leaf) in wanted), clipped)
         if entry not in self._scripts:
             self._scripts.append(entry)
@@ -353,6 +380,16 @@ class _StepFunctionProgram:
         if norm is not None and found is not None:
             norm.copy_(found)
         return found
+
+    def _places_of_clipped(self) -> tuple[tuple[_Held | _Owned, ...], ...]:
+        if not self._clipped:
+            return ()
+        owned = {
+            id(p): _Owned(weakref.ref(module), name)
+            for module in self.model.modules()
+            for name, p in module._parameters.items()
+        }
+        return tuple(tuple(owned.get(id(p)) or _Held(p) for p in ps) for ps in self._clipped)
 
     def _others_are_clipped(self) -> bool:
         """Whether gradients count that the optimizer does not empty."""
