@@ -92,7 +92,12 @@ def _has_work(gm: fx.GraphModule) -> bool:
         return False
     if any(getattr(node.target, "__module__", None) == "torch._functorch.predispatch" for node in nodes):
         return False  # levels of vmap stay open if anything goes wrong
-    return any(_is_weight(node) and len(node.users) > 1 for node in nodes if node.op == "placeholder")
+    return any(_is_weight(node) and _is_cast_often(node) for node in nodes if node.op == "placeholder")
+
+
+def _is_cast_often(weight: fx.Node) -> bool:
+    """Whether several operations may cast it; looking it up in a table casts nothing."""
+    return sum(user.target is not torch.nn.functional.embedding for user in weight.users) > 1
 
 
 def _is_weight(node: fx.Node) -> bool:
