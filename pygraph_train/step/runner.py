@@ -222,9 +222,9 @@ class StepRunner:
         structure = flatten((args, kwargs), leaves)
         key = key_of(structure, leaves)
         signature = self._signatures.get(key)
-        if signature is not None and (resting := signature.resting) is not None and resting.quiet:
-            resting.quiet -= position.fresh  # no graph of both is settled: nothing has to be checked
-            self._arm = resting.arm
+        if signature is not None and (no_graphs := signature.no_graphs) is not None and no_graphs.quiet:
+            no_graphs.quiet -= position.fresh  # no graph of both is settled: nothing has to be checked
+            self._arm = no_graphs.arm
             return Ran(self._as_the_arm_says(run))
         if signature is not None and signature.variants:
             with self.program.context():
@@ -242,8 +242,8 @@ class StepRunner:
                     else:
                         self._take_turn(choice, unit)
                         variant.arm = choice.arm
-                        rests = choice.controller.settled and not variant.arm.plan.forward_backward
-                        signature.resting = choice if rests else None
+                        settled_without = choice.controller.settled and not variant.arm.plan.forward_backward
+                        signature.no_graphs = choice if settled_without else None
                 self._arm = variant.arm
                 if choice is not None and not variant.arm.plan.forward_backward:
                     return Ran(self._as_the_arm_says(run))

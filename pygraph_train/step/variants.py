@@ -102,7 +102,7 @@ class Signature:
     seen: int = 0
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
-    resting: Choice | None = None  # settled on no graphs
+    no_graphs: Choice | None = None  # of a signature that settled on no graphs
     off: Problem | None = None
 
 
