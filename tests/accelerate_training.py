@@ -10,6 +10,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from replays import enough
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from training import Net, differs, frozen
@@ -96,11 +97,23 @@ def run(script: Callable[[Script], None], plugin: PyGraph | None, **options: Any
         return made
 
 
-def both(script: Callable[[Script], None], *, compiled_reference: bool = False, **options: Any) -> LoopReport:
+def both(
+    script: Callable[[Script], None],
+    *,
+    replays: int | None = None,
+    plan: str | None = None,
+    refused: str | None = None,
+    never: str | None = None,
+    compiled_reference: bool = False,
+    **options: Any,
+) -> LoopReport:
     """Run `script` on the stock class and on ours; everything that it wrote has to be equal.
 
     Args:
         script: the training script.
+        replays: how often graphs have to run at least: see `replays.enough`.
+        plan: which plan the report has to end with.
+        refused, never: why no graph runs.
         compiled_reference: compare with ours without graphs, where compiling itself changes rounding.
         **options: of the Accelerator.
     """
@@ -114,6 +127,7 @@ def both(script: Callable[[Script], None], *, compiled_reference: bool = False, 
     for index, (expected, found) in enumerate(zip(plain.entries, graphed.entries, strict=True)):
         difference = differs(expected[1], found[1])
         assert difference is None, f"entry {index}, {expected[0]}{difference}\n{plugin.report()}"
+    enough([plugin.report()], replays, plan, refused, never)
     return plugin.report()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import Logger
+from replays import enough
 from torch import Tensor, nn
 from training import Net, differs, frozen
 
@@ -211,10 +212,18 @@ def parity(
     make_callbacks: Callable[[], Sequence[pl.Callback]] = lambda: (),
     make_batches: Callable[[], Any] = lambda: None,
     *,
+    replays: int | None = None,
+    plan: str | None = None,
+    refused: str | None = None,
+    never: str | None = None,
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Fit, Fit]:
-    """`fit` without and with the callback; asserts that nothing differs. Returns both."""
+    """`fit` without and with the callback; asserts that nothing differs. Returns both.
+
+    How often graphs have to run (`replays`), the `plan`, and why nothing runs from a graph (`refused`, `never`): see
+    `replays.enough`.
+    """
 
     def run(first: list[pl.Callback]) -> Fit:
         torch.manual_seed(0)
@@ -228,6 +237,7 @@ def parity(
 
     plain, graphed = run([]), run([emulated(**(config or {}))])
     compare(plain, graphed)
+    enough([graphed.report], replays, plan, refused, never)
     return plain, graphed
 
 

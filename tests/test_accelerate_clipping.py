@@ -108,13 +108,15 @@ def replays(report: Any) -> int:
 def test_what_is_clipped_after_a_change(
     change: Callable[[Any, Any], None], clip: Callable[[Any, Any, Any], Any]
 ) -> None:
-    report = both(lambda script: train(script, change, clip))
+    report = both(lambda script: train(script, change, clip), replays=40)
     assert replays(report) >= 40, str(report)  # of 60: after the change, too
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_clipped_after_a_change_between_micro_batches(change: Callable[[Any, Any], None]) -> None:
-    report = both(lambda script: train(script, change, norm_of_model), gradient_accumulation_steps=2)
+    report = both(
+        lambda script: train(script, change, norm_of_model), gradient_accumulation_steps=2, replays=25
+    )
     assert replays(report) >= 30, str(report)
 
 
@@ -140,4 +142,4 @@ def test_the_norm_is_added_up_in_the_order_of_the_call() -> None:
             script.write("norm", step(torch.randn(5, 6)))
         script.write_state(model, optimizer)
 
-    assert replays(both(script)) >= 20
+    assert replays(both(script, replays=20)) >= 20

@@ -89,7 +89,7 @@ def line_of(where: str) -> str:
 
 @pytest.mark.parametrize("ask", [penalty, gradient, retained, hooked])
 def test_what_the_first_step_asks_for_it_gets_in_every_step(ask: Ask) -> None:
-    report = both(lambda s: script(s, ask, 0, []))
+    report = both(lambda s: script(s, ask, 0, []), replays=8)
     assert report.present_plan() == "F B {O}" and report.optimizer_steps_replayed >= 10, str(report)
     (row,) = report.fallbacks
     assert "# asked" in line_of(str(row.where)), row
@@ -108,7 +108,7 @@ def test_what_a_late_step_asks_for_in_vain_has_a_sentence_and_a_line(ask: Ask) -
 
 
 def test_a_graph_of_the_backward_that_nobody_uses_hurts_nobody() -> None:
-    report = both(lambda s: script(s, graph_of_no_use, 20, []))
+    report = both(lambda s: script(s, graph_of_no_use, 20, []), replays=60)
     assert min(region.replays for region in report.regions()) >= 24, str(report)
 
 

@@ -71,7 +71,7 @@ def test_a_scheduler_made_in_mid_run_warns_of_nothing(owner, whole):
         )
         script.write("called", [vars(o).get("_opt_called") for o in (optimizer, optimizer.optimizer)])
 
-    report = both(script, compiled_reference=not whole)
+    report = both(script, compiled_reference=not whole, replays=20)
     replays = [r.steps_replayed for r in report.whole_steps.values()] if whole else []
     assert max([report.optimizer_steps_replayed, *replays]) >= 15, str(report)
 
@@ -105,17 +105,17 @@ def test_whole_step(clip: str | None, zero_first: bool) -> None:
     def script(script: Script) -> None:
         train(script, clip=clip, zero_first=zero_first)
 
-    whole(both(script))
+    whole(both(script, replays=20))
 
 
 @pytest.mark.parametrize("clip", [None, "norm"])
 def test_accumulation_with_a_ragged_last_group(clip: str | None) -> None:
     # 30 micro-batches in groups of 4: Accelerate steps after the last one, too
-    whole(both(lambda script: train(script, clip=clip), gradient_accumulation_steps=4), least=12)
+    whole(both(lambda script: train(script, clip=clip), gradient_accumulation_steps=4, replays=10), least=12)
 
 
 def test_bf16_with_outputs_converted_to_fp32() -> None:
-    whole(both(train, mixed_precision="bf16"))
+    whole(both(train, mixed_precision="bf16", replays=20))
 
 
 def test_accumulate_around_the_step() -> None:
@@ -128,7 +128,7 @@ def test_accumulate_around_the_step() -> None:
                 script.write("loss", step(batch))
         script.write_state(model, optimizer)
 
-    whole(both(script, gradient_accumulation_steps=2), least=15)
+    whole(both(script, gradient_accumulation_steps=2, replays=19), least=15)
 
 
 def test_model_and_optimizer_used_outside_of_the_step_in_between() -> None:
@@ -149,7 +149,7 @@ def test_model_and_optimizer_used_outside_of_the_step_in_between() -> None:
                 accelerator.backward(model(batch["x"]).square().mean())
         script.write_state(model, optimizer)
 
-    whole(both(script), least=15)
+    whole(both(script, replays=30), least=15)
 
 
 def test_two_graphed_steps_for_two_optimizers() -> None:
@@ -181,12 +181,15 @@ def test_two_graphed_steps_for_two_optimizers() -> None:
         script.write_state(first, one)
         script.write_state(second, two)
 
-    report = both(script)
+    report = both(script, replays=16)
     assert [step.steps_replayed > 15 for step in report.whole_steps.values()] == [True, True], str(report)
 
 
-def illegal(body: Callable[..., Any], **options: Any) -> str:
-    """Train with a step that cannot be graphed as a whole. Returns the reason that the report gives."""
+def illegal(body: Callable[..., Any], *, replays: int = 50, **options: Any) -> str:
+    """Train with a step that cannot be graphed as a whole. Returns the reason that the report gives.
+
+    Graphs of its phases run `replays` times.
+    """
 
     def script(script: Script) -> None:
         model, optimizer, loader, schedule = setup(script)
@@ -195,7 +198,7 @@ def illegal(body: Callable[..., Any], **options: Any) -> str:
             script.write("result", step(batch))
         script.write_state(model, optimizer)
 
-    report = both(script, **options)
+    report = both(script, replays=replays, **options)
     ((_, step),) = report.whole_steps.items()
     assert step.steps_replayed == 0
     (fallback,) = step.fallbacks
@@ -204,7 +207,9 @@ def illegal(body: Callable[..., Any], **options: Any) -> str:
 
 def test_step_without_backward_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "pygraph_train"):
-        reason = illegal(lambda accelerator, model, optimizer, schedule, batch: loss_of(model, batch))
+        reason = illegal(
+            lambda accelerator, model, optimizer, schedule, batch: loss_of(model, batch), replays=8
+        )
     assert "never calls accelerator.backward" in reason
     assert "never calls accelerator.backward" in caplog.text
 
@@ -303,7 +308,7 @@ def test_what_cannot_be_graphed_as_a_whole_runs_in_regions() -> None:
         script.write("losses", losses)
         script.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=11)
     assert report.present_plan() == "{F} {B} {O}", str(report)
     assert report.steps_replayed > 10, str(report)
 

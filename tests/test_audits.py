@@ -95,7 +95,7 @@ def test_an_audit_that_is_put_off_costs_a_look_at_the_clock(monkeypatch: pytest.
         for batch in batches(60):
             diary.write("loss", step(batch))
 
-    report = replayed(both(script), least=50)
+    report = both(script, replays=50, plan="{F B O}")
     assert report.audits == 0
     assert max(away) <= 10, "steps that are replayed never leave the way of replays"
 
@@ -121,7 +121,7 @@ def test_an_audit_changes_nothing(accumulate: bool, monkeypatch: pytest.MonkeyPa
             diary.write("loss", made(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=40)
     assert sum(audited) >= 3, "nothing was audited"
     replayed(report, least=30)
 
@@ -137,7 +137,7 @@ def test_an_audit_of_the_optimizers_graph_changes_nothing(verify: str) -> None:
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, forward="off", backward="off", verify=verify)
+    report = both(script, forward="off", backward="off", verify=verify, replays=40)
     assert report.audits >= 3 and report.optimizer_steps_replayed >= 50, str(report)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from backend_training import Square, guard_what_is_read
 from functorch.compile import make_boxed_func
+from replays import regions_ran
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -216,10 +217,17 @@ Body = Callable[[nn.Module, Callable[..., Any], torch.optim.Optimizer], list[tor
 
 
 def same_as_plain(
-    body: Body, kind: type[nn.Module] = Net, without_graphs: bool = False, **options: Any
+    body: Body,
+    kind: type[nn.Module] = Net,
+    without_graphs: bool = False,
+    *,
+    least: int = 0,
+    refused: str | None = None,
+    **options: Any,
 ) -> None:
     """`body(model, call, optimizer)` must give the same tensors and leave the same model and random state.
 
+    Graphs of regions have to run `least` times, or `refused` says why they cannot.
     `without_graphs` compares with the compiled model instead, where compiling itself makes a difference.
     """
     results = []
@@ -234,6 +242,7 @@ def same_as_plain(
         results.append([*values, *model.state_dict().values(), torch.get_rng_state()])
     for number, (want, got) in enumerate(zip(*results, strict=True)):
         assert torch.equal(want, got), f"value {number}"
+    regions_ran(least, refused)
 
 
 def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -265,7 +274,7 @@ class Turned(nn.Module):
 
 
 def test_dropout_of_a_transposed_tensor_draws_the_same_mask() -> None:
-    same_as_plain(lambda model, call, opt: train(call, opt, 12), Turned)
+    same_as_plain(lambda model, call, opt: train(call, opt, 12), Turned, least=17)
     assert replays("forward") >= 8
 
 
@@ -289,7 +298,7 @@ def accumulating(steps: int, set_to_none: bool = True) -> Body:
 @pytest.mark.parametrize("indirection", ["copy", "device"])
 @pytest.mark.parametrize("kind", [Net, Broken, Checkpointed])
 def test_training_equals_plain_training_bit_for_bit(kind: type[nn.Module], indirection: str) -> None:
-    same_as_plain(lambda model, call, opt: train(call, opt), kind, indirection=indirection)
+    same_as_plain(lambda model, call, opt: train(call, opt), kind, indirection=indirection, least=11)
     assert len(regions("forward")) == len(regions("backward")) == (2 if kind is Broken else 1)
     for region in backend.report().regions:
         assert region.replays >= 5 and region.captures == 1, region
@@ -309,7 +318,7 @@ def test_gradients_of_autograd_grad_kept_for_many_steps_keep_their_values() -> N
             assert grads[0].requires_grad == (step % 4 == 1)
         return values + kept
 
-    same_as_plain(body)
+    same_as_plain(body, least=40)
     # the gradients of the step before are alive in each step: after four graphs for as many addresses,
     # copies are handed out
     assert replays("backward") >= 20
@@ -329,7 +338,7 @@ def test_gradients_in_reused_memory_may_be_kept(hostile: Arena, direct: bool, ke
                 values += [gradient.clone() for gradient in alive.pop(0)]
         return values
 
-    same_as_plain(body, Square, direct=direct)
+    same_as_plain(body, Square, direct=direct, least=40)
     assert hostile.engine.reused >= 2  # type: ignore[attr-defined]
     assert replays("backward") >= 10
 
@@ -345,7 +354,7 @@ def test_gradients_in_reused_memory_are_taken_without_a_copy(hostile: Arena) -> 
         taken.extend(p.grad.data_ptr() for p in model.parameters())  # type: ignore[union-attr]
         return losses
 
-    same_as_plain(body, Square)
+    same_as_plain(body, Square, least=19)
     assert hostile.engine.reused >= 2  # type: ignore[attr-defined]
     (backward,) = [o for o in hostile._occupants if o.owner.record.phase == "backward"]  # type: ignore[attr-defined]
     assert len(backward.tensors) == len(list(Square().parameters()))
@@ -354,7 +363,7 @@ def test_gradients_in_reused_memory_are_taken_without_a_copy(hostile: Arena) -> 
 
 def test_inputs_served_by_indirection_are_not_copied() -> None:
     # all batches are alive at once: no two share an address
-    same_as_plain(lambda model, call, opt: train(call, opt), indirection="device")
+    same_as_plain(lambda model, call, opt: train(call, opt), indirection="device", least=11)
     (forward,), (backward,) = regions("forward"), regions("backward")
     assert forward.decision == "graph, indirect" and forward.copied_bytes == 0, forward
     assert forward.patched_pointers == 1, forward
@@ -365,7 +374,7 @@ def test_inputs_served_by_indirection_are_not_copied() -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradient_accumulation_pytorch_169545(set_to_none: bool) -> None:
     """reduce-overhead: "accessing tensor output of CUDAGraphs that has been overwritten"."""
-    same_as_plain(accumulating(16, set_to_none))
+    same_as_plain(accumulating(16, set_to_none), least=19)
     assert replays("forward") >= 10 and replays("backward") >= 10
 
 
@@ -373,7 +382,7 @@ def test_accumulation_on_an_engine_that_frees_the_memory_of_closed_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(inductor._arenas, ("emulated", torch.device("cpu")), Arena(EmulatedEngine()))
-    same_as_plain(accumulating(48))
+    same_as_plain(accumulating(48), least=75)
 
 
 def test_outputs_converted_to_float32_accelerate_2645() -> None:
@@ -389,7 +398,7 @@ def test_outputs_converted_to_float32_accelerate_2645() -> None:
             losses.append(update(F.cross_entropy(out, y), opt))
         return losses + kept
 
-    same_as_plain(body, without_graphs=True)
+    same_as_plain(body, without_graphs=True, least=11)
     assert replays("forward") >= 5
 
 
@@ -415,7 +424,7 @@ def test_validation_after_training_and_training_again_pytorch_128218() -> None:
                 values += [call(x) for x, _ in batches(5)]
         return values
 
-    same_as_plain(body)
+    same_as_plain(body, least=30)
     assert replays("inference") >= 10 and replays("forward") >= 10
 
 
@@ -443,6 +452,7 @@ def test_returning_shapes_keep_at_most_max_signatures_graphs(hostile: Arena) -> 
                 x = torch.randn(size, 6)
                 assert torch.equal(call(x), model(x))
     assert len(hostile._occupants) <= 2
+    regions_ran(5)
 
 
 def test_two_forwards_before_the_first_backward() -> None:
@@ -458,7 +468,7 @@ def test_two_forwards_before_the_first_backward() -> None:
             losses += [first.detach(), second.detach()]
         return losses
 
-    same_as_plain(body)
+    same_as_plain(body, least=20)
     assert replays("forward") >= 8 and replays("backward") >= 8
 
 
@@ -474,7 +484,7 @@ def test_many_pending_forwards_are_all_correct() -> None:
             losses += [p.detach() for p in pending]
         return losses
 
-    same_as_plain(body)
+    same_as_plain(body, least=9)
 
 
 def test_a_backward_that_never_comes() -> None:
@@ -485,7 +495,7 @@ def test_a_backward_that_never_comes() -> None:
             values.append(update(loss, opt) if step % 3 else loss.detach())
         return values
 
-    same_as_plain(body)
+    same_as_plain(body, least=15)
     assert replays("forward") >= 8 and replays("backward") >= 4
 
 
@@ -501,7 +511,7 @@ def test_a_retained_graph_runs_backward_twice() -> None:
 
     # torch refuses retain_graph with donated buffers, and names this setting
     with torch._functorch.config.patch(donated_buffer=False):
-        same_as_plain(body)
+        same_as_plain(body, least=14)
     assert replays("backward") >= 5
 
 
@@ -515,7 +525,7 @@ def test_gradients_kept_for_many_steps_keep_their_values() -> None:
             opt.zero_grad()
         return kept
 
-    same_as_plain(body)
+    same_as_plain(body, least=12)
 
 
 def test_outputs_that_share_memory_still_share_it() -> None:
@@ -533,7 +543,7 @@ def test_outputs_that_share_memory_still_share_it() -> None:
                 values += [out, view]
         return values
 
-    same_as_plain(body)
+    same_as_plain(body, least=4)
 
 
 def test_a_cache_given_as_argument_is_written_in_place() -> None:
@@ -562,7 +572,7 @@ def test_parameters_that_move_are_not_read_at_their_old_address() -> None:
             values.append(update(loss, opt))
         return values
 
-    same_as_plain(body)
+    same_as_plain(body, least=30)
     assert replays("forward") >= 5
 
 
@@ -626,14 +636,14 @@ def test_a_compile_that_fails_with_kernels_together_is_done_without(monkeypatch:
         raise AssertionError("no such tiling\nand a page about it")
 
     monkeypatch.setattr(inductor, "small_ends_together", failing)
-    same_as_plain(lambda model, call, opt: train(call, opt))
+    same_as_plain(lambda model, call, opt: train(call, opt), least=11)
     rows = backend.report().regions
     assert len(entered) == len(rows) == 2
     assert all(row.decision == "graph" and row.replays >= 4 for row in rows)
     told = "small kernels were not put together, which failed: AssertionError: no such tiling"
     assert all(told in row.left for row in rows)
     entered.clear()
-    same_as_plain(lambda model, call, opt: train(call, opt), transform=False)
+    same_as_plain(lambda model, call, opt: train(call, opt), transform=False, least=11)
     assert not entered
 
 
@@ -711,7 +721,9 @@ def only(phases: str, least: int) -> None:
 @pytest.mark.parametrize("indirection", ["copy", "device"])
 @pytest.mark.parametrize("kind", [Net, Broken, Checkpointed])
 def test_one_phase_from_graphs(kind: type[nn.Module], indirection: str, phases: str) -> None:
-    same_as_plain(lambda model, call, opt: train(call, opt, 24), kind, phases=phases, indirection=indirection)
+    same_as_plain(
+        lambda model, call, opt: train(call, opt, 24), kind, phases=phases, indirection=indirection, least=18
+    )
     only(phases, 20)
     assert sum(r.captures for r in regions(phases)) <= (4 if kind is Broken else 2)
 
@@ -719,7 +731,7 @@ def test_one_phase_from_graphs(kind: type[nn.Module], indirection: str, phases: 
 @PHASES
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulation_with_one_phase_from_graphs(set_to_none: bool, phases: str) -> None:
-    same_as_plain(accumulating(32, set_to_none), phases=phases)
+    same_as_plain(accumulating(32, set_to_none), phases=phases, least=20)
     only(phases, 20)
 
 
@@ -737,7 +749,7 @@ def test_pending_forwards_with_one_phase_from_graphs(pending: int, phases: str) 
             losses += [loss.detach() for loss in group]
         return losses
 
-    same_as_plain(body, phases=phases)
+    same_as_plain(body, phases=phases, least=7)
     only(phases, 7)
 
 
@@ -758,7 +770,7 @@ def test_backwards_that_come_never_or_twice_with_one_phase_from_graphs(phases: s
         return values + kept
 
     with torch._functorch.config.patch(donated_buffer=False):
-        same_as_plain(body, phases=phases)
+        same_as_plain(body, phases=phases, least=11)
     only(phases, 8)
 
 
@@ -795,12 +807,12 @@ def test_what_a_forward_saved_may_be_a_gradient(phases: str) -> None:
         return kept
 
     for each in (body, accumulating(32)):
-        same_as_plain(each, Handed, phases=phases)
+        same_as_plain(each, Handed, phases=phases, least=20)
         assert replays("backward" if phases == "backward" else "forward") >= 20
 
 
 def test_a_backward_alone_reads_parameters_where_they_are() -> None:
-    same_as_plain(lambda model, call, opt: train(call, opt, 12), phases="backward")
+    same_as_plain(lambda model, call, opt: train(call, opt, 12), phases="backward", least=8)
     (region,) = regions("backward")
     # batch, hidden layers, statistics, gradient of the output, mask
     activations = 4 * (5 * 6 + 3 * 5 * 8 + 4 * 8 + 5 * 3) + 5 * 8
@@ -832,7 +844,7 @@ def test_what_a_backward_reads_was_guarded_until_then(
 ) -> None:
     """Also after graphs that read it were closed: gradients that accumulate move to a pool of their own."""
     seen = guard_what_is_read(monkeypatch)
-    same_as_plain(accumulating(32), kind)
+    same_as_plain(accumulating(32), kind, least=40)
     assert len(seen) >= 20
     assert all(r.captures == 1 for r in regions("forward"))  # they wait for the gradients to be emptied
     assert all(r.replays >= 24 for r in backend.report().regions)
@@ -848,7 +860,7 @@ def test_a_gradient_that_only_python_holds_is_kept() -> None:
             del grads
         return kept
 
-    same_as_plain(body)
+    same_as_plain(body, least=12)
 
 
 def _steps(call: Any, opt: torch.optim.Optimizer, n: int) -> list[torch.Tensor]:
@@ -885,7 +897,7 @@ def kept_for_a_while(model: nn.Module, call: Any, opt: torch.optim.Optimizer) ->
 
 @pytest.mark.parametrize("body", [pending_once, kept_for_a_while])
 def test_graphs_come_back_after_all_versions_were_used(body: Body) -> None:
-    same_as_plain(body)
+    same_as_plain(body, least=40)
     (forward,), (backward,) = regions("forward"), regions("backward")
     assert forward.replays >= 18 and forward.plain_runs <= 12, forward
     assert backward.replays >= 18 and backward.plain_runs <= 12, backward
@@ -901,7 +913,7 @@ def test_versions_for_what_does_not_come_back_make_room(monkeypatch: pytest.Monk
         losses += _steps(call, opt, 80)
         return [*losses, pending.detach()]
 
-    same_as_plain(body)
+    same_as_plain(body, least=75)
     (forward,), (backward,) = regions("forward"), regions("backward")
     assert forward.captures == 2 and forward.replays >= 40, forward
     assert backward.replays >= 40, backward

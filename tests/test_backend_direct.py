@@ -72,14 +72,14 @@ def kept(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.
 )
 @pytest.mark.parametrize("body", [kept, accumulating(24), lambda model, call, opt: train(call, opt, 20)])
 def test_training_equals_plain_training(body: Any, options: dict[str, Any], calls: list[Any]) -> None:
-    same_as_plain(body, Plain, **options)
+    same_as_plain(body, Plain, **options, least=14)
     assert len(calls) >= 18 and len(set(map(id, calls))) == 1
     for phase in ("forward", "backward"):
         assert replays(phase) >= 15 or options.get("phases", phase) != phase
 
 
 def test_it_can_be_switched_off(calls: list[Any]) -> None:
-    same_as_plain(kept, Plain, direct=False)
+    same_as_plain(kept, Plain, direct=False, least=20)
     assert not calls and replays("forward") >= 15
 
 
@@ -111,7 +111,9 @@ def test_several_outputs(calls: list[Any]) -> None:
             assert model.unused.grad is None
         return values
 
-    same_as_plain(body, Several, without_graphs=True)  # unused outputs have gradients of zero when compiled
+    same_as_plain(
+        body, Several, without_graphs=True, least=35
+    )  # unused outputs have gradients of zero when compiled
     assert len(calls) >= 20
 
 
@@ -129,7 +131,11 @@ class Solves(nn.Module):
 
 
 def test_results_that_are_none(calls: list[Any]) -> None:
-    same_as_plain(lambda model, call, opt: train(call, opt, 12), Solves)
+    same_as_plain(
+        lambda model, call, opt: train(call, opt, 12),
+        Solves,
+        refused="with_effects cannot be recorded by the CPU emulation",
+    )
 
 
 def test_gradients_of_some_inputs_and_hooks(calls: list[Any]) -> None:
@@ -150,7 +156,9 @@ def test_gradients_of_some_inputs_and_hooks(calls: list[Any]) -> None:
                 seen.append(update(loss, opt))
         return seen
 
-    same_as_plain(body, Plain, without_graphs=True)  # hooks of a compiled function come in its own order
+    same_as_plain(
+        body, Plain, without_graphs=True, least=20
+    )  # hooks of a compiled function come in its own order
     assert len(calls) >= 12
 
 
@@ -162,7 +170,7 @@ def test_an_expanded_or_transposed_gradient_arrives_as_it_was_compiled_for(calls
             values.append(update(out.sum() if step % 2 else (out.t().contiguous().t() * x[:, :3]).sum(), opt))
         return values
 
-    same_as_plain(body, Plain)
+    same_as_plain(body, Plain, least=30)
     assert len(calls) >= 18
 
 
@@ -244,7 +252,7 @@ def test_who_watches_what_is_saved_goes_the_long_way(calls: list[Any]) -> None:
             values.append(update(loss, opt))
         return values
 
-    same_as_plain(body, Plain)
+    same_as_plain(body, Plain, least=30)
     assert 7 <= len(calls) <= 10 and len(packed) >= 20
 
 
@@ -254,7 +262,7 @@ def test_checkpointed_around_the_compiled_function(calls: list[Any]) -> None:
             update(F.cross_entropy(checkpoint(call, x, use_reentrant=False), y), opt) for x, y in batches(20)
         ]
 
-    same_as_plain(body, Plain)
+    same_as_plain(body, Plain, least=45)
 
 
 @pytest.mark.parametrize("around", [True, False])
@@ -274,7 +282,7 @@ def test_under_autocast(around: bool, calls: list[Any]) -> None:
             values += [out.detach(), loss.detach()]
         return values
 
-    same_as_plain(body, Plain, without_graphs=True)
+    same_as_plain(body, Plain, without_graphs=True, least=30)
     assert len(calls) >= 18
 
 
@@ -307,7 +315,7 @@ def test_what_needs_the_runtime_goes_through_it(kind: Callable[[], nn.Module], c
             values.append(update(F.cross_entropy(out[0] if isinstance(out, tuple) else out, y), opt))
         return values
 
-    same_as_plain(body, kind)
+    same_as_plain(body, kind, least=20)
     assert not calls and replays("forward") >= 10
 
 
@@ -318,7 +326,7 @@ def test_changing_shapes(calls: list[Any]) -> None:
             for step, (x, y) in enumerate(batches(24))
         ]
 
-    same_as_plain(body, Plain)
+    same_as_plain(body, Plain, least=30)
 
 
 def test_outputs_changed_in_place_before_the_backward(calls: list[Any]) -> None:
@@ -335,7 +343,7 @@ def test_outputs_changed_in_place_before_the_backward(calls: list[Any]) -> None:
             values += [update(out.square().mean(), opt), out.detach(), hidden.add_(1)]
         return values
 
-    same_as_plain(body, Viewed, without_graphs=True, warmup_runs=8)
+    same_as_plain(body, Viewed, without_graphs=True, warmup_runs=8, least=25)
     assert len(calls) >= 18 and replays("forward") >= 10
 
 
@@ -403,7 +411,7 @@ def test_an_output_that_is_saved_and_changed_is_noticed(
                 kept.detach().mul_(2)  # after its backward it may be
         return values
 
-    same_as_plain(body, Squashed, **options)
+    same_as_plain(body, Squashed, **options, least=13)
     assert replays(options.get("phases", "forward")) >= 10
 
 
@@ -524,7 +532,7 @@ def test_gradients_that_are_not_there_are_made_once(
             values += [update(loss + logits.sum() if needed else loss, opt), logits.detach()]
         return values
 
-    same_as_plain(body, WithLogits, warmup_runs=4, **options)
+    same_as_plain(body, WithLogits, warmup_runs=4, **options, least=14)
     assert len(calls) >= 22 and replays("backward") >= 16
     (backward,) = regions("backward")
     if options.get("phases") != "backward":
@@ -560,7 +568,7 @@ def test_gradients_that_are_not_there_share_their_memory(
             values += [update(loss, opt), logits.detach(), keys.detach(), cached.detach()]
         return values
 
-    same_as_plain(body, WithCache, warmup_runs=4)
+    same_as_plain(body, WithCache, warmup_runs=4, least=30)
     assert replays("backward") >= 16
     assert len(made) == 3 and not any(zeros.any() for zeros in made)
     memory = {zeros.untyped_storage().data_ptr(): zeros.untyped_storage().nbytes() for zeros in made}

@@ -71,7 +71,7 @@ def test_steps_in_regions_that_return_what_they_write() -> None:
             diary.write("results", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=70)
     assert {r.phase for r in report.regions() if r.replays >= 20} == {"forward", "backward"}, str(report)
 
 
@@ -221,7 +221,7 @@ def in_steps(update: Callable[[nn.Parameter], None]) -> Any:
             diary.write("loss", step(batch))
             diary.write("teacher", (teacher, teacher.stride()))
 
-    return both(script)
+    return both(script, replays=60)
 
 
 def _turn(p: nn.Parameter) -> None:

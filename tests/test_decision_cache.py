@@ -73,7 +73,7 @@ def test_a_corrupt_or_foreign_file_is_ignored_with_one_warning(spoil, tmp_path, 
 def test_a_directory_that_cannot_be_written_warns_once(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
-    report = both(training(steps=60), cache_dir=blocked)
+    report = both(training(steps=60), cache_dir=blocked, replays=40)
     assert report.steps_replayed >= 50
     warnings = [r for r in caplog.records if "pygraph" in r.getMessage() and r.levelno >= logging.WARNING]
     assert len(warnings) == 1, caplog.text
@@ -108,9 +108,9 @@ def test_concurrent_writers_lose_nothing(tmp_path, caplog):
 
 def test_the_second_run_starts_with_the_winner_and_verifies_it(tmp_path, declared):
     declared[SPLIT] = 0.5
-    first = both(training(steps=170), cache_dir=tmp_path)
+    first = both(training(steps=170), cache_dir=tmp_path, replays=200)
     assert first.plan == "{F B} {O}" and first.controllers[0].exploration_steps > 0
-    second = both(training(steps=40), cache_dir=tmp_path)
+    second = both(training(steps=40), cache_dir=tmp_path, replays=50)
     assert [str(s.arm) for s in second.switches] == ["{F B} {O}"]
     assert "earlier run" in second.switches[0].why
     assert second.controllers[0].exploration_steps == 0
@@ -120,23 +120,23 @@ def test_the_second_run_starts_with_the_winner_and_verifies_it(tmp_path, declare
 
 def test_a_winner_without_graphs_is_remembered_too(tmp_path, declared):
     declared[NOTHING] = 0.5
-    assert both(training(steps=170), cache_dir=tmp_path).plan == "F B O"
-    second = both(training(steps=40), cache_dir=tmp_path)
-    assert second.plan == "F B O" and not second.captures
+    assert both(training(steps=170), cache_dir=tmp_path, replays=40).plan == "F B O"
+    second = both(training(steps=40), cache_dir=tmp_path, plan="F B O", never="without graphs won before")
+    assert not second.captures
 
 
 def test_a_winner_that_is_slow_now_is_found_out(tmp_path, declared):
     declared[SPLIT] = 0.5
-    both(training(steps=170), cache_dir=tmp_path)
+    both(training(steps=170), cache_dir=tmp_path, replays=200)
     declared.update({SPLIT: 3.0, WHOLE: 0.7})
-    assert both(training(steps=170), cache_dir=tmp_path).plan == "{F B O}"
-    assert both(training(steps=40), cache_dir=tmp_path).plan == "{F B O}"
+    assert both(training(steps=170), cache_dir=tmp_path, replays=120).plan == "{F B O}"
+    assert both(training(steps=40), cache_dir=tmp_path, replays=25).plan == "{F B O}"
 
 
 def test_another_question_has_another_answer(tmp_path, declared):
     declared[SPLIT] = 0.5
-    both(training(steps=170), cache_dir=tmp_path)
-    other = both(training(sgd, steps=20), cache_dir=tmp_path)
+    both(training(steps=170), cache_dir=tmp_path, replays=200)
+    other = both(training(sgd, steps=20), cache_dir=tmp_path, replays=8)
     assert [c.plan for c in other.captures] == ["{F B O}"]
     assert len(list(Path(tmp_path).iterdir())) == 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import CONFIG, Diary, Net, adam, adamw, batches, both, differs, frozen, loss_of, replayed
+from training import CONFIG, Diary, Net, adam, adamw, batches, both, differs, frozen, loss_of
 
 from pygraph_train import GraphedStep, PyGraphConfig, PyGraphError
 from pygraph_train.graphs import CaptureError
@@ -51,11 +51,10 @@ def script(diary: Diary) -> None:
 @ERRORS
 def test_failure_in_a_capture_costs_no_step(error, monkeypatch):
     left = fail_in_capture(monkeypatch, error)
-    report = both(script)
-    assert left == [0]
-    assert report.steps_replayed == 0
-    (fallback,) = report.fallbacks
     expected = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
+    report = both(script, refused=expected)
+    assert left == [0]
+    (fallback,) = report.fallbacks
     assert expected in fallback.reason
 
 
@@ -74,7 +73,9 @@ def test_failure_in_the_accumulating_capture(error, monkeypatch):
             diary.write_state(model, optimizer)
         monkeypatch.undo()
 
-    assert any(str(error) in f.reason or "memory" in f.reason for f in both(accumulating).fallbacks)
+    assert any(
+        str(error) in f.reason or "memory" in f.reason for f in both(accumulating, replays=1).fallbacks
+    )
 
 
 def test_keyboard_interrupt_in_a_capture(monkeypatch):
@@ -128,7 +129,7 @@ def test_an_exception_of_the_step_passes_through(bad):
                 diary.write("loss", step(batch, False))
             diary.write_state(model, optimizer)
 
-    replayed(both(raising), least=25)
+    both(raising, replays=25, plan="{F B O}")
 
 
 class Boom(Exception):
@@ -182,7 +183,7 @@ def test_an_exception_anywhere_in_a_step_leaves_what_plain_training_leaves(where
             if handle is not None:
                 handle.remove()
 
-    report = both(failing)
+    report = both(failing, replays=30)
     assert report.steps_replayed + report.optimizer_steps_replayed >= 5, str(report)
 
 
@@ -221,27 +222,23 @@ def test_engine_cuda_without_a_gpu():
 
 @pytest.mark.parametrize("engine", ["auto", "off"])
 def test_engine_off(engine):
-    report = both(script, engine=engine)
-    assert report.steps == 32 and report.steps_replayed == 0
-    assert any("graphs are off" in note for note in report.notes)
+    assert both(script, engine=engine, refused="graphs are off").steps == 32
 
 
 def test_disabled_by_the_environment(monkeypatch):
     monkeypatch.setenv("PYGRAPH_DISABLE", "1")
-    report = both(script)
-    assert report.steps == 32 and report.steps_replayed == 0
-    assert any("graphs are off" in note for note in report.notes)
+    assert both(script, refused="graphs are off").steps == 32
 
 
 @pytest.mark.parametrize("switches", [{"forward": "off"}, {"backward": "off"}, {"fuse": "off"}])
 def test_forward_or_backward_off(switches):
-    report = both(script, **switches)
+    report = both(script, **switches, replays=35)
     assert report.steps_replayed == 0
     assert "off" in report.fallbacks[0].reason
 
 
 def test_optimizer_off():
-    report = replayed(both(script, optimizer="off"), plan="{F B} O")
+    report = both(script, optimizer="off", replays=20, plan="{F B} O")
     assert not report.fallbacks
 
 
@@ -277,7 +274,7 @@ def test_closing_in_mid_run():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    assert 15 <= both(closing).steps_replayed <= 25
+    assert 15 <= both(closing, replays=15).steps_replayed <= 25
 
 
 class Strange(Mapping):  # type: ignore[type-arg]
@@ -314,7 +311,7 @@ def test_a_container_of_an_unknown_kind_is_left_alone():
             assert batch["x"] is x and batch["y"] is y
             diary.write_state(model, optimizer)
 
-    assert both(strange).steps_replayed == 0
+    both(strange, refused="Strange is a mapping that nobody but its author can rebuild")
 
 
 def test_importing_the_package_imports_no_framework():

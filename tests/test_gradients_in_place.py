@@ -77,7 +77,7 @@ def training(steps: int = 45, accumulate: int = 1, make_optimizer: Any = adamw, 
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_gradients_of_regions_are_not_copied(make_optimizer, clip, seen):
-    report = in_regions(both(training(make_optimizer=make_optimizer, max_grad_norm=clip)))
+    report = in_regions(both(training(make_optimizer=make_optimizer, max_grad_norm=clip), replays=85))
     assert report.optimizer_steps_replayed >= 25, str(report)
     assert [c.buffers for c in seen.captures] == [None]
     assert seen.copies == []
@@ -85,7 +85,7 @@ def test_gradients_of_regions_are_not_copied(make_optimizer, clip, seen):
 
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_sums_of_micro_batches_are_not_copied(accumulate, seen):
-    report = in_regions(both(training(45 * accumulate, accumulate, max_grad_norm=0.05)))
+    report = in_regions(both(training(45 * accumulate, accumulate, max_grad_norm=0.05), replays=155))
     assert report.optimizer_steps_replayed >= 20, str(report)
     assert seen.captures[-1].buffers is None
     assert seen.copies == []
@@ -102,7 +102,7 @@ def test_gradients_that_are_zeroed_stay_where_they_are(seen):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=120)
     assert report.optimizer_steps_replayed >= 25, str(report)
     assert seen.captures[-1].buffers is None
 
@@ -136,7 +136,7 @@ def test_gradients_that_move_are_copied(clip, config, seen):
             diary.write_state(model, optimizer)
         diary.write("kept", list(kept))
 
-    report = both(script, **config)
+    report = both(script, **config, replays=40)
     assert report.optimizer_steps_replayed >= 20, str(report)
     (capture,) = seen.captures
     assert capture.buffers is not None
@@ -156,7 +156,7 @@ def test_gradients_that_settle_elsewhere_are_found_again(seen):
             diary.write_state(model, optimizer)
         diary.write("kept", kept)
 
-    report = in_regions(both(script))
+    report = in_regions(both(script, replays=160))
     assert report.optimizer_steps_replayed >= 40, str(report)
     assert [c.buffers for c in seen.captures] == [None, None]
     assert seen.copies == []
@@ -177,7 +177,7 @@ def test_gradients_that_the_user_keeps_keep_their_values(every, config):
             diary.write_state(model, optimizer)
         diary.write("kept", kept)
 
-    both(script, **config)
+    both(script, **config, replays=70)
 
 
 def test_gradients_after_a_step_are_the_ones_of_the_backward():
@@ -195,7 +195,7 @@ def test_gradients_after_a_step_are_the_ones_of_the_backward():
             held.append([p.grad.data_ptr() - left[id(p)] for p in model.parameters()])
             diary.write_state(model, optimizer)
 
-    report = both(script, fuse="off")
+    report = both(script, fuse="off", replays=75)
     assert report.optimizer_steps_replayed >= 20, str(report)
     assert not any(map(any, held))
 
@@ -211,7 +211,7 @@ def test_gradients_whose_elements_share_memory():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, forward="off")
+    both(script, forward="off", replays=19)
 
 
 def test_parameters_that_move_all_the_time_end_it():
@@ -225,7 +225,7 @@ def test_parameters_that_move_all_the_time_end_it():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, forward="off")
+    report = both(script, forward="off", replays=25)
     assert 0 < len(report.captures) <= 5
     assert any("parameters live at new addresses" in f.reason for f in report.fallbacks), str(report)
 
@@ -252,7 +252,10 @@ def test_parameters_with_the_same_gradient_get_one_each(optimizer):
             diary.write_state(model, opt)
             assert len({p.grad.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
 
-    in_regions(both(script, optimizer=optimizer), plan="{F} {B} O" if optimizer == "off" else "{F} {B} {O}")
+    in_regions(
+        both(script, optimizer=optimizer, replays=55),
+        plan="{F} {B} O" if optimizer == "off" else "{F} {B} {O}",
+    )
 
 
 def test_a_place_is_waited_for_only_so_long():

@@ -48,7 +48,7 @@ def test_schedulers_change_the_learning_rate_of_replays(make_optimizer, plan, sc
             assert type(optimizer.state_dict()["param_groups"][0]["lr"]) is float
             assert type(optimizer.param_groups[0]["lr"]) is float
 
-    replayed(both(script), least=30, plan=plan)
+    both(script, replays=30, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_scheduler_made_in_mid_run_warns_as_in_plain_training(make_optimizer, 
         diary.write("warnings", told)
         diary.write("called", vars(optimizer).get("_opt_called"))
 
-    report = both(script, **plan)
+    report = both(script, **plan, replays=28)
     # the learning rate of an optimizer that is none of torch's is baked in
     least = 20 if make_optimizer is adamw and not plan else 5
     assert report.steps_replayed + report.optimizer_steps_replayed >= least, str(report)
@@ -104,7 +104,7 @@ def test_a_learning_rate_tensor_may_be_replaced_on_every_step(make, config, dtyp
             diary.write_state(model, optimizer)
             assert group["lr"].dtype == dtype
 
-    report = both(script, **config)
+    report = both(script, **config, replays=44)
     assert report.steps_replayed + report.optimizer_steps_replayed >= 40, str(report)
     assert not any("hyperparameter" in f.reason for f in report.fallbacks), str(report)
 
@@ -123,7 +123,7 @@ def test_a_learning_rate_may_become_a_tensor_and_a_number_again():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=90)
+    both(script, replays=90, plan="{F B O}")
 
 
 def test_a_scheduler_fills_a_learning_rate_tensor_that_was_replaced():
@@ -141,7 +141,7 @@ def test_a_scheduler_fills_a_learning_rate_tensor_that_was_replaced():
             scheduler.step()
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=50)
+    both(script, replays=50, plan="{F B O}")
 
 
 NUMPY = {
@@ -179,7 +179,7 @@ def test_hyperparameters_of_numpy_stay_what_they_are(name, limit):
             elif index == 30:
                 optimizer.load_state_dict(optimizer.state_dict())
 
-    report = both(script)
+    report = both(script, replays=25)
     assert report.steps_replayed >= 25, str(report)
     assert (report.plan == "{F B O}") == (name not in ("rmsprop", "lion")), str(report)
 
@@ -193,7 +193,7 @@ def test_sparse_gradients_are_named():
             diary.write("loss", step(batch))
             diary.write("weight", table.weight)
 
-    report = both(script)
+    report = both(script, refused="works on sparse gradients")
     assert any("sparse, as Embedding(sparse=True)" in f.reason for f in report.fallbacks), str(report)
     assert not any("not implemented" in str(f) for f in report.fallbacks), str(report)
 
@@ -226,7 +226,7 @@ def test_scheduler_per_epoch_with_a_smaller_last_batch(make_optimizer, plan):
             scheduler.step()
             diary.write_state(model, optimizer)
 
-    report = replayed(both(script), least=50, plan=plan)
+    report = both(script, replays=50, plan=plan)
     assert len(report.captures) == 2  # one for each size, and not again and again
 
 
@@ -241,7 +241,7 @@ def test_one_cycle_with_cycling_betas_takes_the_optimizer_out_of_the_graph():
             scheduler.step()
             diary.write_state(model, optimizer)
 
-    report = replayed(both(script), least=15, plan="{F B} O")
+    report = both(script, replays=15, plan="{F B} O")
     assert any("hyperparameter" in f.reason and "OneCycleLR" in f.reason for f in report.fallbacks)
     assert [(row.phases, row.kept) for row in report.phases()] == [("F B", True), ("O", False)]
     assert len(report.captures) <= 6
@@ -264,7 +264,7 @@ def test_loading_checkpoints_in_mid_run(make_optimizer, plan):
                 optimizer.load_state_dict(saved["optimizer"])
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=25, plan=plan)
+    both(script, replays=25, plan=plan)
 
 
 def test_other_hyperparameters_changed_in_mid_run():
@@ -278,7 +278,7 @@ def test_other_hyperparameters_changed_in_mid_run():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=25)
+    both(script, replays=25, plan="{F B O}")
 
 
 def test_parameter_group_added_in_mid_run():
@@ -296,7 +296,7 @@ def test_parameter_group_added_in_mid_run():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=25)
+    both(script, replays=25, plan="{F B O}")
 
 
 # -- gradients -----------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_gradient_accumulation_with_a_ragged_group(make_optimizer, plan, clip):
                 diary.write("loss", (step if last else step.accumulate)(batch))
                 diary.write_state(model, optimizer)
 
-    report = replayed(both(script), least=60, plan=plan)
+    report = both(script, replays=60, plan=plan)
     assert len(report.captures) == 3
 
 
@@ -333,7 +333,7 @@ def test_clipping_sums_up_the_norm_in_the_order_of_the_model(plan):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, fuse="off" if plan == "{F B} {O}" else "auto")
+    report = both(script, fuse="off" if plan == "{F B} {O}" else "auto", replays=40)
     if plan == "{F B O}":
         replayed(report, least=50)
     else:
@@ -359,7 +359,7 @@ def test_gradients_that_the_optimizer_does_not_hold_are_clipped_as_well(emptied,
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, fuse=fuse)
+    report = both(script, fuse=fuse, replays=20)
     assert report.optimizer_steps_replayed <= 20, str(report)
     if fuse == "auto":
         assert any("does not hold" in f.reason for f in report.fallbacks), str(report)
@@ -378,7 +378,7 @@ def test_accumulation_with_micro_batches_that_are_not_replayed():
                 diary.write("loss", (step if index == 3 else step.accumulate)(batch))
                 diary.write_state(model, optimizer)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 def test_gradients_emptied_or_changed_in_the_middle_of_an_accumulation():
@@ -401,7 +401,7 @@ def test_gradients_emptied_or_changed_in_the_middle_of_an_accumulation():
                 if group == 19 and index == 1:
                     model.second.weight.grad.mul_(3)
 
-    replayed(both(script), least=40)
+    both(script, replays=40, plan="{F B O}")
 
 
 def test_zero_grad_by_the_user_and_gradients_read_after_the_step():
@@ -415,7 +415,7 @@ def test_zero_grad_by_the_user_and_gradients_read_after_the_step():
             optimizer.zero_grad(set_to_none=index % 2 == 0)
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 @pytest.mark.parametrize("emptied", ["never", "always", "at times"])
@@ -430,7 +430,7 @@ def test_parameters_outside_of_the_optimizer_keep_accumulating(emptied):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=25)
+    both(script, replays=25, plan="{F B O}")
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -445,7 +445,7 @@ def test_without_an_optimizer_the_caller_steps(set_to_none):
             optimizer.step()
             diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=20)
     assert report.steps_replayed >= 20, str(report)
 
 
@@ -461,7 +461,7 @@ def test_freezing_and_unfreezing_layers(make_optimizer, plan):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=35, plan=plan)
+    both(script, replays=35, plan=plan)
 
 
 def test_layers_frozen_from_the_start_and_unfrozen_later():
@@ -476,7 +476,7 @@ def test_layers_frozen_from_the_start_and_unfrozen_later():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=25)
+    both(script, replays=25, plan="{F B O}")
 
 
 # -- addresses -------------------------------------------------------------------------------------------
@@ -550,7 +550,7 @@ def test_tensors_replaced_in_mid_run(change):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 def _swapped(model: nn.Module) -> None:
@@ -568,7 +568,12 @@ def _loaded(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("change", "config"),
-    [(_swapped, {}), (_converted, {}), (_loaded, {}), (_swapped, {"fuse": "off"})],
+    [
+        (_swapped, {}),
+        (_converted, {}),
+        (_loaded, {}),
+        (_swapped, {"fuse": "off"}),
+    ],
     ids=["swapped", "converted", "loaded", "swapped in regions"],
 )
 def test_tensors_swapped_in_mid_run(change, config):
@@ -586,7 +591,7 @@ def test_tensors_swapped_in_mid_run(change, config):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, **config)
+    report = both(script, **config, replays=25)
     if not config:
         replayed(report, least=25)
 
@@ -614,7 +619,7 @@ def test_tensors_swapped_after_a_refused_trace(index):
         finally:
             gc.enable()
 
-    report = both(script)
+    report = both(script, replays=3)
     assert report.steps_replayed == 0, str(report)
 
 
@@ -702,7 +707,7 @@ def test_a_tensor_attribute_replaced_on_every_step():
             diary.write("loss", step(batch))
         diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=3)
     assert len(report.captures) <= 5
     assert any("scale" in f.reason and "address" in f.reason for f in report.fallbacks), str(report)
 
@@ -731,7 +736,7 @@ def test_tied_weights():
             diary.write("loss", step(ids))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 def test_embedding_that_renormalises_its_weight_in_forward():
@@ -744,7 +749,7 @@ def test_embedding_that_renormalises_its_weight_in_forward():
             diary.write("loss", step(ids))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 # -- around the step ---------------------------------------------------------------------------------------
@@ -772,7 +777,7 @@ def test_validation_and_ema_between_steps():
             diary.write_state(model, optimizer)
             diary.write_state(average)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 def test_training_in_eval_mode_for_a_while():
@@ -785,7 +790,7 @@ def test_training_in_eval_mode_for_a_while():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=35)
+    both(script, replays=35, plan="{F B O}")
 
 
 def test_model_used_and_differentiated_between_steps():
@@ -801,7 +806,7 @@ def test_model_used_and_differentiated_between_steps():
             penalty.backward()  # adds to p.grad, which the next step empties
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 def test_two_steps_over_one_model():
@@ -828,7 +833,7 @@ def test_two_steps_over_one_model():
         if diary.graphed:
             assert fool.report().steps_replayed >= 10, str(fool.report())
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 def test_two_steps_where_one_model_is_outside():
@@ -843,7 +848,7 @@ def test_two_steps_where_one_model_is_outside():
             diary.write_state(generator, optimizer)
             diary.write_state(critic)
 
-    replayed(both(script), least=20)
+    both(script, replays=20, plan="{F B O}")
 
 
 # -- numeric formats ---------------------------------------------------------------------------------------
@@ -869,7 +874,7 @@ def test_grad_scaler_skips_steps_with_overflow(dtype, clip):
             diary.write("scaler", scaler.state_dict())
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 @pytest.mark.parametrize("fuse", ["auto", "off"])
@@ -884,7 +889,7 @@ def test_a_scaler_that_is_switched_off(fuse):
             diary.write_state(model, optimizer)
             diary.write("scaler", scaler.state_dict())
 
-    report = both(script, fuse=fuse)
+    report = both(script, fuse=fuse, replays=20)
     if fuse == "auto":
         replayed(report, least=30)
     else:
@@ -909,7 +914,7 @@ def test_scaler_with_an_optimizer_that_reads_overflow_on_the_host():
             diary.write("scaler", scaler.state_dict())
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=30, plan="{F B} O")
+    both(script, replays=30, plan="{F B} O")
 
 
 def test_autocast_around_the_step():
@@ -922,7 +927,7 @@ def test_autocast_around_the_step():
                 diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=35)
+    both(script, replays=35, plan="{F B O}")
 
 
 # -- batches -------------------------------------------------------------------------------------------------
@@ -983,7 +988,7 @@ def test_batches_of_all_kinds(pack, x, y):
             diary.write("loss", step(pack(xs, ys, index)))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=28)
+    both(script, replays=28, plan="{F B O}")
 
 
 def test_keyword_arguments_and_unread_tensors():
@@ -999,7 +1004,7 @@ def test_keyword_arguments_and_unread_tensors():
             diary.write("out", step(x=x, y=y, extra=torch.tensor([index])))
         diary.write_state(model, optimizer)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 def test_a_number_that_the_step_reads_and_that_changes_once_in_a_while():
@@ -1013,7 +1018,7 @@ def test_a_number_that_the_step_reads_and_that_changes_once_in_a_while():
             diary.write("loss", step(batch, 1.0 if index % 40 < 20 else 0.5))
             diary.write_state(model, optimizer)
 
-    report = replayed(both(script), least=45)
+    report = both(script, replays=45, plan="{F B O}")
     assert len(report.captures) == 2
 
 
@@ -1031,7 +1036,7 @@ def test_same_tensor_twice_and_views_of_one_tensor_in_a_batch():
             diary.write("loss", step(x, other, y))
             diary.write_state(model, optimizer)
 
-    replayed(both(script), least=35)
+    both(script, replays=35, plan="{F B O}")
 
 
 def test_two_alternating_lengths():
@@ -1043,7 +1048,7 @@ def test_two_alternating_lengths():
             diary.write("loss", step(batches(1, size=4 + 4 * (index % 2))[0]))
             diary.write_state(model, optimizer)
 
-    report = replayed(both(script), least=30)
+    report = both(script, replays=30, plan="{F B O}")
     assert len(report.captures) == 2
 
 
@@ -1056,7 +1061,7 @@ def test_shapes_that_never_come_back_are_not_captured():
             diary.write("loss", step(batches(1, size=2 + index)[0]))
             diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, never="every shape is there once")
     assert report.captures == []
 
 
@@ -1071,7 +1076,7 @@ def test_more_shapes_than_max_signatures():
             diary.write("loss", step(batches(1, size=20)[0]))
         diary.write_state(model, optimizer)
 
-    report = replayed(both(script, max_signatures=2), least=50)
+    report = both(script, max_signatures=2, replays=50, plan="{F B O}")
     assert len(report.captures) <= 4
     assert any("max_signatures" in f.fix for f in report.fallbacks)
 
@@ -1105,7 +1110,7 @@ def test_outputs_kept_over_many_steps_keep_their_values():
                 t.requires_grad for out in kept for t in (out["loss"], out["logits"], out["more"][0])
             )
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 def test_inputs_passed_through_to_the_output():
@@ -1122,7 +1127,7 @@ def test_inputs_passed_through_to_the_output():
             diary.write("out", step(batch, 100_000 + index // 30, "ab"[index // 30]))
         diary.write_state(model, optimizer)
 
-    replayed(both(script), least=40)
+    both(script, replays=40, plan="{F B O}")
 
 
 @pytest.mark.parametrize(
@@ -1154,7 +1159,7 @@ def test_a_python_value_passed_through_is_never_stale(values, through):
             diary.write("out", step(batch, value))
         diary.write_state(model, optimizer)
 
-    both(script)
+    both(script, replays=25)
 
 
 def test_an_output_that_is_a_parameter_stays_the_parameter():
@@ -1173,7 +1178,7 @@ def test_an_output_that_is_a_parameter_stays_the_parameter():
         kept = [step(batch) for batch in batches(36)]
         diary.write("outputs", kept)
 
-    replayed(both(script), least=30)
+    both(script, replays=30, plan="{F B O}")
 
 
 def test_results_that_share_memory_still_do():
@@ -1203,7 +1208,7 @@ def test_results_that_share_memory_still_do():
             diary.write("result", {**result, "shape": tuple(result["shape"])})
             assert type(result["shape"]) is torch.Size
 
-    replayed(both(script))
+    both(script, replays=20, plan="{F B O}")
 
 
 def test_a_batch_at_an_odd_address_is_added_up_as_in_plain_training():
@@ -1217,7 +1222,7 @@ def test_a_batch_at_an_odd_address_is_added_up_as_in_plain_training():
             diary.write("loss", step((x, torch.randint(0, 3, (8,), generator=generator))))
             diary.write_state(model)
 
-    replayed(both(script))
+    both(script, replays=20, plan="{F B O}")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -1244,7 +1249,10 @@ def test_a_checkpointed_block_with_batch_norm(reentrant: bool, given: str, reads
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script)
+    if reads or (reentrant and given == "batch"):
+        both(script, replays=45)
+    else:  # the emulation cannot replay that a checkpoint sets the random state
+        both(script, refused="the random state was set or used outside of tensor operations")
 
 
 class Reentrant(nn.Module):
@@ -1323,7 +1331,7 @@ def test_a_checkpointed_batch_norm_whose_backward_has_a_graph_of_its_own():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, fuse="off", backward="off")
+    report = both(script, fuse="off", backward="off", replays=20)
     assert report.optimizer_steps_replayed >= 20, str(report)
     assert any("a checkpoint changes tensors" in fallback.reason for fallback in report.fallbacks), str(
         report
@@ -1342,7 +1350,7 @@ def test_an_error_in_a_replay_leaves_no_gradients_of_the_step_before():
                 diary.write("error", str(error))
             diary.write_state(model, optimizer)
 
-    replayed(both(script))
+    both(script, replays=20, plan="{F B O}")
 
 
 def test_step_fn_that_returns_its_learning_rate_sees_the_scheduled_number() -> None:
@@ -1365,4 +1373,4 @@ def test_step_fn_that_returns_its_learning_rate_sees_the_scheduled_number() -> N
             scheduler.step()
         diary.write_state(model, optimizer)
 
-    assert both(script).steps_replayed >= 12
+    assert both(script, replays=12).steps_replayed >= 12

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from training import Diary, Net, batches, both, replayed, sgd
+from training import Diary, Net, batches, both, sgd
 
 SCALARS = [np.float64(0.3), np.float32(0.3), np.float16(0.3), np.int64(2), np.int32(2)]
 
@@ -40,7 +40,7 @@ def entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("scalar", SCALARS, ids=lambda s: type(s).__name__)
 def test_a_numpy_scalar_of_a_closure_counts_as_a_number(scalar: Any) -> None:
-    replayed(train(lambda model: lambda batch: entropy(model, batch) * scalar))
+    train(lambda model: lambda batch: entropy(model, batch) * scalar, replays=20, plan="{F B O}")
 
 
 @pytest.mark.parametrize("scalar", SCALARS, ids=lambda s: type(s).__name__)
@@ -52,12 +52,12 @@ def test_arithmetic_on_numpy_scalars_is_numpys(scalar: Any) -> None:
 
         return step_fn
 
-    replayed(train(step_of))
+    train(step_of, replays=20, plan="{F B O}")
 
 
 @pytest.mark.parametrize("scalar", [np.bool_(True), np.float64("nan"), np.complex64(1)], ids=str)
 def test_a_numpy_scalar_without_a_guard_keeps_its_meaning(scalar: Any) -> None:
-    train(lambda model: lambda batch: (entropy(model, batch) * scalar).real)
+    train(lambda model: lambda batch: (entropy(model, batch) * scalar).real, replays=15)
 
 
 def test_a_numpy_scalar_that_is_an_attribute_may_change() -> None:
@@ -77,7 +77,7 @@ def test_a_numpy_scalar_that_is_an_attribute_may_change() -> None:
                 model.scale = np.float64(0.5)  # an equal number, and yet another rounding of the sums
             diary.write("loss", step(batch))
 
-    replayed(both(script))
+    both(script, replays=20, plan="{F B O}")
 
 
 def test_a_numpy_scalar_of_the_batch_counts_as_a_number() -> None:
@@ -89,7 +89,7 @@ def test_a_numpy_scalar_of_the_batch_counts_as_a_number() -> None:
         for batch in batches(30):
             diary.write("loss", step(batch, np.float64(0.3)))
 
-    replayed(both(script))
+    both(script, replays=20, plan="{F B O}")
 
 
 def test_items_of_a_dict_that_the_step_does_not_read_may_change() -> None:
@@ -106,16 +106,22 @@ def test_items_of_a_dict_that_the_step_does_not_read_may_change() -> None:
     def change(model: Any, index: int) -> None:
         model.settings["logged"] = index
 
-    report = replayed(train(step_of, change=change))
+    report = train(step_of, change=change, replays=20, plan="{F B O}")
     assert len(report.captures) == 1, str(report)
 
 
 def test_a_ufunc_of_constants_is_computed_by_numpy() -> None:
-    replayed(train(lambda model: lambda batch: entropy(model, batch) / np.sqrt(6) * np.exp(np.float32(0.1))))
+    train(
+        lambda model: lambda batch: entropy(model, batch) / np.sqrt(6) * np.exp(np.float32(0.1)),
+        replays=20,
+        plan="{F B O}",
+    )
 
 
 def test_a_tensor_of_a_numpy_scalar_has_its_dtype() -> None:
-    report = train(lambda model: lambda batch: entropy(model, batch) * torch.tensor(np.float64(0.3)))
+    report = train(
+        lambda model: lambda batch: entropy(model, batch) * torch.tensor(np.float64(0.3)), replays=80
+    )
     assert report.steps_replayed == 0
     assert "NumPy scalar" in report.fallbacks[0].reason and __file__ in report.fallbacks[0].where
 
@@ -128,7 +134,7 @@ def test_a_tensor_of_python_numbers_keeps_no_step_out() -> None:
 
         return step_fn
 
-    replayed(train(step_of))
+    train(step_of, replays=20, plan="{F B O}")
 
 
 def test_numpy_computes_on_batches_itself() -> None:
@@ -140,7 +146,7 @@ def test_numpy_computes_on_batches_itself() -> None:
 
         return step_fn
 
-    assert train(step_of).steps_replayed == 0
+    assert train(step_of, replays=50).steps_replayed == 0
 
 
 def test_numpy_random_numbers_are_numpys() -> None:
@@ -151,13 +157,13 @@ def test_numpy_random_numbers_are_numpys() -> None:
 
         return step_fn
 
-    report = train(step_of)
+    report = train(step_of, replays=50)
     assert report.steps_replayed == 0
     assert "runs on the host" in report.fallbacks[0].reason and __file__ in report.fallbacks[0].where
 
 
 def test_random_numbers_of_python_are_pythons() -> None:
-    report = train(lambda model: lambda batch: entropy(model, batch) * random.uniform(0.5, 1))
+    report = train(lambda model: lambda batch: entropy(model, batch) * random.uniform(0.5, 1), replays=80)
     assert report.steps_replayed == 0
     assert (
         "draws a number on the host" in report.fallbacks[0].reason and __file__ in report.fallbacks[0].where
@@ -173,4 +179,4 @@ def test_numpy_numbers_between_regions_are_numpys() -> None:
 
         return step_fn
 
-    train(step_of)
+    train(step_of, replays=15)

@@ -67,7 +67,7 @@ def named(options: Any) -> str:
     ids=named,
 )
 def test_parity_under_trainer_options(optimizer, options):
-    replayed(parity(lambda: Module(optimizer), **options), least=24)
+    parity(lambda: Module(optimizer), **options, replays=24, plan="{F B O}")
 
 
 @pytest.mark.parametrize(
@@ -84,17 +84,19 @@ def test_parity_under_trainer_options(optimizer, options):
     ids=named,
 )
 def test_parity_under_more_trainer_options(options):
-    replayed(parity(**options), least=24)
+    parity(**options, replays=24, plan="{F B O}")
 
 
 @OPTIMIZERS
 @pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
 def test_schedulers_change_the_learning_rate_of_replays(optimizer, scheduler):
-    replayed(parity(lambda: Module(optimizer, scheduler), validate=True, limit_val_batches=3), least=30)
+    parity(
+        lambda: Module(optimizer, scheduler), validate=True, limit_val_batches=3, replays=30, plan="{F B O}"
+    )
 
 
 def test_fast_dev_run():
-    _, graphed = parity(fast_dev_run=True)
+    _, graphed = parity(fast_dev_run=True, never="there is one step")
     assert graphed.report.steps == 1
 
 
@@ -151,8 +153,15 @@ class Logs(Module):
 )
 @pytest.mark.filterwarnings("ignore")
 def test_everything_logged_arrives_everywhere(options, every):
-    fits = parity(Logs, logger=MemoryLogger(), log_every_n_steps=every, validate=True, **options)
-    replayed(fits, least=24)
+    fits = parity(
+        Logs,
+        logger=MemoryLogger(),
+        log_every_n_steps=every,
+        validate=True,
+        **options,
+        replays=24,
+        plan="{F B O}",
+    )
     assert sum(name.startswith("logged at step") for name, _ in fits[1].entries) >= 8
 
 
@@ -165,14 +174,20 @@ def test_a_value_logged_in_some_steps_only():
             self.log("loss", loss, prog_bar=True, on_epoch=True)
             return loss
 
-    fits = parity(Sometimes, lambda: (), lambda: loader(46), max_epochs=8, logger=MemoryLogger())
-    replayed(fits, least=60)
+    parity(
+        Sometimes,
+        lambda: (),
+        lambda: loader(46),
+        max_epochs=8,
+        logger=MemoryLogger(),
+        replays=60,
+        plan="{F B O}",
+    )
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_progress_bars_are_shown_and_not_stale(bar, capsys):
-    fits = parity(make_callbacks=lambda: (bar(),), enable_progress_bar=True)
-    replayed(fits)
+    parity(make_callbacks=lambda: (bar(),), enable_progress_bar=True, replays=20, plan="{F B O}")
     assert "loss_step" in capsys.readouterr().out + capsys.readouterr().err
 
 
@@ -250,10 +265,9 @@ def test_results_of_the_step_have_the_history_that_they_have_without():
                 )
             )
 
-    plain, graphed = parity(Kept, lambda: [Look()])
+    parity(Kept, lambda: [Look()], replays=20, plan="{F B O}")
     half = len(Look.seen) // 2
     assert differs(frozen(Look.seen[:half]), frozen(Look.seen[half:])) is None
-    replayed((plain, graphed))
 
 
 # -- other callbacks -----------------------------------------------------------------------------------
@@ -263,8 +277,7 @@ def test_early_stopping_stops_at_the_same_step():
     def stop() -> list[Any]:
         return [EarlyStopping("loss_epoch", patience=1, min_delta=0.05)]
 
-    plain, graphed = parity(make_callbacks=stop, max_epochs=30)
-    replayed((plain, graphed))
+    plain, graphed = parity(make_callbacks=stop, max_epochs=30, replays=20, plan="{F B O}")
     assert plain.trainer.global_step == graphed.trainer.global_step < 30 * 11
 
 
@@ -273,22 +286,19 @@ def test_a_callback_that_stops_in_the_middle_of_an_epoch():
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             trainer.should_stop = trainer.global_step == 37
 
-    plain, _ = fits = parity(make_callbacks=lambda: (Stop(),), max_epochs=9)
-    replayed(fits)
+    plain, _ = parity(make_callbacks=lambda: (Stop(),), max_epochs=9, replays=20, plan="{F B O}")
     assert plain.trainer.global_step == 37
 
 
 def test_exponential_moving_average():
-    fits = parity(make_callbacks=lambda: [EMAWeightAveraging(decay=0.9)], validate=True)
-    replayed(fits, least=36)
+    parity(make_callbacks=lambda: [EMAWeightAveraging(decay=0.9)], validate=True, replays=36, plan="{F B O}")
 
 
 def test_stochastic_weight_averaging():
     def swa() -> list[Any]:
         return [StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2)]
 
-    fits = parity(lambda: Module("sgd", "epoch"), swa, max_epochs=6)
-    replayed(fits, least=40)
+    parity(lambda: Module("sgd", "epoch"), swa, max_epochs=6, replays=40, plan="{F B O}")
 
 
 class WithBackbone(Module):
@@ -305,25 +315,30 @@ def test_layers_are_unfrozen_and_replayed_again():
     def finetuning() -> list[Any]:
         return [BackboneFinetuning(unfreeze_backbone_at_epoch=3, verbose=False)]
 
-    fits = parity(WithBackbone, finetuning, max_epochs=6)
-    report = replayed(fits, least=50)
+    fits = parity(WithBackbone, finetuning, max_epochs=6, replays=50, plan="{F B O}")
+    report = fits[1].report
     assert max(c.step for c in report.captures) > 33
     assert len(fits[1].trainer.optimizers[0].param_groups) == 2
 
 
 def test_learning_rate_monitor():
-    fits = parity(
+    parity(
         lambda: Module("adamw", "step"),
         lambda: [LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)],
         logger=MemoryLogger(),
         log_every_n_steps=1,
+        replays=36,
+        plan="{F B O}",
     )
-    replayed(fits, least=36)
 
 
 def test_accumulation_that_changes_between_epochs():
-    fits = parity(make_callbacks=lambda: [GradientAccumulationScheduler({0: 1, 2: 3, 5: 2})], max_epochs=8)
-    replayed(fits, least=60)
+    parity(
+        make_callbacks=lambda: [GradientAccumulationScheduler({0: 1, 2: 3, 5: 2})],
+        max_epochs=8,
+        replays=60,
+        plan="{F B O}",
+    )
 
 
 def test_clipping_threshold_changed_by_a_callback():
@@ -331,7 +346,7 @@ def test_clipping_threshold_changed_by_a_callback():
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             trainer.gradient_clip_val = 0.1 if trainer.current_epoch < 2 else 0.01
 
-    replayed(parity(make_callbacks=lambda: (Clip(),), gradient_clip_val=0.5), least=30)
+    parity(make_callbacks=lambda: (Clip(),), gradient_clip_val=0.5, replays=30, plan="{F B O}")
 
 
 def test_clipping_threshold_changed_on_every_step():
@@ -339,7 +354,7 @@ def test_clipping_threshold_changed_on_every_step():
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             trainer.gradient_clip_val = 0.1 / (1 + trainer.global_step)
 
-    report = parity(make_callbacks=lambda: (Clip(),), gradient_clip_val=0.5)[1].report
+    report = parity(make_callbacks=lambda: (Clip(),), gradient_clip_val=0.5, replays=3)[1].report
     assert len(report.captures) < 8
     assert any("again and again" in f.reason for f in report.fallbacks)
 
@@ -350,7 +365,7 @@ def test_lambda_callback_and_hooks_around_the_step():
     def watch() -> list[Any]:
         return [LambdaCallback(on_train_batch_end=lambda trainer, *_: seen.append(trainer.global_step))]
 
-    replayed(parity(make_callbacks=watch), least=36)
+    parity(make_callbacks=watch, replays=36, plan="{F B O}")
     assert seen == [*range(1, 45), *range(1, 45)]
 
 
@@ -497,17 +512,17 @@ def test_batches_of_all_kinds(kind):
             return loss
 
     data = [PACKERS[kind](x, y, i) for i, (x, y) in enumerate(batches(11))]
-    replayed(parity(Unpack, make_batches=lambda: listed(data)), least=36)
+    parity(Unpack, make_batches=lambda: listed(data), replays=36, plan="{F B O}")
 
 
 def test_a_smaller_last_batch_is_captured_as_well():
-    report = replayed(parity(make_batches=lambda: loader(46), max_epochs=10), least=90)
+    report = parity(make_batches=lambda: loader(46), max_epochs=10, replays=90, plan="{F B O}")[1].report
     assert len(report.captures) == 2
 
 
 def test_batches_of_none_between_others():
     data = [None if i % 4 == 1 else b for i, b in enumerate(batches(12))]
-    replayed(parity(make_batches=lambda: listed(data)), least=28)
+    parity(make_batches=lambda: listed(data), replays=28, plan="{F B O}")
 
 
 def test_combined_loader():
@@ -520,7 +535,7 @@ def test_combined_loader():
     def both() -> Any:
         return CombinedLoader({"one": loader(), "two": loader(60, 4)}, "min_size")
 
-    replayed(parity(Two, make_batches=both), least=36)
+    parity(Two, make_batches=both, replays=36, plan="{F B O}")
 
 
 def test_step_without_batch_index_and_a_datamodule():
@@ -532,7 +547,7 @@ def test_step_without_batch_index_and_a_datamodule():
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(Data(), 4, shuffle=True)
 
-    replayed(parity(Short, make_batches=Digits), least=36)
+    parity(Short, make_batches=Digits, replays=36, plan="{F B O}")
 
 
 def test_dict_with_extras():
@@ -542,7 +557,7 @@ def test_dict_with_extras():
             loss = nn.functional.cross_entropy(out, batch[1])
             return {"extra": out, "loss": loss, "nested": {"label": batch[1], "n": [1, "text"]}, "same": loss}
 
-    replayed(parity(Extras, accumulate_grad_batches=2), least=30)
+    parity(Extras, accumulate_grad_batches=2, replays=30, plan="{F B O}")
 
 
 def test_parts_in_eval_mode():
@@ -551,7 +566,7 @@ def test_parts_in_eval_mode():
             self.net.norm.eval()
             self.net.dropout.train(self.current_epoch % 2 == 0)
 
-    replayed(parity(Frozen, max_epochs=8), least=60)
+    parity(Frozen, max_epochs=8, replays=60, plan="{F B O}")
 
 
 # -- more than one fit ---------------------------------------------------------------------------------
@@ -580,4 +595,4 @@ def test_fit_again_then_validate_test_and_predict():
     "config", [{"verify": "always"}, {"verify": "off"}, {"on_failure": "raise"}], ids=named
 )
 def test_parity_under_options_of_ours(config):
-    replayed(parity(config=config), least=36)
+    parity(config=config, replays=36, plan="{F B O}")

@@ -101,24 +101,24 @@ def train(
 
 @pytest.mark.parametrize("config", [{}, {"forward": "off"}, {"fuse": "off"}], ids=str)
 def test_tensor_math_of_another_library_is_graphed(config):
-    report = train(Lion, **config)
+    report = train(Lion, **config, replays=30)
     assert report.optimizer_steps_replayed >= 30 and "{O}" in report.plan, str(report)
 
 
 def test_a_new_learning_rate_is_captured_anew():
-    report = train(Lion, scheduler=True)
+    report = train(Lion, scheduler=True, replays=80)
     assert [c.plan for c in report.captures].count("{O}") == 3, str(report)
 
 
 def test_a_learning_rate_that_changes_on_every_step_is_named():
-    report = train(lambda params: Lion(params), scheduler=True, every=1, steps=30)
+    report = train(lambda params: Lion(params), scheduler=True, every=1, steps=30, replays=19)
     assert report.optimizer_steps_replayed == 0 and "{O}" not in report.plan, str(report)
     assert any("bakes in its learning rate" in f.reason for f in report.fallbacks), str(report)
     assert not report.captures or all(c.plan != "{O}" for c in report.captures), str(report)
 
 
 def test_a_host_read_is_named_with_its_line():
-    report = train(Reads)
+    report = train(Reads, replays=40)
     assert report.optimizer_steps_replayed == 0
     where = line_of(Reads, "if norm")  # Dynamo says where the number decides something
     assert any(f.where == where and "device" in f.reason for f in report.fallbacks), str(report)
@@ -133,13 +133,13 @@ def test_a_host_read_is_named_with_its_line():
     ],
 )
 def test_a_counter_in_python_keeps_it_out(make, name):
-    report = train(make)
+    report = train(make, replays=40)
     assert report.optimizer_steps_replayed == 0
     assert any(name in f.reason and "in Python" in f.reason for f in report.fallbacks), str(report)
 
 
 def test_a_number_that_the_loop_changes_is_named_and_never_replayed():
-    report = train(Hidden, steps=30)
+    report = train(Hidden, steps=30, replays=19)
     assert report.optimizer_steps_replayed == 0
     row = next(f for f in report.fallbacks if "STEPS_MADE[0]" in f.reason)
     assert row.where == line_of(Hidden, "STEPS_MADE[0]"), str(report)
@@ -170,7 +170,7 @@ class WithSchedule(Lion):
 
 def test_a_schedule_in_an_object_of_the_optimizer_counts_every_step():
     made: list[WithSchedule] = []
-    report = train(lambda params: made.append(WithSchedule(params)) or made[-1])
+    report = train(lambda params: made.append(WithSchedule(params)) or made[-1], replays=40)
     assert [o.schedule.count for o in made] == [60, 60]
     row = next(f for f in report.fallbacks if "self.schedule.count" in f.reason)
     assert row.where == line_of(Schedule, "self.count += 1"), str(report)
@@ -208,7 +208,7 @@ def changed_late(make: Any, change: Any, *, steps: int = 60) -> StepReport:
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=30)
     assert report.optimizer_steps_replayed >= 30, str(report)
     return report
 
@@ -243,7 +243,7 @@ class AsksDynamo(Lion):
 
 
 def test_a_step_that_is_another_one_under_dynamo_is_not_replayed():
-    report = train(AsksDynamo, steps=30)
+    report = train(AsksDynamo, steps=30, replays=19)
     assert report.optimizer_steps_replayed == 0
     assert any("is_compiling" in f.reason for f in report.fallbacks), str(report)
 
@@ -288,10 +288,10 @@ def test_a_step_that_writes_an_attribute_of_an_optimizer_is_not_replayed():
             diary.write("loss", step(batch))
         diary.write("calls", optimizer.calls)  # type: ignore[attr-defined]
 
-    report = both(script)
+    report = both(script, replays=4)
     assert any("optimizer.calls" in f.reason for f in report.fallbacks), str(report)
 
 
 def test_parameters_of_several_groups():
-    report = train(lambda params: Lion([{"params": [p]} for p in params], lr=1e-2))
+    report = train(lambda params: Lion([{"params": [p]} for p in params], lr=1e-2), replays=30)
     assert report.optimizer_steps_replayed >= 30, str(report)

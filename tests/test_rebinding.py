@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import Diary, Net, batches, both, line_of, replayed, sgd
+from training import Diary, Net, batches, both, line_of, sgd
 
 
 class Pair(nn.Module):
@@ -31,7 +31,9 @@ def distance(pair: Pair, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(pair.student(x), y) + apart
 
 
-def train(step_of: Any, between: Any = lambda diary, pair, index: None, *, steps: int = 36) -> Any:
+def train(
+    step_of: Any, between: Any = lambda diary, pair, index: None, *, steps: int = 36, **config: Any
+) -> Any:
     def script(diary: Diary) -> None:
         pair = Pair()
         optimizer = sgd(pair.student)
@@ -41,7 +43,7 @@ def train(step_of: Any, between: Any = lambda diary, pair, index: None, *, steps
             diary.write("loss", step(batch))
             diary.write_state(pair, optimizer)
 
-    return both(script)
+    return both(script, **config)
 
 
 def _moco(pair: Pair) -> Any:
@@ -101,7 +103,7 @@ def _old_view_is_read(pair: Pair) -> Any:
     "step_of", [_moco, _moco_at_the_end, _clipped, _clipped_in_place, _buffer, _old_view_is_read]
 )
 def test_tensors_that_the_step_rebinds_are_replayed(step_of: Any) -> None:
-    replayed(train(step_of))
+    train(step_of, replays=20, plan="{F B O}")
 
 
 def test_weights_kept_between_steps_keep_their_values() -> None:
@@ -116,7 +118,7 @@ def test_weights_kept_between_steps_keep_their_values() -> None:
             kept.pop(0)
         diary.write("kept", kept)
 
-    report = train(_moco, between)
+    report = train(_moco, between, replays=15)
     assert report.steps_replayed >= 15, str(report)
 
 
@@ -131,7 +133,7 @@ def test_a_teacher_that_the_loop_changes_in_between() -> None:
         if index == 22:
             pair.teacher.weight.data = pair.teacher.weight.data.t().contiguous().t()
 
-    report = train(_moco, between)
+    report = train(_moco, between, replays=15)
     assert report.steps_replayed >= 15, str(report)
 
 
@@ -145,7 +147,7 @@ def _shares_the_students_memory(pair: Pair) -> Any:
 
 
 def test_a_tensor_that_gets_another_ones_memory() -> None:
-    train(_shares_the_students_memory)
+    train(_shares_the_students_memory, refused="memory that something else has as well")
 
 
 def _grows(pair: Pair) -> Any:
@@ -158,7 +160,7 @@ def _grows(pair: Pair) -> Any:
 
 
 def test_a_tensor_that_gets_another_shape() -> None:
-    report = train(_grows)
+    report = train(_grows, replays=80)
     assert report.steps_replayed == 0, str(report)
 
 
@@ -176,7 +178,7 @@ def test_a_batch_that_is_changed_through_its_data() -> None:
             diary.write("loss", step(batch))
         diary.write("batches", kept)
 
-    report = both(script)
+    report = both(script, replays=35)
     assert report.steps_replayed == 0, str(report)
     assert report.fallbacks[0].reason.startswith("args[0][0]: the step changes its batch")
     assert report.fallbacks[0].where == line_of(test_a_batch_that_is_changed_through_its_data, ".data.mul_")

@@ -103,7 +103,7 @@ MAKERS = pytest.mark.parametrize("make_step", [with_metric, with_host_read, with
 @MAKERS
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 def test_python_in_the_step_runs_and_the_rest_is_in_graphs(make_step, make_optimizer):
-    report = in_regions(both(training(make_step, make_optimizer=make_optimizer)))
+    report = in_regions(both(training(make_step, make_optimizer=make_optimizer), replays=20))
     assert report.optimizer_steps_replayed >= 20
     assert report.steps_replayed == 0
 
@@ -111,17 +111,17 @@ def test_python_in_the_step_runs_and_the_rest_is_in_graphs(make_step, make_optim
 @MAKERS
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulation_in_regions(make_step, accumulate):
-    in_regions(both(training(make_step, steps=60 * accumulate, accumulate=accumulate)))
+    in_regions(both(training(make_step, steps=60 * accumulate, accumulate=accumulate), replays=205))
 
 
 @MAKERS
 def test_the_optimizer_outside(make_step):
-    report = in_regions(both(training(make_step), optimizer="off"), plan="{F} {B} O")
+    report = in_regions(both(training(make_step), optimizer="off", replays=70), plan="{F} {B} O")
     assert report.optimizer_steps_replayed == 0
 
 
 def test_phases_that_may_not_share_a_graph():
-    report = in_regions(both(training(lambda model, diary: loss_of(model)), fuse="off"))
+    report = in_regions(both(training(lambda model, diary: loss_of(model)), fuse="off", replays=20))
     assert report.optimizer_steps_replayed >= 20
     assert "fuse='off'" in report.fallbacks[0].reason
 
@@ -142,7 +142,7 @@ ONE_PHASE = pytest.mark.parametrize(
 @ONE_PHASE
 @pytest.mark.parametrize("make_step", [with_metric, with_host_read, lambda model, diary: loss_of(model)])
 def test_a_phase_that_is_off_has_no_graph(make_step, switches, plan):
-    report = in_regions(both(training(make_step), **switches), plan=plan)
+    report = in_regions(both(training(make_step), **switches, replays=20), plan=plan)
     asked = next(f"{name}='off'" for name in ("forward", "backward") if switches.get(name) == "off")
     assert any(asked in f.reason for f in report.fallbacks)
     assert (report.optimizer_steps_replayed >= 20) == plan.endswith("{O}"), str(report)
@@ -152,11 +152,11 @@ def test_a_phase_that_is_off_has_no_graph(make_step, switches, plan):
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulation_with_one_phase_off(accumulate, switches, plan):
     script = training(with_print, steps=60 * accumulate, accumulate=accumulate)
-    in_regions(both(script, **switches), plan=plan)
+    in_regions(both(script, **switches, replays=90), plan=plan)
 
 
 def test_forward_and_backward_off():
-    report = both(training(with_metric), forward="off", backward="off")
+    report = both(training(with_metric), forward="off", backward="off", replays=40)
     assert report.plan == "F B {O}" and not report.regions(), str(report)
     assert any("forward='off', backward='off'" in f.reason for f in report.fallbacks)
 
@@ -173,7 +173,7 @@ def test_gradient_hooks_run_on_every_step():
             diary.write("norms", norms)
             diary.write_state(model, optimizer)
 
-    in_regions(both(script))
+    in_regions(both(script, replays=125))
 
 
 def test_a_step_that_differentiates_its_gradients_stays_as_it_is():
@@ -194,7 +194,7 @@ def test_a_step_that_differentiates_its_gradients_stays_as_it_is():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=16)
     (note,) = [note for note in report.notes if "create_graph=True" in note]
     assert report.plan == "F B {O}" and __file__ in note, str(report)
 
@@ -211,7 +211,7 @@ def test_other_shapes_and_frozen_layers():
             step((x[:size], y[:size]))
             diary.write_state(model, optimizer)
 
-    in_regions(both(script))
+    in_regions(both(script, replays=230))
 
 
 def test_gradients_asked_for_in_the_step_do_not_have_dynamo_trace_the_library(monkeypatch):
@@ -240,7 +240,7 @@ def test_gradients_asked_for_in_the_step_do_not_have_dynamo_trace_the_library(mo
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    in_regions(both(script))
+    in_regions(both(script, replays=125))
     step = Path(regions_module.__file__).parent
     outermost = {str(step / "regions.py"), str(step / "legality.py")}  # the frames that steps are traced from
     assert __file__ in traced
@@ -267,7 +267,7 @@ def test_dropout_in_half_precision_rounds_as_without_a_graph(autocast: bool) -> 
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    in_regions(both(script))
+    in_regions(both(script, replays=120))
 
 
 class SeveralUses(nn.Module):
@@ -479,7 +479,7 @@ def test_heads_that_take_turns_keep_no_gradient_while_it_is_not_theirs():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=150)
     replays = {r.phase: r.replays for r in report.regions()}
     assert replays["forward"] >= 20 and replays["backward"] >= 20, str(report)
 
@@ -500,7 +500,7 @@ def test_a_model_that_changes_on_every_step_stays_as_it_is():
             step(batch)
             diary.write_state(model, optimizer)
 
-    report = both(script)
+    report = both(script, replays=30)
     assert report.steps_replayed == 0
     assert report.plan in ("F B {O}", "{F} {B} {O}"), str(report)
 
@@ -509,14 +509,14 @@ def test_a_model_that_changes_on_every_step_stays_as_it_is():
 def test_a_step_that_could_be_fused_may_be_faster_in_regions(best, monkeypatch):
     monkeypatch.setattr(timing, "declared_seconds", lambda arm: 0.5 if arm.plan == best else 1.0)
     monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())
-    report = both(training(lambda model, diary: loss_of(model), steps=260))
+    report = both(training(lambda model, diary: loss_of(model), steps=260), replays=340)
     in_regions(report, plan=str(best))
 
 
 def test_no_graphs_may_win_over_regions(monkeypatch):
     monkeypatch.setattr(timing, "declared_seconds", lambda arm: 0.5 if arm.plan == NOTHING else 1.0)
     monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())
-    assert both(training(with_metric, steps=160)).plan == "F B O"
+    assert both(training(with_metric, steps=160), replays=50).plan == "F B O"
 
 
 def test_a_compiler_that_fails_costs_no_step(monkeypatch):
@@ -526,7 +526,7 @@ def test_a_compiler_that_fails_costs_no_step(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(backend, "pygraph", failing)
-    report = both(training(with_metric))
+    report = both(training(with_metric), replays=30)
     assert report.plan == "F B {O}"
     assert any("no compiler" in f.reason for f in report.fallbacks), str(report)
 
@@ -541,7 +541,7 @@ def test_regions_on_a_device_need_inductor():
 
 
 def test_the_report_lists_the_regions():
-    report = in_regions(both(training(with_metric)))
+    report = in_regions(both(training(with_metric), replays=105))
     assert "forward" in str(report) and "replays" in str(report)
     assert {r["phase"] for r in report.to_dict()["regions"]} >= {"forward", "backward"}
 

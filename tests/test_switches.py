@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import Diary, Net, batches, both, loss_of, replayed, sgd
+from training import Diary, Net, batches, both, loss_of, sgd
 
 from pygraph_train.torch_private.switches import SWITCHES, switches
 
@@ -49,7 +49,7 @@ def test_another_attention_kernel_in_mid_run() -> None:
     def context(index: int) -> AbstractContextManager[None]:
         return sdpa_kernel(SDPBackend.MATH if 15 <= index < 30 else SDPBackend.FLASH_ATTENTION)
 
-    report = replayed(train(context, Attention))
+    report = train(context, Attention, replays=20, plan="{F B O}")
     assert len(report.captures) == 2, "each kernel has its own capture, and the first one serves again"
 
 
@@ -57,7 +57,7 @@ def test_another_attention_kernel_where_forward_and_backward_have_their_own_grap
     def context(index: int) -> AbstractContextManager[None]:
         return sdpa_kernel(SDPBackend.MATH if 20 <= index < 35 else SDPBackend.FLASH_ATTENTION)
 
-    report = train(context, Attention, steps=50, fuse="off", optimizer="off")
+    report = train(context, Attention, steps=50, fuse="off", optimizer="off", replays=65)
     ours = [r for r in report.regions() if r.name.startswith("forward")]
     assert len(ours) == 2 and all(r.replays >= 8 for r in ours), str(report)
 
@@ -82,7 +82,7 @@ def _switched(module: Any, name: str, value: Any) -> Iterator[None]:
     ],
 )
 def test_a_switch_that_chooses_kernels_has_its_own_capture(module: Any, name: str, value: Any) -> None:
-    report = train(lambda index: _switched(module, name, value) if index >= 20 else nullcontext())
+    report = train(lambda index: _switched(module, name, value) if index >= 20 else nullcontext(), replays=25)
     assert len(report.captures) == 2, str(report)
     assert switches() == switches() and len(switches()) == len(SWITCHES)
 
@@ -104,9 +104,9 @@ def test_a_dispatch_mode_sees_every_operation(when: range) -> None:
             _Counting.calls = 0
         return _Counting() if index in when else nullcontext()
 
-    report = train(context, write=lambda: seen.append(_Counting.calls))
+    least: Any = {"replays": 20} if len(when) < 40 else {"refused": "a TorchDispatchMode is active"}
+    report = train(context, write=lambda: seen.append(_Counting.calls), **least)
     half = len(seen) // 2
-    assert (report.steps_replayed == 0) == (len(when) == 40), str(report)
     assert [bool(b - a) for a, b in zip([0, *seen[half:]], seen[half:], strict=False)] == [
         i in when for i in range(40)
     ]
@@ -128,7 +128,7 @@ def test_saved_tensors_hooks_get_what_is_saved() -> None:
             packed[0] = 0
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if 15 <= index < 25 else nullcontext()
 
-    report = replayed(train(context, write=lambda: packed[0]), least=15)
+    report = train(context, write=lambda: packed[0], replays=15, plan="{F B O}")
     assert any("saved_tensors_hooks" in fallback.reason for fallback in report.fallbacks)
 
 
@@ -139,12 +139,16 @@ class _Doubling(TorchFunctionMode):
 
 
 def test_a_function_mode_takes_part_in_every_step() -> None:
-    report = replayed(train(lambda index: _Doubling() if 15 <= index < 25 else nullcontext()))
+    report = train(
+        lambda index: _Doubling() if 15 <= index < 25 else nullcontext(), replays=20, plan="{F B O}"
+    )
     assert any("TorchFunctionMode" in fallback.reason for fallback in report.fallbacks)
 
 
 def test_a_default_device_keeps_no_step_out() -> None:
-    report = replayed(train(lambda index: torch.device("cpu") if index >= 20 else nullcontext()), least=15)
+    report = train(
+        lambda index: torch.device("cpu") if index >= 20 else nullcontext(), replays=15, plan="{F B O}"
+    )
     assert not report.fallbacks, str(report)
 
 
@@ -165,4 +169,4 @@ def test_the_default_dtype_of_the_capture_holds_in_replays() -> None:
                 torch.set_default_dtype(torch.float32)
             diary.write("loss", loss)
 
-    replayed(both(script))
+    both(script, replays=20, plan="{F B O}")

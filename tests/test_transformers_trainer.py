@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate_training import fresh, fresh_state  # noqa: E402, F401
+from replays import enough  # noqa: E402
 from training import differs, frozen  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
@@ -76,12 +77,13 @@ def train(
     return trainer, [logs, frozen(dict(trainer.model.named_parameters()))]
 
 
-def both(make: Callable[..., Trainer], folder: Path, **options: Any) -> Trainer:
-    """Train with the stock Trainer and with `make`; everything has to be equal."""
+def both(make: Callable[..., Any], folder: Path, *, replays: int, **options: Any) -> Any:
+    """Train with the stock Trainer and with `make`; everything has to be equal, and graphs run so often."""
     _, expected = train(Trainer, folder, **options)
     trainer, found = train(make, folder, **options)
     difference = differs(frozen(expected), frozen(found))
     assert difference is None, difference
+    enough([trainer.report()], replays)
     return trainer
 
 
@@ -108,14 +110,14 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_callback_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
-    report: Any = both(with_callback, tmp_path, **options).report()
+    report: Any = both(with_callback, tmp_path, replays=60, **options).report()
     assert report.present_plan() == "{F} {B} {O}", str(report)
     assert report.steps_replayed > 18, str(report)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_trainer_that_fuses_the_step_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
-    report: Any = both(whole(), tmp_path, **options).report()
+    report: Any = both(whole(), tmp_path, replays=20, **options).report()
     step = report.whole_steps["training_step"]
     if "label_smoothing_factor" in options and torch.__version__ < "2.13":  # Dynamo stops at `find_spec`
         assert report.present_plan() == "{F} {B} {O}" and report.steps_replayed > 18, str(report)
@@ -124,12 +126,12 @@ def test_trainer_that_fuses_the_step_trains_the_same(options: dict[str, Any], tm
 
 
 def test_callback_with_accumulation(tmp_path: Path) -> None:
-    report: Any = both(with_callback, tmp_path, gradient_accumulation_steps=4).report()
+    report: Any = both(with_callback, tmp_path, replays=40, gradient_accumulation_steps=4).report()
     assert sum(region.replays for region in report.regions()) > 40, str(report)
 
 
 def test_accumulation_in_the_fused_step(tmp_path: Path) -> None:
-    report: Any = both(whole(), tmp_path, gradient_accumulation_steps=4).report()
+    report: Any = both(whole(), tmp_path, replays=20, gradient_accumulation_steps=4).report()
     assert report.whole_steps["training_step"].steps_replayed > 18, str(report)
     told, step = report.to_dict(), report.whole_steps["training_step"]
     assert (told["steps"], told["steps_replayed"]) == (step.steps, step.steps_replayed)
@@ -224,8 +226,8 @@ def test_a_loss_that_reads_the_host_runs_in_regions(tmp_path: Path) -> None:
 
 def test_torch_compile_of_the_trainer_and_ours_do_not_fight(tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "eager"}
-    both(whole(), tmp_path, **options)
-    report: Any = both(with_callback, tmp_path, **options).report()
+    both(whole(), tmp_path, replays=20, **options)
+    report: Any = both(with_callback, tmp_path, replays=10, **options).report()
     assert report.present_plan() == "F B {O}", str(report)
     assert "torch_compile=True" in str(report)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from replays import enough
 from torch import Tensor, nn
 
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
@@ -104,9 +105,23 @@ class Diary:
         self.write("random state", torch.get_rng_state())
 
 
-def both(script: Callable[[Diary], None], **config: Any) -> StepReport:
+def both(
+    script: Callable[[Diary], None],
+    *,
+    replays: int | None = None,
+    plan: str | None = None,
+    refused: str | None = None,
+    never: str | None = None,
+    **config: Any,
+) -> StepReport:
     """Run `script` plainly and graphed; everything it wrote into its diary has to be equal.
 
+    Args:
+        script: the training script.
+        replays: how often graphs have to run at least: see `replays.enough`.
+        plan: which plan the last step has to end with.
+        refused, never: why no graph runs.
+        **config: options of the graphed steps.
     Returns:
         The report of the last graphed step.
     """
@@ -119,10 +134,11 @@ def both(script: Callable[[Diary], None], **config: Any) -> StepReport:
     for index, (expected, found) in enumerate(zip(plain.entries, graphed.entries, strict=True)):
         difference = differs(expected[1], found[1])
         assert difference is None, f"entry {index}, {expected[0]}{difference}"
-    report: StepReport = graphed.steps[-1].report()
+    reports: list[StepReport] = [step.report() for step in graphed.steps]
+    enough(reports, replays, plan, refused, never)
     for step in graphed.steps:
         step.close()
-    return report
+    return reports[-1]
 
 
 def replayed(report: StepReport, *, least: int = 20, plan: str = "{F B O}") -> StepReport:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from replays import enough
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,8 +30,13 @@ Make = Callable[..., Callable[..., Tensor]]
 """(step_fn, model, optimizer) -> a training step."""
 
 
-def both(script: Callable[[Make], list[Any]], **config: Any) -> StepReport:
-    """Run a script plainly and graphed; everything that it returns has to have the same bits."""
+def both(
+    script: Callable[[Make], list[Any]], *, replays: int, plan: str | None = None, **config: Any
+) -> StepReport:
+    """Run a script plainly and graphed; everything that it returns has to have the same bits.
+
+    How often graphs have to run (`replays`), and the `plan`: see `replays.enough`.
+    """
     reports: list[StepReport] = []
 
     def plain(fn: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -60,6 +66,7 @@ def both(script: Callable[[Make], list[Any]], **config: Any) -> StepReport:
     for index, (expected, got) in enumerate(zip(*found, strict=True)):
         same = torch.equal(expected, got) if isinstance(expected, Tensor) else expected == got
         assert same, f"entry {index}: {expected} became {got}\n{reports[-1]}"
+    enough(reports, replays, plan)
     return reports[-1]
 
 
@@ -92,8 +99,7 @@ def test_momentum_contrast_replaces_the_teachers_weights() -> None:
         step = make(fn, nn.ModuleList([student, teacher]), sgd(student))
         return [step(*batch) for batch in batches()] + [t.clone() for t in teacher.parameters()]
 
-    report = both(script)
-    assert report.steps_replayed >= 80 and report.plan == "{F B O}", str(report)
+    both(script, replays=80, plan="{F B O}")
 
 
 def test_weights_are_clipped_through_their_data() -> None:
@@ -108,8 +114,7 @@ def test_weights_are_clipped_through_their_data() -> None:
         step = make(fn, critic, sgd(critic))
         return [step(*batch) for batch in batches()] + [p.detach().clone() for p in critic.parameters()]
 
-    report = both(script)
-    assert report.steps_replayed >= 80 and report.plan == "{F B O}", str(report)
+    both(script, replays=80, plan="{F B O}")
 
 
 def test_a_gradient_penalty_differentiates_twice() -> None:
@@ -125,7 +130,7 @@ def test_a_gradient_penalty_differentiates_twice() -> None:
         step = make(fn, critic, sgd(critic))
         return [step(*batch) for batch in batches()] + [p.detach().clone() for p in critic.parameters()]
 
-    report = both(script)
+    report = both(script, replays=40)
     assert report.optimizer_steps_replayed >= 40, str(report)
 
 
@@ -149,7 +154,7 @@ def test_heads_that_take_turns_leave_the_others_alone(reads: bool) -> None:
             seen += [step(*batch), [p.grad is None for p in model.parameters()]]
         return seen + [p.detach().clone() for p in model.parameters()]
 
-    report = both(script)
+    report = both(script, replays=20 if reads else 60)
     if not reads:
         assert report.steps_replayed >= 60, str(report)
 
@@ -170,7 +175,7 @@ def test_a_teacher_that_the_loop_replaces_between_steps() -> None:
                     t.data = t.data * 0.9 + s.data * 0.1
         return losses
 
-    assert both(script).steps_replayed >= 40
+    assert both(script, replays=40).steps_replayed >= 40
 
 
 def test_noise_of_numpy_is_numpys() -> None:
@@ -184,7 +189,7 @@ def test_noise_of_numpy_is_numpys() -> None:
         step = make(fn, model, sgd(model))
         return [step(*batch) for batch in batches()] + [float(np.random.rand())]
 
-    both(script)
+    both(script, replays=20)
 
 
 def test_numpy_scalars_count_as_numbers() -> None:
@@ -193,7 +198,7 @@ def test_numpy_scalars_count_as_numbers() -> None:
         step = make(lambda x, y: F.cross_entropy(model(x) / np.sqrt(8), y) * weight, model, sgd(model))
         return [step(*batch) for batch in batches()]
 
-    assert both(script).steps_replayed >= 80
+    assert both(script, replays=80).steps_replayed >= 80
 
 
 def test_what_is_switched_in_mid_run() -> None:
@@ -217,7 +222,7 @@ def test_what_is_switched_in_mid_run() -> None:
                 seen += [step(*batch), packed[0]]
         return seen
 
-    assert both(script).steps_replayed >= 60
+    assert both(script, replays=60).steps_replayed >= 60
 
 
 def test_audits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,5 +235,5 @@ def test_audits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         step = make(lambda x, y: F.cross_entropy(model(x), y), model, optimizer)
         return [step(*batch) for batch in batches()] + [b.clone() for b in model.buffers()]
 
-    report = both(script)
+    report = both(script, replays=80)
     assert report.audits >= 3 and report.steps_replayed >= 80, str(report)
