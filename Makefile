@@ -26,7 +26,7 @@ BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 # one process for each core, and the tests of a file together, where pytest-xdist is installed
 PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
 
-.PHONY: help demo test test-oldest lint gpu-test hunt bench clean in-place
+.PHONY: help demo test test-all test-oldest lint gpu-test hunt bench clean in-place
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -34,8 +34,11 @@ help: ## this list
 demo: $(READY) ## train the digits example with PyGraph in a Lightning Trainer and print its report
 	$(PY) examples/lightning_digits.py $(ARGS)
 
-test: lint ## every check: formatting, lint, types, tests (GPU tests skip themselves without a GPU)
-	$(PY) -m pytest $$($(PY) -c '$(PARALLEL)') $(ARGS)
+test: lint ## formatting, lint, types, and the tests that are not slow (GPU tests skip themselves without a GPU)
+	$(PY) -m pytest -m "not slow" $$($(PY) -c '$(PARALLEL)') $(ARGS)
+
+test-all: test ## every check: `make test`, then the slow tests
+	$(PY) -m pytest -m slow $$($(PY) -c '$(PARALLEL)') $(ARGS)
 
 lint: $(READY) ## formatting, lint and types only
 	$(PY) -m ruff format --check .

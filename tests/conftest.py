@@ -1,7 +1,8 @@
-"""No test leaves a switch of torch changed: another test in the same process would see it."""
+"""What all tests share: no switch of torch is left changed, and some cases are for `make test-all` only."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,37 @@ def _settings() -> tuple[object, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of all combinations of parameters `make test` runs so many that each value is there; the others are slow.
+
+    A test that is marked `slow_after(count)` has `count` of these cases in `make test`.
+    """
+    values: dict[tuple[str, int], list[str]] = {}
+    for item in items:
+        for place, value in _values(item):
+            if value not in values.setdefault(place, []):
+                values[place].append(value)
+    kept: Counter[str] = Counter()
+    for item in items:
+        found = [(values[place].index(value), len(values[place])) for place, value in _values(item)]
+        rounds = range(max((count for _, count in found), default=1))
+        mark, test = item.get_closest_marker("slow_after"), item.nodeid.partition("[")[0]
+        if not any(all(index == n % count for index, count in found) for n in rounds) or (
+            mark is not None and kept[test] >= mark.args[0]
+        ):
+            item.add_marker(pytest.mark.slow)
+        else:
+            kept[test] += 1
+
+
+def _values(item: pytest.Item) -> list[tuple[tuple[str, int], str]]:
+    """What each `parametrize` of a test gives to a case, by test and `parametrize`."""
+    callspec = getattr(item, "callspec", None)
+    names = () if callspec is None else callspec._idlist
+    return [((item.nodeid.partition("[")[0], number), name) for number, name in enumerate(names)]
 
 
 @pytest.fixture(autouse=True)

@@ -415,6 +415,7 @@ class Changed:
         setattr(*self._before)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("change", CHANGES_OF_MODULES.values(), ids=CHANGES_OF_MODULES.keys())
 def test_what_is_done_to_modules_in_mid_run_is_noticed(change: Any) -> None:
     def script(script: Script) -> None:
@@ -817,6 +818,7 @@ class LayerDrop(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("counts", [False, True], ids=["random", "counter"])
 def test_a_model_that_never_becomes_a_graph_has_a_row_with_the_line(counts):
     models: list[LayerDrop] = []

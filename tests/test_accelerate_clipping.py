@@ -103,6 +103,7 @@ def replays(report: Any) -> int:
     return step.steps_replayed
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_what_is_clipped_after_a_change(
@@ -112,6 +113,7 @@ def test_what_is_clipped_after_a_change(
     assert replays(report) >= 40, str(report)  # of 60: after the change, too
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_clipped_after_a_change_between_micro_batches(change: Callable[[Any, Any], None]) -> None:
     report = both(

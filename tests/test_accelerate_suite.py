@@ -30,10 +30,12 @@ def test_gradient_synchronisation_and_accumulation() -> None:
     assert "regions replayed" in run("test_sync", processes=1)
 
 
+@pytest.mark.slow
 def test_accelerator_dataloaders_optimizer_and_scheduler() -> None:
     """Trains against a plain baseline, among much else, which graphs have to reproduce."""
     assert "regions replayed" in run("test_script", processes=1)
 
 
+@pytest.mark.slow
 def test_gradient_synchronisation_in_two_processes() -> None:
     run("test_sync", processes=2)

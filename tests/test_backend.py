@@ -428,6 +428,7 @@ def test_validation_after_training_and_training_again_pytorch_128218() -> None:
     assert replays("inference") >= 10 and replays("forward") >= 10
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_shape_that_never_returns_is_not_captured_pytorch_196385(dynamic: bool) -> None:
     model = net()
@@ -797,6 +798,7 @@ class Handed(Net):
         return super().forward(x * HandsOut.apply(self.scale) + self.shift)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("phases", ["both", "forward", "backward"])
 def test_what_a_forward_saved_may_be_a_gradient(phases: str) -> None:
     def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -177,6 +177,7 @@ def a_batch(rng: random.Random) -> torch.Tensor:
     return torch.randn(1, 6).expand(rows, 6) if rng.random() < 0.15 else torch.randn(rows, 6)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("kind", [Normed, TwoRegions, ThreeRegions, SavesItsInput, InReusedMemory, Large])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_sequences(hostile: Arena, seed: int, kind: type[nn.Module]) -> None:  # noqa: F811

@@ -43,6 +43,7 @@ def trained(name: str, **options: Any) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "speech"])
 def test_a_workload_has_the_bits_of_the_run_without_graphs(
     hostile: Arena,  # noqa: F811

@@ -44,6 +44,7 @@ def run(json_file: Path, modes: str) -> list[dict[str, Any]]:
     return record["rows"]
 
 
+@pytest.mark.slow
 def test_script_measures_both_kinds_of_iteration(tmp_path):
     rows = run(tmp_path / "backend.json", "default,eager")
     assert [(row["mode"], row["kind"]) for row in rows] == [
@@ -56,6 +57,7 @@ def test_script_measures_both_kinds_of_iteration(tmp_path):
     assert compiled["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=5e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     backend_step._skip_reason("pygraph", "cpu") is not None, reason="the backend is not there"
 )

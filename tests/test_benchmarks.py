@@ -44,6 +44,7 @@ def run(module: str, json_file: Path, *options: str) -> dict[str, Any]:
     return json.loads(json_file.read_text())
 
 
+@pytest.mark.slow
 def test_lightning_step(tmp_path):
     options = ("--models", "mlp", "--modes", "eager,pygraph-eager", "--timeout-s", "0")
     record = run("benchmarks.lightning_step", tmp_path / "steps.json", *options)
@@ -55,6 +56,7 @@ def test_lightning_step(tmp_path):
     assert len(losses) > 10 and graphed["first_losses"][: len(losses)] == losses
 
 
+@pytest.mark.slow
 def test_audit_cost(tmp_path):
     record = run("benchmarks.audit_cost", tmp_path / "audits.json", "--models", "mlp", "--seconds", "1")
     (row,) = record["rows"]
@@ -69,6 +71,7 @@ def test_host_cost(tmp_path):
     assert row["error"] is None and row["steady"] and row["median_us"] > 0
 
 
+@pytest.mark.slow
 def test_accelerate_step(tmp_path):
     pytest.importorskip("accelerate")
     options = ("--models", "mlp", "--modes", "eager,pygraph,graphed-step", "--timeout-s", "0")
@@ -81,6 +84,7 @@ def test_accelerate_step(tmp_path):
     assert loop["first_losses"] == eager["first_losses"] == whole["first_losses"]
 
 
+@pytest.mark.slow
 def test_phase_switching(tmp_path):
     options = ("--cases", "models,metric,hostread", "--models", "mlp", "--timed", "3", "--timeout-s", "0")
     record = run("benchmarks.phase_switching", tmp_path / "phases.json", *options)
@@ -92,6 +96,7 @@ def test_phase_switching(tmp_path):
     assert correct["plan"] and correct["largest loss difference"]
 
 
+@pytest.mark.slow
 def test_known_issues(tmp_path):
     path = tmp_path / "issues.json"
     assert known_issues.main(["--device", "cpu", "--json", str(path)]) == 0
@@ -99,6 +104,7 @@ def test_known_issues(tmp_path):
     assert len(rows) == 5 and {row["mode"] for row in rows} == {"pygraph"}
 
 
+@pytest.mark.slow
 def test_transformers_trainer(tmp_path):
     pytest.importorskip("transformers")
     record = run("benchmarks.transformers_trainer", tmp_path / "rows.json")

@@ -44,6 +44,7 @@ def test_digits():
     assert float(accuracy) > 0.9
 
 
+@pytest.mark.slow
 def test_gpt():
     output = run("lightning_gpt.py", "--size", "tiny", "--steps", "40")
     assert replayed(output) >= 33
@@ -51,6 +52,7 @@ def test_gpt():
     assert float(loss) < 4.5  # log(number of characters) at the start
 
 
+@pytest.mark.slow
 def test_accelerate_gpt():
     pytest.importorskip("accelerate")
     output = run("accelerate_gpt.py", "--steps", "40")
@@ -59,12 +61,14 @@ def test_accelerate_gpt():
     assert float(loss) < 6  # log(number of tokens) = 7.6 at the start
 
 
+@pytest.mark.slow
 def test_accelerate_graphed_step():
     pytest.importorskip("accelerate")
     output = run("accelerate_graphed_step.py", "--steps", "60")
     assert replayed(output, share=0.7) >= 45
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--callback",)])
 def test_hf_trainer(options):
     pytest.importorskip("accelerate")

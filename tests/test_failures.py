@@ -154,6 +154,7 @@ WHERE = {
 }
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("make", [adamw, adam], ids=["adamw", "adam"])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["steps", "micro-batches"])

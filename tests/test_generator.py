@@ -116,6 +116,7 @@ FAULTS: dict[str, tuple[Plant, frozenset[str]]] = {
 }
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.timeout(900)  # a busy machine needs more than the usual limit
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str) -> None:

@@ -9,6 +9,7 @@ pytest.importorskip("accelerate")
 from generator.suite import check
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # a busy machine needs more than the usual limit
 @pytest.mark.parametrize("seed", range(2))
 def test_generated_cases_are_equal(seed: int) -> None:

@@ -162,6 +162,7 @@ NUMPY = {
 }
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", NUMPY)
 @pytest.mark.parametrize("limit", [None, np.float64(0.1), np.float32(0.1)], ids=lambda v: type(v).__name__)
 def test_hyperparameters_of_numpy_stay_what_they_are(name, limit):
@@ -596,6 +597,7 @@ def test_tensors_swapped_in_mid_run(change, config):
         replayed(report, least=25)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("index", [1, 9])
 def test_tensors_swapped_after_a_refused_trace(index):
     def script(diary: Diary) -> None:
@@ -1130,6 +1132,7 @@ def test_inputs_passed_through_to_the_output():
     both(script, replays=40, plan="{F B O}")
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "values",
     [

@@ -220,6 +220,7 @@ def test_attribute_read_that_changes_once_an_epoch():
     assert len(report.captures) == 2
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("config", [{}, {"forward": "off"}], ids=str)
 @pytest.mark.parametrize(
     "read",
@@ -399,6 +400,7 @@ def _buffer_attribute(model, index):
     model.last = index.sum()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("write", "name"),
     [
@@ -589,6 +591,7 @@ HOOKS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow_after(1)
 @HOOKS
 def test_hooks_run_on_every_step(register):
     calls: list[int] = []
@@ -609,6 +612,7 @@ def test_hooks_run_on_every_step(register):
     assert report.fallbacks[0].where is None or __file__ in report.fallbacks[0].where
 
 
+@pytest.mark.slow_after(1)
 @HOOKS
 def test_hooks_registered_in_mid_run(register):
     calls: list[int] = []
@@ -812,6 +816,7 @@ class Opaque:
         self.x = x
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("change", "name"),
     [

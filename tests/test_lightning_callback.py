@@ -51,6 +51,7 @@ def named(options: Any) -> str:
 # -- options of the Trainer ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(6)
 @OPTIMIZERS
 @pytest.mark.parametrize(
     "options",
@@ -70,6 +71,7 @@ def test_parity_under_trainer_options(optimizer, options):
     parity(lambda: Module(optimizer), **options, replays=24, plan="{F B O}")
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -145,6 +147,7 @@ class Logs(Module):
         self.log("at the end", 1.0)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize(
     "options",
@@ -413,6 +416,7 @@ def without_paths(state: Any, folder: Path) -> Any:
     return state
 
 
+@pytest.mark.slow_after(1)
 @OPTIMIZERS
 def test_checkpoints_are_the_same_and_can_be_exchanged(optimizer, tmp_path):
     def train(name: str, graphed: bool, **options: Any) -> Any:

@@ -63,6 +63,7 @@ BEFORE_UPDATE = ["on_after_backward", "on_before_optimizer_step"]
 MODULE_BEFORE_UPDATE = [*BEFORE_UPDATE, "configure_gradient_clipping", "clip_gradients", "optimizer_step"]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("hook", "owner"),
     [*itertools.product(MODULE_BETWEEN, ["module"]), *itertools.product(BETWEEN, ["callback"])],
@@ -110,6 +111,7 @@ class Between(Module):
         self.write("before the step", *[p.grad for p in self.parameters()])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_hooks_between_all_phases_see_and_change_what_is_there(accumulate, precision, monkeypatch):
@@ -171,6 +173,7 @@ def test_a_hook_that_changes_parameters_keeps_forward_and_backward_out_of_graphs
     assert report.plan == "F B {O}" and any("are changed between" in n for n in report.notes), str(report)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     ("hook", "owner"),
@@ -347,6 +350,7 @@ class LoggedStep(Module):
         return self.loss(batch)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("module", "parts"),
     [
@@ -377,6 +381,7 @@ def test_python_in_the_step_runs_on_every_step_and_is_named(module, parts, capsy
         assert len(lines) == 88 and lines[:44] == lines[44:]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("make", [LoggedRate, lambda: LoggedRate("sgd", "step"), LoggedStep])
 @pytest.mark.filterwarnings("ignore")
 def test_values_of_python_logged_in_the_step_are_right(make):
@@ -605,6 +610,7 @@ print("REASON", fallback.reason)
 """
 
 
+@pytest.mark.slow
 def test_ddp_trains_as_before():
     script = DDP.format(tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -615,6 +621,7 @@ def test_ddp_trains_as_before():
 # -- exceptions ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("error", [ValueError("boom"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 @pytest.mark.parametrize("place", ["on_train_batch_end", "training_step"])
 @pytest.mark.parametrize("batch", [0, 1, 2, 4, 5, 9])
@@ -822,6 +829,7 @@ def test_an_activation_may_be_used_in_another_loss():
     in_regions(refused(parity(Auxiliary, replays=85), "Auxiliary.backward"))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("late", [AsksInAHook, "penalty"])
 def test_what_compiled_kernels_cannot_do_is_told_when_it_comes_late(late):
     class AsksLate(AsksInAHook):

@@ -26,6 +26,7 @@ from pygraph_train.step.decisions import Decisions  # noqa: E402
 OFF = {"forward": "off", "backward": "off"}
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -48,6 +49,7 @@ def test_the_optimizer_alone(optimizer, options):
     assert report.optimizer_steps_replayed >= least, str(report)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,6 +123,7 @@ class Measures(Module):
         return loss
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}],
@@ -139,6 +142,7 @@ def test_a_metric_and_the_step_number_are_python_on_every_step(options):
     in_regions(report)
 
 
+@pytest.mark.slow
 def test_a_hook_before_the_optimizer_and_a_metric():
     class Both(Measures):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -201,6 +205,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     return table
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("best", [SPLIT, FORWARD_BACKWARD, OPTIMIZER, NOTHING], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_any_plan_may_win_and_nothing_that_is_computed_changes(best, accumulate, declared):

@@ -44,6 +44,7 @@ def _train(
     return step.report(), {name: weakref.ref(thing) for name, thing in found.items()}
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("close", [False, True], ids=["dropped", "closed"])
 @pytest.mark.parametrize(
     ("kind", "optimizer", "config", "steps"),

@@ -137,6 +137,7 @@ def test_the_optimizer_alone(make_optimizer, clip):
     assert "forward='off', backward='off'" in report.fallbacks[0].reason
 
 
+@pytest.mark.slow_after(1)
 @OPTIMIZERS
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_optimizer_alone_under_accumulation_and_a_read_on_the_host(make_optimizer, accumulate):
@@ -344,6 +345,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     return table
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("best", PLANS, ids=str)
 @OPTIMIZERS
 def test_any_plan_may_win_and_nothing_that_is_computed_changes(best, make_optimizer, declared):
@@ -355,6 +357,7 @@ def test_any_plan_may_win_and_nothing_that_is_computed_changes(best, make_optimi
     assert 0 < controller.exploration_steps <= controller.rules.exploration
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("accumulate", [2, 3])
 @pytest.mark.parametrize("best", [SPLIT, SEPARATE, OPTIMIZER, NOTHING], ids=str)
 def test_plans_are_switched_between_whole_steps_of_an_accumulation(best, accumulate, declared):
@@ -363,6 +366,7 @@ def test_plans_are_switched_between_whole_steps_of_an_accumulation(best, accumul
     assert report.plan == str(best), str(report)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_costs_that_change_all_the_time_change_no_parameter(seed, declared):
     """The first loss that differs by a bit fails."""

@@ -99,6 +99,7 @@ def _old_view_is_read(pair: Pair) -> Any:
     return step_fn
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "step_of", [_moco, _moco_at_the_end, _clipped, _clipped_in_place, _buffer, _old_view_is_read]
 )

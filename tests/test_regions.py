@@ -100,6 +100,7 @@ def with_print(model: Net, diary: Diary) -> Any:
 MAKERS = pytest.mark.parametrize("make_step", [with_metric, with_host_read, with_print])
 
 
+@pytest.mark.slow_after(1)
 @MAKERS
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 def test_python_in_the_step_runs_and_the_rest_is_in_graphs(make_step, make_optimizer):
@@ -108,12 +109,14 @@ def test_python_in_the_step_runs_and_the_rest_is_in_graphs(make_step, make_optim
     assert report.steps_replayed == 0
 
 
+@pytest.mark.slow_after(1)
 @MAKERS
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulation_in_regions(make_step, accumulate):
     in_regions(both(training(make_step, steps=60 * accumulate, accumulate=accumulate), replays=205))
 
 
+@pytest.mark.slow_after(1)
 @MAKERS
 def test_the_optimizer_outside(make_step):
     report = in_regions(both(training(make_step), optimizer="off", replays=70), plan="{F} {B} O")
@@ -139,6 +142,7 @@ ONE_PHASE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow_after(1)
 @ONE_PHASE
 @pytest.mark.parametrize("make_step", [with_metric, with_host_read, lambda model, diary: loss_of(model)])
 def test_a_phase_that_is_off_has_no_graph(make_step, switches, plan):
@@ -148,6 +152,7 @@ def test_a_phase_that_is_off_has_no_graph(make_step, switches, plan):
     assert (report.optimizer_steps_replayed >= 20) == plan.endswith("{O}"), str(report)
 
 
+@pytest.mark.slow_after(1)
 @ONE_PHASE
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulation_with_one_phase_off(accumulate, switches, plan):
@@ -247,6 +252,7 @@ def test_gradients_asked_for_in_the_step_do_not_have_dynamo_trace_the_library(mo
     assert not {name for name in traced if name.startswith(str(step.parent))} - outermost
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dropout_in_half_precision_rounds_as_without_a_graph(autocast: bool) -> None:
     def script(diary: Diary) -> None:
@@ -505,6 +511,7 @@ def test_a_model_that_changes_on_every_step_stays_as_it_is():
     assert report.plan in ("F B {O}", "{F} {B} {O}"), str(report)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("best", [SEPARATE, REGIONS], ids=str)
 def test_a_step_that_could_be_fused_may_be_faster_in_regions(best, monkeypatch):
     monkeypatch.setattr(timing, "declared_seconds", lambda arm: 0.5 if arm.plan == best else 1.0)
@@ -569,6 +576,7 @@ def test_steps_leave_nothing_behind():
     assert left[1] == left[2], left
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("what", ["random", "item"])
 def test_dynamo_gives_no_advice_to_a_loop_that_never_asked_for_it(what, caplog):
     model = Net()

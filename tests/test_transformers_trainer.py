@@ -108,6 +108,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_callback_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     report: Any = both(with_callback, tmp_path, replays=60, **options).report()
@@ -115,6 +116,7 @@ def test_callback_trains_the_same(options: dict[str, Any], tmp_path: Path) -> No
     assert report.steps_replayed > 18, str(report)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_trainer_that_fuses_the_step_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     report: Any = both(whole(), tmp_path, replays=20, **options).report()
@@ -125,6 +127,7 @@ def test_trainer_that_fuses_the_step_trains_the_same(options: dict[str, Any], tm
         assert step.plan == "{F B O}" and step.steps_replayed > 18, str(report)
 
 
+@pytest.mark.slow
 def test_callback_with_accumulation(tmp_path: Path) -> None:
     report: Any = both(with_callback, tmp_path, replays=40, gradient_accumulation_steps=4).report()
     assert sum(region.replays for region in report.regions()) > 40, str(report)

@@ -76,6 +76,7 @@ def compiled(model: nn.Module, fn: Any, *args: Any) -> tuple[list[Tensor], Trace
     return trained(lambda: trace(fn, args, {}), model), trace
 
 
+@pytest.mark.slow
 def test_casts_of_weights_and_of_their_gradients_run_together(batches: list[int]) -> None:
     model, x = linears(), torch.randn(4, 8)
     expected = trained(torch.compile(under_autocast), model, model, x)
@@ -85,6 +86,7 @@ def test_casts_of_weights_and_of_their_gradients_run_together(batches: list[int]
     assert differs(expected, found) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("batches")
 def test_a_cache_has_an_entry_for_each_setting_of_the_switches_that_choose_kernels() -> None:
     model, x = Layers(2), torch.randn(8, 8)
@@ -95,6 +97,7 @@ def test_a_cache_has_an_entry_for_each_setting_of_the_switches_that_choose_kerne
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
+@pytest.mark.slow
 def test_caches_are_not_shared_with_those_who_compile_plainly(batches: list[int]) -> None:
     model, x = Layers(4), torch.randn(4, 8)
     plain = torch.compile(model)
