@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from replays import regions_ran
 from test_backend import (  # noqa: F401
     Net,
     accumulating,
@@ -190,6 +191,7 @@ def test_a_second_backward_is_refused_unless_the_graph_is_retained(calls: list[A
             with pytest.raises(RuntimeError, match="backward through the graph a second time"):
                 loss.backward()
     assert len(calls) >= 6
+    regions_ran(1)
 
 
 def test_parameters_changed_before_the_backward_are_noticed(calls: list[Any]) -> None:
@@ -203,6 +205,7 @@ def test_parameters_changed_before_the_backward_are_noticed(calls: list[Any]) ->
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.backward()
     assert len(calls) >= 6
+    regions_ran(1)
 
 
 def test_a_second_derivative_is_refused(calls: list[Any]) -> None:
@@ -214,6 +217,7 @@ def test_a_second_derivative_is_refused(calls: list[Any]) -> None:
             with pytest.raises(RuntimeError, match="does not currently support double backward"):
                 slope.sum().backward()
     assert len(calls) >= 6
+    regions_ran(1)
 
 
 @pytest.mark.parametrize("replayed", [True, False])
@@ -232,6 +236,8 @@ def test_nothing_outlives_a_step_that_is_never_differentiated(replayed: bool, ca
     finally:
         gc.enable()
     assert len(calls) >= 4
+    if replayed:
+        regions_ran(1)
 
 
 def test_who_watches_what_is_saved_goes_the_long_way(calls: list[Any]) -> None:
@@ -356,6 +362,7 @@ def test_a_retained_graph_with_donated_buffers_is_refused_as_aotautograd_does(ca
         with pytest.raises(RuntimeError, match="non-empty donated buffers"):
             loss.backward(retain_graph=True)
     assert len(calls) >= 6
+    regions_ran(1)
 
 
 class Multiplies(nn.Module):
@@ -380,6 +387,7 @@ def test_an_input_changed_before_the_backward_is_noticed(warmup_runs: int, calls
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.backward()
     assert len(calls) >= 6
+    regions_ran(1)
 
 
 def _hidden(model: Plain, x: torch.Tensor) -> torch.Tensor:
@@ -448,6 +456,8 @@ def test_a_detached_output_shares_its_version(forward: Any, warmup_runs: int, ca
             continue
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+    if warmup_runs == 1:
+        regions_ran(1)
 
 
 @pytest.mark.parametrize("warmup_runs", [1, 10**6])
@@ -471,6 +481,8 @@ def test_a_saved_view_of_an_output_is_freed_with_it(warmup_runs: int, calls: lis
     finally:
         gc.enable()
     assert len(calls) >= 4
+    if warmup_runs == 1:
+        regions_ran(1)
 
 
 def test_a_function_that_changes_the_grad_mode_goes_the_long_way(calls: list[Any]) -> None:
@@ -491,6 +503,7 @@ def test_a_function_that_changes_the_grad_mode_goes_the_long_way(calls: list[Any
             torch.set_grad_enabled(True)
         out.sum().backward()
     assert not calls
+    regions_ran(1)
 
 
 def test_compiled_autograd_around_the_backward_alone(calls: list[Any]) -> None:
@@ -508,6 +521,7 @@ def test_compiled_autograd_around_the_backward_alone(calls: list[Any]) -> None:
         with pytest.raises(RuntimeError, match="second time"):
             total.backward()
     assert len(calls) >= 6
+    regions_ran(1)
 
 
 class WithLogits(Plain):
@@ -597,6 +611,7 @@ def test_a_gradient_that_is_handed_on_is_the_callers_own(
         assert torch.equal(gradient, torch.zeros(3))
         gradient.add_(1)  # and nobody else's zeros
     assert len(calls) >= 10
+    regions_ran(1)
 
 
 def test_zeros_that_a_later_graph_hands_on_are_the_callers_own(
@@ -616,6 +631,7 @@ def test_zeros_that_a_later_graph_hands_on_are_the_callers_own(
         gradient.add_(1)
         if step in (8, 9, 10, 11):
             model.last.weight.data = model.last.weight.data.clone()  # captured again
+    regions_ran(1)
 
 
 class Heads(nn.Module):
@@ -673,6 +689,7 @@ def test_what_nothing_depends_on_is_told_as_without_a_graph() -> None:
             torch.autograd.grad(call(x)[0].sum(), [model.heads[1].weight])
         (found,) = torch.autograd.grad(call(x)[0].sum(), [model.heads[1].weight], allow_unused=True)
         assert found is None
+    regions_ran(1)
 
 
 def test_zeros_made_in_somebody_elses_capture_serve_nobody_else(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from replays import regions_ran
 from test_backend import batches, compiled, hostile, regions  # noqa: F401
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,6 +128,7 @@ def test_hooks_may_replace_a_part_of_what_is_saved(options: dict[str, Any]) -> N
     for want, found in zip(*results, strict=True):
         torch.testing.assert_close(found, want)
     assert all(r.captures <= 8 for r in backend.report().regions), backend.report()
+    regions_ran(1)
 
 
 def test_gradients_whose_shape_is_changed_in_place() -> None:
@@ -139,6 +141,7 @@ def test_gradients_whose_shape_is_changed_in_place() -> None:
         torch.testing.assert_close(found, want)
         changes[step % 3](found)
         del found
+    regions_ran(1)
 
 
 def test_only_the_storage_of_a_gradient_is_kept() -> None:
@@ -150,6 +153,7 @@ def test_only_the_storage_of_a_gradient_is_kept() -> None:
         del gradient
     for storage, want in kept:
         assert torch.equal(torch.empty(0).set_(storage, 0, want.size(), want.stride()), want)
+    regions_ran(1)
 
 
 def test_regions_that_nobody_can_call_are_freed(hostile: Arena) -> None:  # noqa: F811
@@ -162,6 +166,7 @@ def test_regions_that_nobody_can_call_are_freed(hostile: Arena) -> None:  # noqa
         call = compiled(model)
         for x, _ in batches(5):
             call(x).sum().backward()
+        regions_ran(1)
         del model, call
         torch.compiler.reset()
         gc.collect()
@@ -188,6 +193,7 @@ def test_more_shapes_in_turn_than_are_kept_are_not_captured_again_and_again() ->
         model.zero_grad()
     captures = sum(r.captures for r in backend.report().regions)
     assert captures <= 40, backend.report()  # 5 shapes, forward and backward, four rounds at most
+    regions_ran(1)
 
 
 def test_without_memory_for_a_second_capture_inputs_are_copied(

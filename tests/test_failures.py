@@ -211,6 +211,7 @@ def test_step_fn_must_return_a_loss(result, described, late):
         for index, batch in enumerate(batches(30)):
             step(batch, index == late)
     assert index == late
+    assert step.report().steps_replayed >= late - 8
 
 
 def test_engine_cuda_without_a_gpu():
