@@ -3,7 +3,7 @@
 #   PYTHON=python3.12   the interpreter to build .venv from
 #   VENV=dir            where the environment is; `VENV=` (empty) makes none and uses PYTHON as it is, with
 #                       the packages it has: for a machine with its own torch, or without a registry
-#   ARGS="..."          options for the script behind demo, bench, test, gpu-test and hunt
+#   ARGS="..."          options for the script behind demo, bench, test, planted, gpu-test and hunt
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,7 +26,7 @@ BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 # one process for each core, and the tests of a file together, where pytest-xdist is installed
 PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
 
-.PHONY: help demo test test-all test-oldest lint gpu-test hunt bench clean in-place
+.PHONY: help demo test test-all planted test-oldest lint gpu-test hunt bench clean in-place
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,9 @@ test: lint ## formatting, lint, types, and the tests that are not slow (GPU test
 
 test-all: test ## every check: `make test`, then the slow tests
 	$(PY) -m pytest -m slow $$($(PY) -c '$(PARALLEL)') $(ARGS)
+
+planted: $(READY) ## plant faults in the library, and list the tests that pass although they promise to notice
+	$(PY) -m tests.planted $$($(PY) -c '$(PARALLEL)') $(ARGS)
 
 lint: $(READY) ## formatting, lint and types only
 	$(PY) -m ruff format --check .

@@ -75,6 +75,7 @@ def replayed(report: Any, least: int = 20) -> None:
     assert report.present_plan() == "{F} {B} {O}", str(report)
 
 
+@pytest.mark.notices("inputs of regions are not copied", "learning rates are not copied to the device")
 def test_plain_loop() -> None:
     replayed(both(train, replays=60))
 
@@ -386,8 +387,7 @@ def test_a_parameter_of_a_model_that_is_traced_in_parts_is_swapped(index: int) -
             optimizer.zero_grad()
             s.write_state(model, optimizer)
 
-    report = both(script)
-    assert any(r.replays for r in report.regions()), str(report)
+    both(script, replays=20)
 
 
 class Scaling:
@@ -737,6 +737,7 @@ def test_accelerator_and_optimizer_can_be_pickled() -> None:
     assert again.pygraph.config == accelerator.pygraph.config
 
 
+@pytest.mark.passes_without_graphs("it shows that no region of a reference run has a graph")
 def test_never_in_a_graph_is_what_the_reference_runs() -> None:
     plugin = PyGraph(engine="emulated", warmup_steps=NEVER)
     run(train, plugin)
@@ -818,6 +819,7 @@ class LayerDrop(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.passes_without_graphs("the one that draws random numbers has no graph of forward and backward")
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("counts", [False, True], ids=["random", "counter"])
 def test_a_model_that_never_becomes_a_graph_has_a_row_with_the_line(counts):

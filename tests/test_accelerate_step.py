@@ -99,6 +99,11 @@ def whole(report: Any, least: int = 20, plan: str = "{F B O}") -> Any:
     return step
 
 
+@pytest.mark.notices(
+    "the last tensor of a batch is not copied",
+    "gradients pile up in graphs",
+    "learning rates are not copied to the device",
+)
 @pytest.mark.parametrize("zero_first", [False, True])
 @pytest.mark.parametrize("clip", [None, "norm", "value"])
 def test_whole_step(clip: str | None, zero_first: bool) -> None:

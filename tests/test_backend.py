@@ -371,6 +371,7 @@ def test_inputs_served_by_indirection_are_not_copied() -> None:
     assert backward.copied_bytes == 0 and backward.patched_pointers >= 1, backward
 
 
+@pytest.mark.notices("inputs of regions are not copied")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradient_accumulation_pytorch_169545(set_to_none: bool) -> None:
     """reduce-overhead: "accessing tensor output of CUDAGraphs that has been overwritten"."""
@@ -897,6 +898,7 @@ def kept_for_a_while(model: nn.Module, call: Any, opt: torch.optim.Optimizer) ->
     return losses + _steps(call, opt, 20)
 
 
+@pytest.mark.notices("inputs of regions are never looked for elsewhere")
 @pytest.mark.parametrize("body", [pending_once, kept_for_a_while])
 def test_graphs_come_back_after_all_versions_were_used(body: Body) -> None:
     same_as_plain(body, least=40)
@@ -905,6 +907,7 @@ def test_graphs_come_back_after_all_versions_were_used(body: Body) -> None:
     assert backward.replays >= 18 and backward.plain_runs <= 12, backward
 
 
+@pytest.mark.notices("inputs of regions are never looked for elsewhere")
 def test_versions_for_what_does_not_come_back_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only one there may be is blocked for good by what it saved for a backward that never comes."""
     monkeypatch.setattr(region_module, "MAX_VERSIONS", 1)

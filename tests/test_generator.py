@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
+from faults import FAULTS
 from generator.case import Batches, Case, Change, Loop, Optimizer
 from generator.run import case_from, compare, run
 from generator.script import script_of
@@ -15,124 +14,56 @@ from generator.shrink import shrunk
 from generator.strategies import LOOPS
 from generator.suite import each_case
 
-from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.emulated import EmulatedGraph
-from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.step import runner
-from pygraph_train.step.inputs import StaticInputs
-from pygraph_train.step.outputs import Outputs
-from pygraph_train.step.rebinding import Moves
-from pygraph_train.tracing import watch
-from pygraph_train.tracing.trace import Trace
-from pygraph_train.tracing.watch import ModuleWatch
-
-Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-def _constant(owner: Any, name: str, value: Any) -> Plant:
-    """A function that always returns the same."""
-    return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: value)
-
-
-def _forgets_the_last_tensor(patch: pytest.MonkeyPatch) -> None:
-    def load(self: StaticInputs, leaves: Sequence[Any]) -> None:
-        for tensor, index in list(zip(self.tensors, self._index, strict=True))[:-1]:
-            tensor.copy_(leaves[index])
-
-    patch.setattr(StaticInputs, "load", load)
-
-
-def _results_in_the_memory_of_the_graph(patch: pytest.MonkeyPatch) -> None:
-    call = Outputs.__call__
-
-    def without_copies(self: Outputs, leaves: Sequence[Any]) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(torch.Tensor, "clone", torch.Tensor.detach)
-            return call(self, leaves)
-
-    patch.setattr(Outputs, "__call__", without_copies)
-
-
-def _absent_gradients_are_zero(patch: pytest.MonkeyPatch) -> None:
-    after = Gradients.after_replay
-
-    def with_zeros(self: Gradients) -> None:
-        after(self)
-        for p in self.parameters:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-
-    patch.setattr(Gradients, "after_replay", with_zeros)
-
-
-def _memory_of_parameters_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("pygraph_train.tracing.trace.writes_to_inputs", lambda graph: [])
-    patch.setattr(Moves, "found", lambda self: [])
 
 
 def _changes(*names: str) -> frozenset[str]:
     return frozenset(f"change {name}" for name in names)
 
 
-FAULTS: dict[str, tuple[Plant, frozenset[str]]] = {
-    "parameters are never looked for elsewhere": (
-        _constant(runner, "same_memory", True),
-        _changes("data_replaced", "data_cloned", "parameter_replaced", "load_model_assign"),
+SHOWN_BY: dict[str, frozenset[str]] = {
+    "guards always hold": _changes("attribute_changed", "eval_mode", "forward_replaced", "autocast"),
+    "the last tensor of a batch is not copied": frozenset(),
+    "learning rates are not copied to the device": _changes("lr_changed", "lr_zero", "lr_of_one_group"),
+    "parameters are never looked for elsewhere": _changes(
+        "data_replaced", "data_cloned", "parameter_replaced", "load_model_assign"
     ),
-    "modules are never looked at": (
-        _constant(ModuleWatch, "unchanged", True),
-        _changes("forward_hook_scales", "forward_replaced", "frozen_first", "pre_hook"),
+    "modules are never looked at": _changes(
+        "forward_hook_scales", "forward_replaced", "frozen_first", "pre_hook"
     ),
-    "guards always hold": (
-        _constant(Trace, "holds", True),
-        _changes("attribute_changed", "eval_mode", "forward_replaced", "autocast"),
+    "results are overwritten by the next replay": frozenset(),
+    "other hyperparameters are baked in": _changes("decay_changed", "momentum_changed", "maximize"),
+    "absent gradients are zero": frozenset({"block unused", "block frozen"}),
+    "`.data = ...` in a step is not noticed": frozenset(
+        {"step moco", "step moco_in_model", "step clip_weights"}
     ),
-    "the last tensor of a batch is not copied": (_forgets_the_last_tensor, frozenset()),
-    "results are overwritten by the next replay": (_results_in_the_memory_of_the_graph, frozenset()),
-    "learning rates are not copied to the device": (
-        _constant(OptimizerPreparation, "sync", None),
-        _changes("lr_changed", "lr_zero", "lr_of_one_group"),
+    "shapes and strides of parameters are not looked at": _changes(
+        "data_cut", "data_transposed", "frozen_first"
     ),
-    "other hyperparameters are baked in": (
-        _constant(OptimizerPreparation, "hyperparameters", ()),
-        _changes("decay_changed", "momentum_changed", "maximize"),
+    "a capture that fails loses gradients": frozenset(
+        {"step gradient_read", "step hook_on_activation", "step raises_late"}
     ),
-    "absent gradients are zero": (_absent_gradients_are_zero, frozenset({"block unused", "block frozen"})),
-    "`.data = ...` in a step is not noticed": (
-        _memory_of_parameters_is_not_looked_at,
-        frozenset({"step moco", "step moco_in_model", "step clip_weights"}),
-    ),
-    "shapes and strides of parameters are not looked at": (
-        _constant(watch, "tensor_looks", lambda *tensors: True),
-        _changes("data_cut", "data_transposed", "frozen_first"),
-    ),
-    "a capture that fails loses gradients": (
-        _constant(Gradients, "restore", None),
-        frozenset({"step gradient_read", "step hook_on_activation", "step raises_late"}),
-    ),
-    "hooks on gradients are not noticed": (
-        _constant(runner, "hooked", False),
-        _changes("tensor_hook", "post_accumulate_hook"),
-    ),
+    "hooks on gradients are not noticed": _changes("tensor_hook", "post_accumulate_hook"),
 }
+"""Faults, and features of which a case has to have one in order to show it; any case where there are none."""
 
 
 @pytest.mark.slow_after(3)
 @pytest.mark.timeout(900)  # a busy machine needs more than the usual limit
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", SHOWN_BY)
 def test_a_planted_fault_is_found(name: str) -> None:
-    plant, features = FAULTS[name]
     found: list[Case] = []
 
     def body(case: Case) -> None:
         if found:
             return
         with pytest.MonkeyPatch.context() as patch:
-            plant(patch)
+            FAULTS[name](patch)
             differs = compare(case).difference is not None
         if differs and compare(case).difference is None:  # by the fault that was planted, and no other
             found.append(case)
 
-    each_case("graphed", 25, 0, body, only=features)
+    each_case("graphed", 25, 0, body, only=SHOWN_BY[name])
     assert found
 
 

@@ -30,6 +30,7 @@ OPTIMIZERS = pytest.mark.parametrize(
 # -- learning rates and optimizer state --------------------------------------------------------------
 
 
+@pytest.mark.notices("gradients pile up in graphs")
 @OPTIMIZERS
 @pytest.mark.parametrize("schedule", ["step", "cosine"])
 def test_schedulers_change_the_learning_rate_of_replays(make_optimizer, plan, schedule):
@@ -199,6 +200,7 @@ def test_sparse_gradients_are_named():
     assert not any("not implemented" in str(f) for f in report.fallbacks), str(report)
 
 
+@pytest.mark.notices("learning rates are not copied to the device")
 def test_replay_reads_new_learning_rate():
     model = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
@@ -303,6 +305,7 @@ def test_parameter_group_added_in_mid_run():
 # -- gradients -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.notices("the last tensor of a batch is not copied", "gradients pile up in graphs")
 @OPTIMIZERS
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_gradient_accumulation_with_a_ragged_group(make_optimizer, plan, clip):
@@ -527,17 +530,20 @@ def _tied(model: Scaled, optimizer: Any) -> None:
     model.second.bias = nn.Parameter(torch.zeros(3))
 
 
+ELSEWHERE = pytest.mark.notices("parameters are never looked for elsewhere")
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        _new_data,
-        _new_attribute,
-        _new_parameter_outside,
-        _new_parameter_on_the_same_memory,
-        _new_module_in_optimizer,
-        _assigned_state_dict,
-        _new_buffer,
-        _tied,
+        pytest.param(_new_data, marks=ELSEWHERE),
+        pytest.param(_new_attribute, marks=ELSEWHERE),
+        pytest.param(_new_parameter_outside, marks=ELSEWHERE),
+        pytest.param(_new_parameter_on_the_same_memory, marks=ELSEWHERE),
+        _new_module_in_optimizer,  # which the optimizer's new state tells, too
+        pytest.param(_assigned_state_dict, marks=ELSEWHERE),
+        pytest.param(_new_buffer, marks=ELSEWHERE),
+        pytest.param(_tied, marks=ELSEWHERE),
     ],
 )
 def test_tensors_replaced_in_mid_run(change):
@@ -570,8 +576,8 @@ def _loaded(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "config"),
     [
-        (_swapped, {}),
-        (_converted, {}),
+        pytest.param(_swapped, {}, marks=ELSEWHERE),
+        pytest.param(_converted, {}, marks=ELSEWHERE),
         (_loaded, {}),
         (_swapped, {"fuse": "off"}),
     ],
@@ -782,6 +788,7 @@ def test_validation_and_ema_between_steps():
     both(script, replays=30, plan="{F B O}")
 
 
+@pytest.mark.notices("guards always hold")
 def test_training_in_eval_mode_for_a_while():
     def script(diary: Diary) -> None:
         model = Net()
@@ -919,6 +926,7 @@ def test_scaler_with_an_optimizer_that_reads_overflow_on_the_host():
     both(script, replays=30, plan="{F B} O")
 
 
+@pytest.mark.notices("guards always hold")
 def test_autocast_around_the_step():
     def script(diary: Diary) -> None:
         model = Net()
@@ -960,6 +968,7 @@ class Encoding(UserDict):
             raise AttributeError(name) from None
 
 
+@pytest.mark.notices("the last tensor of a batch is not copied")
 @pytest.mark.parametrize(
     ("pack", "x", "y"),
     [
@@ -1009,6 +1018,7 @@ def test_keyword_arguments_and_unread_tensors():
     both(script, replays=30, plan="{F B O}")
 
 
+@pytest.mark.notices("guards always hold")
 def test_a_number_that_the_step_reads_and_that_changes_once_in_a_while():
     def script(diary: Diary) -> None:
         model = Net()

@@ -51,6 +51,7 @@ def named(options: Any) -> str:
 # -- options of the Trainer ----------------------------------------------------------------------------
 
 
+@pytest.mark.notices("the last tensor of a batch is not copied", "gradients pile up in graphs")
 @pytest.mark.slow_after(6)
 @OPTIMIZERS
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_parity_under_more_trainer_options(options):
     parity(**options, replays=24, plan="{F B O}")
 
 
+@pytest.mark.notices("learning rates are not copied to the device")
 @OPTIMIZERS
 @pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
 def test_schedulers_change_the_learning_rate_of_replays(optimizer, scheduler):

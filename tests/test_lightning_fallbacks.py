@@ -395,6 +395,7 @@ def test_training_step_that_returns_none():
     )
 
 
+@pytest.mark.notices("guards always hold")
 def test_epoch_read_in_the_step_is_read_in_every_epoch():
     class Warm(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -100,6 +100,7 @@ def with_print(model: Net, diary: Diary) -> Any:
 MAKERS = pytest.mark.parametrize("make_step", [with_metric, with_host_read, with_print])
 
 
+@pytest.mark.notices("inputs of regions are not copied")
 @pytest.mark.slow_after(1)
 @MAKERS
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
