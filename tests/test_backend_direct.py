@@ -132,11 +132,10 @@ class Solves(nn.Module):
 
 
 def test_results_that_are_none(calls: list[Any]) -> None:
-    same_as_plain(
-        lambda model, call, opt: train(call, opt, 12),
-        Solves,
-        refused="with_effects cannot be recorded by the CPU emulation",
-    )
+    least: Any = {"refused": "with_effects cannot be recorded by the CPU emulation"}
+    if torch.__version__ < "2.13":  # has no such operator here
+        least = {"least": 10}
+    same_as_plain(lambda model, call, opt: train(call, opt, 12), Solves, **least)
 
 
 def test_gradients_of_some_inputs_and_hooks(calls: list[Any]) -> None:
