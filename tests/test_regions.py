@@ -458,6 +458,46 @@ def test_a_backward_has_the_autocast_that_surrounds_it(inside: bool, around: ran
     in_regions(both(script), least=15)
 
 
+class AnyRows(nn.Module):
+    """A parameter that works with any number of rows. Another one may be changed beside autograd."""
+
+    def __init__(self, clamps: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.words = nn.Linear(6, 3), nn.Parameter(torch.randn(20, 6))
+        self.clamps = clamps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.clamps:
+            self.layer.weight.data.clamp_(-0.2, 0.2)
+        return self.layer(x * self.words.mean())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("clamps", [False])
+@pytest.mark.parametrize("cut", [2, 3, 6, 30])
+def test_a_parameter_gets_another_shape(cut: int, clamps: bool) -> None:
+    """Whoever held the autograd graph of a step would hold the shape that autograd expects of a gradient."""
+
+    def script(diary: Diary) -> None:
+        model = AnyRows(clamps)
+        optimizer = sgd(model, momentum=0)
+
+        def step_fn(batch: Any) -> Tensor:
+            out = model(batch[0])
+            print(out.mean().item(), file=io.StringIO())
+            return nn.functional.cross_entropy(out, batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index == cut:
+                model.words.data = model.words.data[:10]
+                model.words.grad = None
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script), plan="{F} {B} {O}")
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -127,6 +127,7 @@ class Regions:
         self.records: list[RegionRecord] = []
         report.regions = functools.partial(list, self.records)
         self._retains = False  # a backward was seen that may be called again
+        self._activations: list[list[Tensor]] = []  # one in each, for the hooks of the present step
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[_Backend], _Level]] = iter((_WholeFunction, self._modules))
         self._kind = next(self._levels)
@@ -153,6 +154,9 @@ class Regions:
             ) from error
         finally:
             forget_notes(self._notes)
+            for held in self._activations:  # else it would hold its hook, and the hook it, for good
+                held.clear()
+            self._activations.clear()
         if failures:
             self.problem = self.problem or compiler_failed(failures[0])
             for failure in failures:
@@ -221,18 +225,19 @@ class Regions:
         thread = threading.get_ident()
         for result in results:
             others = [x.grad_fn for x in results if x is not result]
-            activation = result if any(_depends(x, result.grad_fn) for x in others) else None
+            activation = [result] if any(_depends(x, result.grad_fn) for x in others) else []
+            self._activations.append(activation)
             hooks = len(gradient_hooks(result) or ()) + 1  # and the one that is registered here
 
             @untraced
-            def look(gradient: Tensor, activation: Tensor | None = activation, hooks: int = hooks) -> None:
+            def look(gradient: Tensor, activation: list[Tensor] = activation, hooks: int = hooks) -> None:
                 why = None
                 self._retains |= backward_keeps_graph()
                 if torch.is_grad_enabled():
                     why = "the backward is differentiated itself (create_graph=True)"
                 elif versions != list(map(tensor_version, parameters)):
                     why = "parameters are changed between forward and backward"
-                elif activation is not None and _is_asked_for(activation, hooks):
+                elif activation and _is_asked_for(activation[0], hooks):
                     why = "the gradient of an activation is asked for, and compiled ones have none"
                 if why is not None:
                     where = user_location(thread=thread)
