@@ -473,7 +473,7 @@ class AnyRows(nn.Module):
         return self.layer(x * self.words.mean())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("clamps", [False])
+@pytest.mark.parametrize("clamps", [False, True])
 @pytest.mark.parametrize("cut", [2, 3, 6, 30])
 def test_a_parameter_gets_another_shape(cut: int, clamps: bool) -> None:
     """Whoever held the autograd graph of a step would hold the shape that autograd expects of a gradient."""

@@ -59,11 +59,14 @@ class Occupant:
         keeps: blocks that were allocated during the whole capture: its replays leave them alone.
         pool: number of the pool that the capture allocated from.
         visible: these are what the user sees of a forward: every run hands out objects of its own.
+        returned: of those, what an autograd function returns: an object that lasts would hold the autograd graph
+            of a step until the next one.
 
     Attributes:
         handed: by output index, the tensor objects to hand out, the same ones in every run: making
             hundreds of new ones would take the host longer than the rest of a replay.
         sentinel: the output of which every run gets an object of its own, if one tells for all.
+        single: the outputs of which every run gets objects of its own.
     """
 
     def __init__(
@@ -74,9 +77,11 @@ class Occupant:
         keeps: frozenset[Block],
         pool: int,
         visible: bool = False,
+        returned: frozenset[int] = frozenset(),
     ) -> None:
         self.tensors = tensors
         self.visible = visible
+        self._returned = [i for i in tensors if i in returned]
         self.keeps = keeps
         self.pool = pool
         self.owned = True
@@ -101,11 +106,11 @@ class Occupant:
 
     def _hand_out(self) -> None:
         self._forget()
-        lasting = {} if self.visible else self.tensors
+        lasting = {} if self.visible else {i: t for i, t in self.tensors.items() if i not in self._returned}
         self.handed = {i: t if i in self.together else t.detach() for i, t in lasting.items()}
         saved = [i for i in self.tensors if i in self.together]
-        self.telling = saved if self._watch_all else saved[:1]  # every run gets objects of its own of these
-        watched = [t for i, t in self.tensors.items() if i not in self.together or i in self.telling]
+        self.single = [*self._returned, *(saved if self._watch_all else saved[:1])]
+        watched = [t for i, t in self.tensors.items() if i not in self.together or i in self.single]
         self._objects = [t for i, t in self.handed.items() if i not in self.together]  # none of the visible
         self._sizes = list(map(torch.Tensor.size, self._objects))
         self._strides = list(map(torch.Tensor.stride, self._objects))

@@ -463,8 +463,8 @@ class Region:
         saved = frozenset(range(self.spec.saved_from, outputs - self.spec.replaced))
         seen = frozenset(range(self.spec.mutations, self.spec.saved_from))
         # the new values of mutated inputs are read at once by the one who mutates them
-        in_place = saved | frozenset(range(self.spec.mutations))
-        return Handing(in_place, saved, seen if self._in_place else nothing)
+        mutations = frozenset(range(self.spec.mutations))
+        return Handing(saved | mutations, saved, seen if self._in_place else nothing, mutations)
 
     def _note(self, capture: RegionCapture, unserved: dict[int, str]) -> None:
         row = self.record

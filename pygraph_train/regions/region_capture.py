@@ -32,11 +32,13 @@ class Handing:
         in_place: output indices that may be handed out where the graph writes them; others are copied.
         together: those that live and die together, and that nobody changes: what a forward saves.
         visible: what the user sees of a forward: handed out in place, as new objects, where it is large.
+        returned: what goes through an autograd function: handed out as new objects.
     """
 
     in_place: frozenset[int]
     together: frozenset[int]
     visible: frozenset[int] = frozenset()
+    returned: frozenset[int] = frozenset()
 
 
 class RegionCapture:
@@ -188,7 +190,9 @@ class RegionCapture:
                 tensors[index] = output
         self._shared = _share(self._copies)
         in_buffers = frozenset(i for i, t in tensors.items() if block_of(t) in own_buffers)
-        self.occupant = Occupant(tensors, in_buffers, handing.together, keeps, pool)
+        self.occupant = Occupant(
+            tensors, in_buffers, handing.together, keeps, pool, returned=handing.returned
+        )
         self._seen = Occupant(visible, frozenset(), frozenset(), keeps, pool, visible=True)
         self.occupants = (self.occupant, self._seen) if visible else (self.occupant,)
         for occupant in self.occupants:
@@ -244,7 +248,7 @@ class RegionCapture:
                 span(target).copy_(span(buffer))
             else:  # what lies between the elements is somebody else's
                 target.copy_(buffer)
-        for index in self.occupant.telling:
+        for index in self.occupant.single:
             outputs[index] = self.occupant.tensors[index].detach()
         if self._shared:
             _copy_shared(self._copies, outputs)
