@@ -368,7 +368,7 @@ def test_a_weight_used_several_times_under_autocast_is_cast_as_often_as_without_
                 diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    in_regions(both(script))
+    in_regions(both(script, replays=40))
 
 
 class Sloped(SeveralUses):
@@ -397,7 +397,7 @@ def test_a_weight_used_several_times_under_autocast_beside_a_number_that_changes
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    in_regions(both(script))
+    in_regions(both(script, replays=40))
 
 
 def test_weights_that_become_one_in_mid_run() -> None:
@@ -419,7 +419,7 @@ def test_weights_that_become_one_in_mid_run() -> None:
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    in_regions(both(script))
+    in_regions(both(script, replays=40))
 
 
 class Island(nn.Module):
@@ -455,7 +455,7 @@ def test_a_backward_has_the_autocast_that_surrounds_it(inside: bool, around: ran
                 diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    in_regions(both(script), least=15)
+    in_regions(both(script, replays=30), least=15)
 
 
 class AnyRows(nn.Module):
@@ -495,7 +495,7 @@ def test_a_parameter_gets_another_shape(cut: int, clamps: bool) -> None:
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    in_regions(both(script), plan="{F} {B} {O}")
+    in_regions(both(script, replays=40), plan="{F} {B} {O}")
 
 
 class Heads(nn.Module):
