@@ -26,9 +26,9 @@ from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.torch_private.dynamo import (
-    OptimizedModule,
     compiled_call,
     dynamo_side_effects,
+    is_optimized_module,
     set_compiled_call,
     uncompiled_call,
 )
@@ -274,7 +274,7 @@ class Loop:
             self.report.note(
                 "compile=False: forward and backward run as they are; their graphs need Inductor"
             )
-        elif isinstance(module, OptimizedModule) or compiled_call(module):
+        elif is_optimized_module(module) or compiled_call(module):
             self.refuse(
                 f"{type(module).__name__} is compiled already; its forward and backward are left to that",
                 "Do not compile it yourself: pygraph-train uses Inductor's kernels",

@@ -14,19 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
     "CHECKPOINT",
-    "OptimizedModule",
-    "TorchDynamoException",
-    "Unsupported",
     "compiled_call",
     "dynamo_asked_whether_compiling",
     "dynamo_cache_entries",
     "dynamo_error_place",
+    "dynamo_failure",
+    "dynamo_refusal",
     "dynamo_restart",
     "dynamo_side_effects",
     "end_trace_here",
     "forget_compiled",
     "guard_failures",
     "guarded_expression",
+    "is_optimized_module",
     "leave_to_python",
     "placeholder_source",
     "raised_while_tracing",
@@ -37,10 +37,6 @@ __all__ = [
     "untraced",
     "writes_to_inputs",
 ]
-
-OptimizedModule = torch._dynamo.OptimizedModule
-TorchDynamoException = torch._dynamo.exc.TorchDynamoException
-Unsupported = torch._dynamo.exc.Unsupported
 
 
 def dynamo_cache_entries(code: types.CodeType) -> list[Any]:
@@ -246,6 +242,21 @@ def leave_to_python(method: Callable[..., Any]) -> None:
 def end_trace_here() -> None:
     """Where Dynamo traces the caller: end its graph before the call."""
     torch._dynamo.graph_break(msg="a graphed step is called inside of another one")
+
+
+def dynamo_refusal() -> type[BaseException]:
+    """What Dynamo raises where it cannot trace a function as one graph (torch 2.11, 2.13)."""
+    return torch._dynamo.exc.Unsupported
+
+
+def dynamo_failure() -> type[BaseException]:
+    """What all errors of Dynamo's own are (torch 2.11, 2.13)."""
+    return torch._dynamo.exc.TorchDynamoException
+
+
+def is_optimized_module(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` made it of another module (torch 2.11, 2.13)."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def dynamo_restart() -> type[BaseException]:

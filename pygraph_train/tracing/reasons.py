@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pygraph_train.problems import Problem, is_user_file, user_line_in
-from pygraph_train.torch_private.dynamo import TorchDynamoException, dynamo_error_place
+from pygraph_train.torch_private.dynamo import dynamo_error_place, dynamo_failure
 
 __all__ = [
     "compiler_failed",
@@ -84,7 +84,7 @@ def _number_on_device(where: str | None) -> Problem:
 
 def compiler_failed(error: BaseException) -> Problem:
     """What Dynamo raised while it traced, in one line."""
-    kind = "" if isinstance(error, TorchDynamoException) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, dynamo_failure()) else f"{type(error).__name__}: "
     where = dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
     if "Could not guard on data-dependent" in str(error):
         return _number_on_device(where)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem, is_user_file
 from pygraph_train.torch_private.dynamo import (
-    Unsupported,
     dynamo_cache_entries,
+    dynamo_refusal,
     dynamo_side_effects,
     forget_compiled,
     guard_failures,
@@ -202,7 +202,7 @@ class Trace:
         try:
             with dynamo_step_config():
                 result = self._call(fn, args, kwargs)
-        except Unsupported as error:
+        except dynamo_refusal() as error:
             problem = problem_of_break(error)
             forget_frames(error)
             raise NotLegal(problem) from None

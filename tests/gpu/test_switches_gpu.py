@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 FIRST_ATTENTION = """
 import torch
