@@ -949,4 +949,5 @@ def test_recomputed_activations_draw_the_random_numbers_of_the_forward(
     if p and not config:  # the emulation cannot replay that a checkpoint sets the random state
         both(script, refused="the random state was set or used outside of tensor operations")
     else:
-        both(script, **config, replays=5 if p and "fuse" in config else 25)
+        # with dropout only the optimizer has a graph, some steps after its gradients lie where they did before
+        both(script, **config, replays=5 if p else 25)

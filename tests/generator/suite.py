@@ -30,6 +30,7 @@ class Tally:
         replayed: how many of them replayed something; the others prove nothing.
         rounded: how many differ as `torch.compile` does, in last bits mostly.
         ended: how many were ended by an exception in plain training.
+        short: how many of these replayed nothing, because the exception came first.
         features: how often each feature was there.
         replays: how often it was there in a case that replayed.
         failed: cases that differ, and how.
@@ -39,6 +40,7 @@ class Tally:
     replayed: int = 0
     rounded: int = 0
     ended: int = 0
+    short: int = 0
     features: Counter[str] = field(default_factory=Counter)
     replays: Counter[str] = field(default_factory=Counter)
     failed: list[tuple[Case, str]] = field(default_factory=list)
@@ -49,6 +51,7 @@ class Tally:
         self.replayed += outcome.replays > 0
         self.rounded += outcome.rounded
         self.ended += outcome.raised is not None
+        self.short += outcome.raised is not None and not outcome.replays
         self.features.update(case.features())
         if outcome.replays:
             self.replays.update(case.features())
@@ -57,8 +60,8 @@ class Tally:
 
     @property
     def share(self) -> float:
-        """Of cases that replayed something."""
-        return self.replayed / max(1, self.cases)
+        """Of cases that replayed something, among those that were long enough."""
+        return self.replayed / max(1, self.cases - self.short)
 
     def __str__(self) -> str:
         told = f"{self.cases} cases, {self.share:.0%} replayed something, {len(self.failed)} differ"
