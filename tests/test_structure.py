@@ -1,4 +1,4 @@
-"""The shape of the house: imports point down, there are no circles, and private names of torch live in one place."""
+"""The shape of the house: imports go one way, there are no circles, and private names of torch live in one place."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ LEVELS = (
     ("step",),
     ("integrations",),
 )
-"""What may be imported: a package imports from levels above its own line, and packages of one line know nothing of each
-other."""
+"""A package imports only from lines above its own, and packages of one line know nothing of each other."""
 
 LONG = {
     "pygraph_train/step/runner.py": "the life of a step; it is to become a table of stages",
@@ -75,7 +74,7 @@ def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
             yield from (a.name for a in node.names if a.name.startswith("pygraph_train"))
 
 
-def test_imports_point_down() -> None:
+def test_packages_import_only_what_stands_above_them() -> None:
     level = {package: k for k, packages in enumerate(LEVELS) for package in packages}
     wrong = []
     for module, tree in TREES.items():
