@@ -32,6 +32,9 @@ class _Module(backend_registration._DummyBackendModule):
     def device_count(self) -> int:
         return int(_in_use)
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]  # AOTAutograd turns autocast off for every device that is registered
+
 
 class _Hook(backend_registration._DummyPrivateUse1Hook):
     def is_available(self) -> bool:
