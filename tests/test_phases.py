@@ -127,6 +127,43 @@ def test_state_replaced_right_before_the_capture_of_another_shape(best, replaced
     assert len({c.step for c in report.captures}) >= 2
 
 
+@pytest.mark.parametrize("options", [{}, {"fuse": "off"}, OFF], ids=str)
+@OPTIMIZERS
+def test_state_cleared_at_any_step(make_optimizer, options):
+    """A capture right after it would hold the making of new state, which never happens outside of a replay."""
+
+    def script(diary: Diary) -> None:
+        for cleared in range(1, 16):
+            model = Net()
+            optimizer = make_optimizer(model)
+            step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+            for index, batch in enumerate(batches(24)):
+                if index == cleared:
+                    optimizer.state.clear()
+                diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+            step.close()
+
+    report = both(script, **options, replays=15 * 5)
+    assert not any("Please report" in row.fix for row in report.fallbacks), str(report)
+
+
+def test_state_cleared_again_and_again_ends_the_captures():
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(100)):
+            if index % 6 == 0:
+                optimizer.state.clear()
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, replays=40)
+    assert report.plan == "{F B} O" and "state is replaced again and again" in str(report), str(report)
+    assert len(report.captures) <= 10
+
+
 @OPTIMIZERS
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_optimizer_alone(make_optimizer, clip):

@@ -160,6 +160,8 @@ class OptimizerPhase:
             if (problem := self._preparation.problem) is not None:
                 self.problem = problem
                 return body()
+            if not self._preparation.state.as_left():
+                self._runs = {key: min(runs, _RUNS_BEFORE_CAPTURE - 1) for key, runs in self._runs.items()}
             if self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
                 self._runs[key] += 1
                 return self._run_prepared(body)
@@ -229,6 +231,7 @@ class OptimizerPhase:
     def _run_prepared(self, body: Callable[[], None]) -> None:
         with self._preparation.warm_up():
             body()
+        self._preparation.state.leave()
 
     def _capture(
         self,
@@ -255,7 +258,7 @@ class OptimizerPhase:
         try:
             for p, s in zip(parameters, stand_ins, strict=True):
                 p.grad = s
-            with preparation.prepared():
+            with preparation.prepared(), preparation.state.none_is_made():
                 graph, _ = self._engine.capture(body)
         except Exception as error:
             self.problem = problem_of(error)

@@ -31,6 +31,7 @@ from pygraph_train.optimizers.kernels import (
     supported_class,
     unsupported,
 )
+from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.optim import (
@@ -155,10 +156,12 @@ class OptimizerPreparation:
     Attributes:
         generation: grows whenever captures made before have become invalid because the state's
             addresses changed (a checkpoint was loaded, `settle` moved tensors).
+        state: notices state that is missing.
     """
 
     def __init__(self, optimizer: Optimizer, *, emulated: bool) -> None:
         self.generation = 0
+        self.state = StateWatch(optimizer)
         self._optimizer = optimizer
         self._emulated = emulated
         self._closed = False

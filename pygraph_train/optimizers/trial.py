@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.optimizers.trace import OptimizerTrace
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.torch_private.optim import (
@@ -42,6 +43,7 @@ class OptimizerTrial(OptimizerPreparation):
 
     def __init__(self, optimizer: Optimizer, *, emulated: bool) -> None:
         self.generation = 0
+        self.state = StateWatch(optimizer)
         self.optimizer = self._optimizer = optimizer
         self._emulated = emulated
         self._name = type(optimizer).__qualname__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -124,7 +124,8 @@ class CaptureMaker:
                     variant, gradients, call, static_args, static_kwargs, updates=updates
                 )
             reference = time.perf_counter() - started
-            with self._context():
+            watched = optimizer.state.none_is_made() if optimizer is not None and updates else nullcontext()
+            with self._context(), watched:
                 graph, (loss, outputs) = self._engine.capture(body)
         except BaseException as error:
             gradients.restore(before)

@@ -153,7 +153,7 @@ class StepRunner:
         self._replayed = False
         self._as_planned = True
         self._prepared_updates = 0
-        self._hyperparameter_changes = 0
+        self._optimizer_changes = 0
         self._maker = CaptureMaker(program, config, engine, self._optimizer_context)
         self._steps = 0
         self._global_hooks = global_module_hook_tables()
@@ -682,7 +682,9 @@ class StepRunner:
             result = run(self._marked(self._call_of(variant)))
         variant.seen_in_warmup(self._times.ungraphed)
         variant.prepared_runs += 1
-        self._prepared_updates += position.update
+        if position.update and self._optimizer is not None:
+            self._prepared_updates += 1
+            self._optimizer.state.leave()
         return result
 
     def _marked(self, call: Call) -> Call:
@@ -712,7 +714,10 @@ class StepRunner:
         if not position.fresh and not self._maker.canonical_gradients[variant.arm.compiled]:
             # the graph of the first micro-batch is to own the gradients, if there is one
             return variant.prepared_runs >= _RUNS_BEFORE_CAPTURE + _MOST_MICRO_BATCHES
-        return not variant.arm.plan.fused or self._prepared_updates > 0  # the optimizer's state exists
+        if not variant.arm.plan.fused:
+            return True
+        assert self._optimizer is not None
+        return self._prepared_updates > 0 and self._optimizer.state.as_left()  # the optimizer's state exists
 
     def _compile(
         self,
@@ -881,10 +886,17 @@ class StepRunner:
             if capture.optimizer_generation != optimizer.generation or not optimizer.state_unchanged():
                 variant.forget_captures()
                 self._prepared_updates = 0
+                self._optimizer_changes += 1
+                if self._optimizer_changes > allowed:
+                    self._leave_optimizer_outside(
+                        Problem(
+                            "the optimizer runs outside of the graph: its state is replaced again and again"
+                        )
+                    )
             elif optimizer.hyperparameters() != capture.hyperparameters:
                 variant.forget_captures()
-                self._hyperparameter_changes += 1
-                if self._hyperparameter_changes > allowed:
+                self._optimizer_changes += 1
+                if self._optimizer_changes > allowed:
                     self._leave_optimizer_outside(
                         Problem(
                             "the optimizer runs outside of the graph: a hyperparameter other than the learning "
