@@ -30,7 +30,7 @@ class FirstCalls:
     Args:
         name: of the module, for the reason.
         steps: how many steps were made so far.
-        refuse: is told why the module is never compiled.
+        refuse: called with the reason why the module is never compiled.
     """
 
     def __init__(self, name: str, steps: Callable[[], int], refuse: Callable[[Fallback], object]) -> None:

@@ -62,7 +62,7 @@ class RegionedCall:
         options: of the backend.
         first: makes what watches the first calls, which run as they are: once for calls whose inputs require a
             gradient (a penalty on it often comes in few steps only), and once for the others.
-        tell: is told why calls run as they are later on.
+        tell: called with the reason why calls run as they are later on.
         **compile_options: further arguments of `torch.compile`.
     """
 
@@ -181,7 +181,7 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
 
     Args:
         name: of the module.
-        tell: is told why something is not compiled; Dynamo keeps backends, and must not keep its owner.
+        tell: called with the reason why something is not compiled; Dynamo keeps backends, and must not keep its owner.
     """
     teller = weakref.WeakMethod(tell)
 

@@ -107,31 +107,31 @@ class PyGraphConfig:
 
 
 def check_values(
-    options: object, choices: Mapping[str, tuple[Any, ...]], least: Mapping[str, int], told: str
+    options: object, choices: Mapping[str, tuple[Any, ...]], least: Mapping[str, int], message: str
 ) -> None:
     """Raise ValueError for an option that is none of its `choices`, or no whole number from its `least` on.
 
-    `told` is the format of an option's name and value in the message.
+    `message` is the format of an option's name and value in the message.
     """
     for name, allowed in choices.items():
         value = getattr(options, name)
         # `in` would accept 1 for True
         if not any(type(value) is type(a) and value == a for a in allowed):
             one_of = ", ".join(repr(a) for a in allowed)
-            raise ValueError(f"{told.format(name, value)} is not allowed: use one of {one_of}")
+            raise ValueError(f"{message.format(name, value)} is not allowed: use one of {one_of}")
     for name, minimum in least.items():
         value = getattr(options, name)
         if type(value) is not int or value < minimum:
-            raise ValueError(f"{told.format(name, value)} is not allowed: use a whole number >= {minimum}")
+            raise ValueError(f"{message.format(name, value)} is not allowed: use a whole number >= {minimum}")
 
 
 def _check_directory(cache_dir: Any) -> None:
-    told = f"PyGraphConfig.cache_dir={cache_dir!r} is not allowed: use a path, or None"
+    message = f"PyGraphConfig.cache_dir={cache_dir!r} is not allowed: use a path, or None"
     if not isinstance(cache_dir, (str, os.PathLike)):
-        raise TypeError(told)
+        raise TypeError(message)
     path = os.fspath(cache_dir)
     if not isinstance(path, str) or not path or "\0" in path:
-        raise ValueError(told)
+        raise ValueError(message)
 
 
 def disabled_by_environment() -> bool:

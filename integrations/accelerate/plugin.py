@@ -136,7 +136,7 @@ class PyGraph:
         self._loop, self._steps = None, []
 
     def values(self) -> dict[str, Any]:
-        """What trackers are told: the plan when it has changed, the median step in ms, the share of replays."""
+        """What trackers get: the plan when it has changed, the median step in ms, the share of replays."""
         report = self._report
         found: dict[str, Any] = {}
         steps, replayed = report.steps, report.steps_replayed

@@ -60,7 +60,9 @@ class StateWatch:
                     own.update(values)
         if made:
             raise NotLegal(
-                Problem("the optimizer makes state in a step that is to be captured, and has made none before")
+                Problem(
+                    "the optimizer makes state in a step that is to be captured, and has made none before"
+                )
             )
 
     def _objects(self) -> list[Tensor]:

@@ -76,5 +76,5 @@ class OptimizerTrace:
         reason = _STATE.sub(r"the state of parameter \1", problem.reason)
         for ours, theirs in _WORDS.items():
             reason = reason.replace(ours, theirs)
-        told = f"{type(self._optimizer).__qualname__}.step is not known to be the same each time, as {reason}"
-        return Problem(f"the optimizer runs outside of the graph: {told}", problem.where, _FIX)
+        text = f"{type(self._optimizer).__qualname__}.step is not known to be the same each time, as {reason}"
+        return Problem(f"the optimizer runs outside of the graph: {text}", problem.where, _FIX)

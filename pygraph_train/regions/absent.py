@@ -154,7 +154,7 @@ class Noting:
 
     Args:
         compiled: the function.
-        absent: is told what its backwards get.
+        absent: gets what its backwards get.
     """
 
     def __init__(self, compiled: Callable[..., Any], absent: Absent) -> None:

@@ -134,7 +134,7 @@ class Occupant:
             return True
         if not self._own_references:  # it never ran
             return False
-        # holders in C++ count apart
+        # holders in C++ count separately
         held = sum(map(tensor_use_count, self._objects)) > len(self._objects)
         return held or self._references() > self._own_references
 
@@ -261,19 +261,19 @@ class Arena:
         self._active = [o for o in self._active if o not in occupants and o is not consumed]
         self._active += [o for o in occupants if o.tensors]
 
-    def pool(self, apart: bool) -> int:
+    def pool(self, lasting: bool) -> int:
         """Number of the pool that captures allocate from.
 
         Args:
-            apart: of the second one, for what has to outlive replays of everything in the first.
+            lasting: of the second one, for what has to outlive replays of everything in the first.
         """
-        return self._pools[apart]
+        return self._pools[lasting]
 
-    def allocating(self, apart: bool) -> AbstractContextManager[None]:
+    def allocating(self, lasting: bool) -> AbstractContextManager[None]:
         """Context for captures that allocate from that pool."""
-        return self.engine.other_pool() if apart else nullcontext()
+        return self.engine.other_pool() if lasting else nullcontext()
 
-    def before_capture(self, consumed: Occupant | None, apart: bool) -> frozenset[Block]:
+    def before_capture(self, consumed: Occupant | None, lasting: bool) -> frozenset[Block]:
         """Make room for a capture, within `allocating`.
 
         Memory of dead outputs goes back to the pool, as does that of `consumed`, which the captured work
@@ -288,13 +288,13 @@ class Arena:
         # lets go of what closed graphs left, in memory that the capture may take
         self._active = [o for o in self._active if o is consumed or o.alive()]
         self._release_pools()
-        pool = self._pools[apart]
+        pool = self._pools[lasting]
         for occupant in self._occupants:
             if occupant.pool == pool and (occupant is consumed or not occupant.alive()):
                 occupant.disown()
         if any(not o.owned and o is not consumed and o.pool == pool for o in self._active):
             self._retired.append((pool, self.engine.fresh_pool()))
-            pool = self._pools[apart] = next(self._numbers)
+            pool = self._pools[lasting] = next(self._numbers)
         # also those of closed graphs whose outputs somebody still holds
         holders = {id(o): o for o in (*self._occupants, *self._active)}.values()
         return frozenset(b for o in holders if o.owned and o.pool == pool for b in o.blocks)

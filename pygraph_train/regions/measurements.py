@@ -105,11 +105,11 @@ def choose(plain: Cost, graph: Cost, feeds: bool = False) -> tuple[bool, str]:
         feeds: another graph reads what this one writes, where it lies, and would have to copy it otherwise: not
             being slower is enough.
     """
-    told = f"{graph.total * 1e6:.0f} µs with a graph, {plain.total * 1e6:.0f} µs without"
+    text = f"{graph.total * 1e6:.0f} µs with a graph, {plain.total * 1e6:.0f} µs without"
     if graph.total > plain.total * TOLERANCE:
-        return False, f"slower as a graph: {told}"
+        return False, f"slower as a graph: {text}"
     if (plain.total - graph.total) + (plain.host - graph.host) >= GAIN * plain.total:
-        return True, told
+        return True, text
     if feeds:
-        return True, f"{told}, and another graph reads what it writes"
-    return False, f"nothing to gain: {told}"
+        return True, f"{text}, and another graph reads what it writes"
+    return False, f"nothing to gain: {text}"

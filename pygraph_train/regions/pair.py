@@ -131,20 +131,20 @@ class Pair:
         self.way = None
         copying = sum((r.measurements["graph"] for r in regions), Cost(0.0, 0.0))
         pointing = sum((r.measurements["indirect"] for r in regions), Cost(0.0, 0.0))
-        told = f"{pointing.total * 1e6:.0f} µs with indirection, {copying.total * 1e6:.0f} µs with copies"
+        text = f"{pointing.total * 1e6:.0f} µs with indirection, {copying.total * 1e6:.0f} µs with copies"
         better = _is_better(pointing, copying)
         self._indirection = "device" if better else "copy"
         twice = not better and len(regions) > 1 and all(r.serves for r in regions)
-        self._point(regions, better, told)
+        self._point(regions, better, text)
         if twice:  # captured with copies, a forward saves its copy of an input, and the backward needs none
             for region in regions:
                 region.capture_again()
                 region.record.decision = "measuring"  # until it has its graph
 
-    def _point(self, regions: list[Region], pointing: bool, told: str) -> None:
+    def _point(self, regions: list[Region], pointing: bool, text: str) -> None:
         for region in regions:
             serves = region.serves
             region.point(pointing, for_good=True)
-            if told or serves:
-                reason = "; ".join(filter(None, (region.record.reason, told)))
+            if text or serves:
+                reason = "; ".join(filter(None, (region.record.reason, text)))
                 region.decide("graph, indirect" if pointing and serves else "graph", reason)

@@ -120,7 +120,7 @@ class Region:
         self._in_place = True  # gradients and large outputs are handed out where the graph writes them
         self.standing: tuple[torch.Tensor, ...] = ()  # inputs that are where they are for good
         self._waited = 0  # for gradients to be emptied
-        self._apart = False  # its memory comes from another pool than a forward's
+        self._lasting = False  # its memory comes from another pool than a forward's
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
         self.plain_only = False
         self.alone = spec.phase == "backward" and options.phases == "backward"  # no forward's graph feeds it
@@ -314,9 +314,9 @@ class Region:
         regions = [o for o in owners if isinstance(o, Region) and o.spec.phase == "backward"]
         if self.spec.phase != "forward" or not regions or len(regions) < len(owners):
             return False
-        here = [region for region in regions if not region._apart]
+        here = [region for region in regions if not region._lasting]
         for region in here:
-            region._apart = True
+            region._lasting = True
             region.capture_again()
         self._waited += 1  # those of closed graphs are in the way for a while, until somebody empties them
         return bool(here) or self._waited <= PATIENCE
@@ -326,10 +326,10 @@ class Region:
         source = self._source(inputs)
         if source is None:
             return False
-        if not source.occupant.owned and not self._apart:
+        if not source.occupant.owned and not self._lasting:
             assert self._pair.forward is not None
             self._pair.forward.capture_again()  # it is captured again with its next run, then this one
-        return source.occupant.owned or self._apart
+        return source.occupant.owned or self._lasting
 
     def _warm_runs(self) -> int:
         return max(
@@ -387,9 +387,9 @@ class Region:
         moving, settled = self._sort_inputs(inputs, source)
         prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
         try:
-            with arena.allocating(self._apart), ExitStack() as stack:
+            with arena.allocating(self._lasting), ExitStack() as stack:
                 owned = consumed is not None and consumed.owned
-                keeps = arena.before_capture(consumed, self._apart)
+                keeps = arena.before_capture(consumed, self._lasting)
                 if consumed is not None:  # the graph may hold what it reads
                     freed = consumed.blocks if owned and not consumed.owned else frozenset()
                     stack.callback(_held(inputs, freed).clear)
@@ -418,7 +418,7 @@ class Region:
                 self.spec.mutated,
                 self._handing(len(work.result)),
                 keeps=keeps,
-                pool=arena.pool(self._apart),
+                pool=arena.pool(self._lasting),
                 consumes=consumed,
                 watched=self._watched,
             )

@@ -339,8 +339,8 @@ class StepReport:
             rows.append((f"captured {c.plan}", f"step {c.step}: {nodes}{kernels}, {c.seconds:.2f} s"))
         for r in self.regions():
             where = f"\n  from {r.where}" if r.where else ""
-            told = f"{r.decision}, {r.nodes} nodes, {r.replays} replays, {r.plain_runs} without a graph"
-            rows.append((r.name, f"{told}{': ' if r.reason else ''}{r.reason}{where}"))
+            text = f"{r.decision}, {r.nodes} nodes, {r.replays} replays, {r.plain_runs} without a graph"
+            rows.append((r.name, f"{text}{': ' if r.reason else ''}{r.reason}{where}"))
         if self.compile_seconds:
             rows.append(("compiled", f"{self.compile_seconds:.1f} s"))
         if self.verify_seconds and self.measured:

@@ -91,7 +91,7 @@ def explained(compiled: Callable[..., Any], activations: Sequence[int], name: st
     """
     thread = threading.get_ident()
 
-    def told(what: str) -> str:
+    def message(what: str) -> str:
         where = user_location(thread=thread)
         return str(Problem(what, where, _FIX))
 
@@ -99,7 +99,7 @@ def explained(compiled: Callable[..., Any], activations: Sequence[int], name: st
     def refuse_gradients_of_gradients(given: Any, _: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
-        what = told(
+        what = message(
             f"the backward of {name} is differentiated (create_graph=True), and its compiled code cannot be"
         )
         return tuple(
@@ -121,7 +121,7 @@ def explained(compiled: Callable[..., Any], activations: Sequence[int], name: st
             def look(_: Tensor) -> None:
                 if any(activation.is_asked_for() for activation in watched):
                     what = f"the gradient of an activation that {name} returns is asked for, and its compiled code"
-                    raise PyGraphError(told(f"{what} has none"))
+                    raise PyGraphError(message(f"{what} has none"))
 
             ends = [x for k, x in enumerate(outputs) if k not in activations and _has_history(x)]
             (ends or results)[-1].register_hook(look)

@@ -22,7 +22,7 @@ class Clock:
 
     Args:
         engine: makes the graphs.
-        report: is told everything.
+        report: gets everything.
         times: is filled.
     """
 

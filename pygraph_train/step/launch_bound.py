@@ -36,7 +36,7 @@ class LaunchBoundCheck:
         synchronize: waits for the device.
         compile_seconds: what Inductor is taken to cost; None where it is not to be used.
         steps_left: how many steps training will still make, None when unknown: then as many as were made.
-        settled: told once, in words, that steps are left as they are.
+        settled: called once, with words, when steps are left as they are.
         clock: seconds; for tests.
 
     Attributes:

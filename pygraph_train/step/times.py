@@ -1,4 +1,4 @@
-"""What a training run has measured of itself, for decisions; the report is told the same and is never asked."""
+"""What a training run has measured of itself, for decisions; the report gets the same and is never asked."""
 
 from __future__ import annotations
 
