@@ -13,8 +13,8 @@ from training import CONFIG, Diary, Net, adamw, batches, both, loss_of, replayed
 
 from pygraph_train import GraphedStep
 from pygraph_train.graphs.emulated import EmulatedGraph
+from pygraph_train.step.advancing import Advancing
 from pygraph_train.step.inputs import StaticInputs
-from pygraph_train.step.runner import StepRunner
 from pygraph_train.verification import Audits, Fingerprint
 
 
@@ -80,13 +80,13 @@ def test_an_audit_that_is_put_off_costs_a_look_at_the_clock(monkeypatch: pytest.
     monkeypatch.setattr(Audits, "FIRST", 3)
     monkeypatch.setattr(Audits, "SHARE", 0.0)
     away: list[int] = []
-    advance = StepRunner._advance
+    advance = Advancing.__call__
 
-    def counted(self: StepRunner, *args: Any) -> Any:
-        away.append(self.report.steps)
+    def counted(self: Advancing, *args: Any) -> Any:
+        away.append(self._training.step)
         return advance(self, *args)
 
-    monkeypatch.setattr(StepRunner, "_advance", counted)
+    monkeypatch.setattr(Advancing, "__call__", counted)
 
     def script(diary: Diary) -> None:
         model = Net()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, OPTIMIZER, SPLIT, WHOLE, Arm
-from pygraph_train.selection.controller import Controller, Estimate, Rules, Switch, Turn
+from pygraph_train.selection.controller import Controller, Estimate, Rules, Switch, Window
 from pygraph_train.selection.samples import summary, surely_faster
 
 ARMS = [
@@ -44,7 +44,7 @@ class Machine:
         self.table, self.noise, self.outliers, self.lag = table, noise, outliers, lag
         self.random = random.Random(seed)
         self.ran: list[Arm] = []
-        self._late: list[tuple[int, Turn, float]] = []
+        self._late: list[tuple[int, Window, float]] = []
 
     def step(self, arm: Arm) -> float:
         seconds = self.table[arm] * max(0.2, self.random.gauss(1, self.noise))
@@ -58,7 +58,7 @@ class Machine:
     def run(self, controller: Controller, steps: int) -> None:
         end = len(self.ran) + steps
         while len(self.ran) < end:
-            turn = controller.turn()
+            turn = controller.next_window()
             for index in range(turn.steps):
                 seconds = self.step(turn.arm)
                 if turn.skipped <= index < turn.skipped + turn.measured:
@@ -236,7 +236,7 @@ def test_an_arm_that_cannot_run_is_dropped(bad):
     machine = Machine(dict.fromkeys(ARMS[:2], 0.01) | {OFF: 0.02})
     controller = Controller([*ARMS[:2], OFF])
     for _ in range(60):
-        turn = controller.turn()
+        turn = controller.next_window()
         if turn.arm == bad:
             turn.problem = "capture failed"
         else:
@@ -248,8 +248,8 @@ def test_an_arm_that_cannot_run_is_dropped(bad):
 
 def test_when_no_arm_can_run_there_are_no_graphs():
     controller = Controller([FUSED])
-    controller.turn().problem = "capture failed"
-    assert controller.turn().arm == OFF
+    controller.next_window().problem = "capture failed"
+    assert controller.next_window().arm == OFF
 
 
 def test_a_change_that_times_depend_on_opens_it():

@@ -25,15 +25,15 @@ def fail_in_capture(monkeypatch: pytest.MonkeyPatch, error: BaseException, times
     """Let the next captures run their function in full and then raise."""
     capture, left = EmulatedEngine.capture, [times]
 
-    def failing(self: EmulatedEngine, fn: Any) -> Any:
+    def failing(self: EmulatedEngine, fn: Any, **options: Any) -> Any:
         def raising() -> None:
             fn()
             raise error
 
         if left[0]:
             left[0] -= 1
-            return capture(self, raising)
-        return capture(self, fn)
+            return capture(self, raising, **options)
+        return capture(self, fn, **options)
 
     monkeypatch.setattr(EmulatedEngine, "capture", failing)
     return left
@@ -52,8 +52,8 @@ def script(diary: Diary) -> None:
 def test_failure_in_a_capture_costs_no_step(error, monkeypatch):
     left = fail_in_capture(monkeypatch, error)
     expected = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
-    report = both(script, refused=expected)
-    assert left == [0]
+    report = both(script, replays=20)
+    assert left == [0] and report.steps_replayed == 0, str(report)
     (fallback,) = report.fallbacks
     assert expected in fallback.reason
 
@@ -313,7 +313,9 @@ def test_a_container_of_an_unknown_kind_is_left_alone():
             assert batch["x"] is x and batch["y"] is y
             diary.write_state(model, optimizer)
 
-    both(strange, refused="Strange is a mapping that nobody but its author can rebuild")
+    report = both(strange, replays=40)
+    assert report.steps_replayed == 0, str(report)
+    assert "Strange is a mapping that nobody but its author can rebuild" in str(report)
 
 
 def test_importing_the_package_imports_no_framework():

@@ -195,7 +195,8 @@ def test_sparse_gradients_are_named():
             diary.write("loss", step(batch))
             diary.write("weight", table.weight)
 
-    report = both(script, refused="works on sparse gradients")
+    report = both(script, replays=15)
+    assert report.steps_replayed == 0, str(report)
     assert any("sparse, as Embedding(sparse=True)" in f.reason for f in report.fallbacks), str(report)
     assert not any("not implemented" in str(f) for f in report.fallbacks), str(report)
 
@@ -1082,7 +1083,7 @@ def test_more_shapes_than_max_signatures():
         diary.write_state(model, optimizer)
 
     report = both(script, max_signatures=2, replays=50, plan="{F B O}")
-    assert len(report.captures) <= 4
+    assert sum(capture.plan == "{F B O}" for capture in report.captures) <= 4
     assert any("max_signatures" in f.fix for f in report.fallbacks)
 
 
@@ -1258,7 +1259,8 @@ def test_a_checkpointed_block_with_batch_norm(reentrant: bool, given: str, reads
     if reads or (reentrant and given == "batch"):
         both(script, replays=45)
     else:  # the emulation cannot replay that a checkpoint sets the random state
-        both(script, refused="the random state was set or used outside of tensor operations")
+        report = both(script, replays=10)
+        assert "the random state was set or used outside of tensor operations" in str(report)
 
 
 class Reentrant(nn.Module):

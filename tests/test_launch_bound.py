@@ -12,7 +12,7 @@ from torch import nn
 from pygraph_train import GraphedStep
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step import runner
+from pygraph_train.step import decisions
 from pygraph_train.step.launch_bound import LaunchBoundCheck
 
 
@@ -152,7 +152,7 @@ def test_the_runner_leaves_such_steps_untouched(
         def run(self, step: Any) -> Any:
             return super().run(lambda: (machine.step(), step())[1])
 
-    monkeypatch.setattr(runner, "LaunchBoundCheck", Simulated)
+    monkeypatch.setattr(decisions, "LaunchBoundCheck", Simulated)
     plain, _ = trained(None)
     ours, report = trained(PyGraphConfig(engine="emulated"))
     assert all(map(torch.equal, plain, ours))

@@ -360,7 +360,8 @@ def test_clipping_threshold_changed_on_every_step():
             trainer.gradient_clip_val = 0.1 / (1 + trainer.global_step)
 
     report = parity(make_callbacks=lambda: (Clip(),), gradient_clip_val=0.5, replays=3)[1].report
-    assert len(report.captures) < 8
+    assert sum(capture.plan != "{O}" for capture in report.captures) < 8
+    assert len(report.captures) < 12
     assert any("again and again" in f.reason for f in report.fallbacks)
 
 

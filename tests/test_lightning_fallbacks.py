@@ -40,7 +40,7 @@ from training import line_of  # noqa: E402
 
 from pygraph_train import PyGraphCallback, PyGraphError  # noqa: E402
 from pygraph_train.integrations.lightning.callback import _steps_left  # noqa: E402
-from pygraph_train.step.runner import StepRunner  # noqa: E402
+from pygraph_train.step.capturing import Capturing  # noqa: E402
 
 # -- hooks inside the step ---------------------------------------------------------------------------
 
@@ -656,18 +656,18 @@ def test_exceptions_leave_everything_as_it_was(error, place, batch):
 
 def test_a_step_that_is_begun_twice_is_counted_once(monkeypatch):
     """Inductor may fail in the middle of a step, which then runs without it."""
-    run_prepared, failures = StepRunner._run_prepared, []
+    run_prepared, failures = Capturing.prepared, []
 
-    def failing(self: Any, variant: Any, run: Any, position: Any) -> Any:
+    def failing(self: Any, step: Any, variant: Any, run: Any) -> Any:
         def call(*args: Any) -> None:
             raise ArithmeticError
 
         with pytest.raises(ArithmeticError):
             run(call)
         failures.append(1)
-        return run_prepared(self, variant, run, position)
+        return run_prepared(self, step, variant, run)
 
-    monkeypatch.setattr(StepRunner, "_run_prepared", failing)
+    monkeypatch.setattr(Capturing, "prepared", failing)
     parity(accumulate_grad_batches=2, replays=30, plan="{F B O}")
     assert failures
 

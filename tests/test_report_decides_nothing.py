@@ -15,7 +15,7 @@ import pygraph_train.backend as backend
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 from pygraph_train.selection import timing
 from pygraph_train.step import graphed
-from pygraph_train.step.runner import StepRunner
+from pygraph_train.step.flight import StepInFlight
 
 
 class _Forgetful(list[Any]):
@@ -73,16 +73,16 @@ def decisions(monkeypatch: pytest.MonkeyPatch, report: type[StepReport], make: A
     """What every step ran with, whether it was replayed, and what it computed."""
     torch.manual_seed(0)
     seen: list[tuple[str, bool]] = []
-    finish = StepRunner.finish
+    finish = StepInFlight.finish
 
-    def finish_and_look(self: StepRunner) -> None:
+    def finish_and_look(self: StepInFlight) -> None:
         finish(self)
-        seen.append((str(self._arm), self._replayed))
+        seen.append((str(self.arm), self.replayed))
 
     costs = random.Random(1)
     with monkeypatch.context() as patch:
         patch.setattr(graphed, "StepReport", report)
-        patch.setattr(StepRunner, "finish", finish_and_look)
+        patch.setattr(StepInFlight, "finish", finish_and_look)
         patch.setattr(timing, "declared_seconds", lambda arm: costs.choice([1e-3, 2e-3, 3e-3]))
         model: nn.Module = make()
         optimizer = adamw(model)

@@ -77,7 +77,7 @@ def test_an_arm_pays_nothing_for_the_queue_of_another() -> None:
         choice.start()
         device.step(choice.arm)
         choice.stop()
-        choice.end(as_planned=True)
+        choice.end()
     assert controller.settled
     assert controller.times[PLAIN] == 44e-3 and controller.times[GRAPH] == 45e-3
     assert controller.best == PLAIN  # no graphs are the safe choice
@@ -91,7 +91,7 @@ def test_the_device_is_waited_for_only_where_the_arm_changes() -> None:
         choice.start()
         device.step(choice.arm)
         choice.stop()
-        choice.end(as_planned=True)
+        choice.end()
     assert device.drained == 0
 
 

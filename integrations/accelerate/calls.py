@@ -27,10 +27,10 @@ __all__ = [
     "after_backward",
     "before_backward",
     "clips",
+    "in_words",
     "no_context",
     "standing_in",
     "stubs",
-    "told",
 ]
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
@@ -66,7 +66,7 @@ def clips(script: Script) -> Script:
     return tuple(event for event in script if event.name in CLIPS)
 
 
-def told(script: Script) -> str:
+def in_words(script: Script) -> str:
     return ", ".join(event.name for event in script) or "nothing"
 
 

@@ -28,25 +28,28 @@ from pygraph_train.integrations.accelerate.calls import (
     after_backward,
     before_backward,
     clips,
+    in_words,
     no_context,
     standing_in,
     stubs,
-    told,
 )
 from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, at_work
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.step.flight import Replayed
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
-from pygraph_train.step.runner import Replayed, StepRunner
+from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.optim import count_optimizer_step, refresh_scaler_state, scaler_tensors
 from pygraph_train.tracing.signature import map_leaves
 
 __all__ = ["GraphedStepFunction"]
 
 log = logging.getLogger("pygraph_train")
+
+_Update = Callable[[Callable[[], None]], None]
 
 
 class GraphedStepFunction:
@@ -95,17 +98,19 @@ class GraphedStepFunction:
         runner, program = self._runner, self._program
         position = program.position(script, sync=self._accelerator.sync_gradients)
 
+        step = runner.begin(position)
+
         def run(call: Call) -> Any:
-            return program.run(call, args, kwargs, position)
+            return program.run(call, args, kwargs, position, step.update)
 
         with self._loop.paused():
-            outcome = runner.step(args, kwargs, position, run)
+            outcome = runner.make(step, args, kwargs, run)
             if isinstance(outcome, Replayed):
                 result, number = outcome.outputs
-                result = program.finish(result, number, updated=outcome.updated)
+                result = program.finish(result, number, step.update, updated=outcome.updated)
             else:
                 result = outcome.result
-            runner.finish()
+            step.finish()
         if program.problem is not None:
             self._leave(program.problem)
         elif runner.stopped or never_replays(self._report):
@@ -136,7 +141,6 @@ class GraphedStepFunction:
         )
         self._program.observed = self._observed
         self._runner = StepRunner(self._program, self._loop.config, engine, self._report)
-        self._program.run_update = self._runner.update
 
     def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function for real and see whether it can be taken apart."""
@@ -216,7 +220,6 @@ class _StepFunctionProgram:
         self.device = accelerator.device
         self.problem: Problem | None = None
         self.observed: dict[bool, Script] = {}
-        self.run_update: Callable[..., None] = lambda body: body()
         self._fn = fn
         self._accelerator = accelerator
         self._accumulates_inside = accumulates_inside
@@ -298,23 +301,32 @@ class _StepFunctionProgram:
     # -- the step without a graph, and the rest of a replayed one --------------------------------------
 
     def run(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], position: PositionInAccumulation
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        position: PositionInAccumulation,
+        update: _Update,
     ) -> Any:
-        """The whole step without a graph: as it is, or traced and then put together again."""
+        """The whole step without a graph: as it is, or traced and then put together again.
+
+        Args:
+            update: makes the optimizer's step.
+        """
         if call is plain_call:
-            with ExitStack() as outside, standing_in(self._live_calls(outside)):
+            with ExitStack() as outside, standing_in(self._live_calls(outside, update)):
                 outside.enter_context(self._as_outside())
                 return _detached(self._fn(*args, **kwargs))
         for event in before_backward(position.constants[1]):
-            self._make(event)
+            self._make(event, update)
         loss, result, _ = self._taken_apart(call, args, kwargs)
         self.backward(loss)
         for event in after_backward(self._present):
-            self._make(event)
+            self._make(event, update)
         return _detached(result)
 
-    def finish(self, result: Any, number: int, *, updated: bool) -> Any:
-        """What remains to be done in Python after a replay."""
+    def finish(self, result: Any, number: int, update: _Update, *, updated: bool) -> Any:
+        """What remains to be done in Python after a replay, which has `updated` or leaves that to `update`."""
         script, norm_leaves, clipped = self._scripts[number]
         if updated:
             count_optimizer_step(self.accelerated)
@@ -324,7 +336,7 @@ class _StepFunctionProgram:
         for event in after_backward(script):
             if updated and (event.name in CLIPS or event.name == "step"):
                 continue
-            norm = self._make(event)
+            norm = self._make(event, update)
             if norm is not None:
                 norms.append(norm)
         return _with_leaves(result, dict(zip(norm_leaves, norms, strict=False))) if norms else result
@@ -348,7 +360,7 @@ class _StepFunctionProgram:
         if script != expected:
             self.problem = Problem(
                 "the step makes other calls than when it was watched: "
-                f"{told(script)} instead of {told(expected or ())}",
+                f"{in_words(script)} instead of {in_words(expected or ())}",
                 fix="Let the step do the same on every call, but for accelerator.sync_gradients",
             )
         wanted = {id(norm) for norm in self._norms if norm is not None}
@@ -360,14 +372,14 @@ class _StepFunctionProgram:
             self._scripts.append(entry)
         return tensors["backward"], result, self._scripts.index(entry)
 
-    def _make(self, event: Event) -> Tensor | None:
+    def _make(self, event: Event, update: _Update) -> Tensor | None:
         """One of the calls, for real. Returns the norm of gradients that were clipped."""
         if event.name in CLIPS:
             waiting = self._norms.pop(0) if self._norms else None
             return self._clip(event, waiting, self._clipped.pop(0))
         if event.name == "step":
             if self._accelerator.sync_gradients:
-                self.run_update(self.accelerated.step)
+                update(self.accelerated.step)
         elif event.name == "zero_grad":
             self._accelerator._optimizers[event.index].zero_grad(*event.arguments)
         elif event.name == "scheduler.step":
@@ -407,11 +419,12 @@ class _StepFunctionProgram:
         """Learning rates that the function or a scheduler reads are the user's numbers, not tensors of ours."""
         return nullcontext() if self._preparation is None else self._preparation.suspended()
 
-    def _live_calls(self, outside: ExitStack) -> list[tuple[Any, str, Any]]:
+    def _live_calls(self, outside: ExitStack, update: _Update) -> list[tuple[Any, str, Any]]:
         """For a plain run: the optimizer steps through the runner; micro-batches are counted already.
 
         Args:
             outside: holds the context of everything but the optimizer's step.
+            update: makes that step.
         """
         calls: list[tuple[Any, str, Any]] = []
         if self._accumulates_inside:
@@ -422,7 +435,7 @@ class _StepFunctionProgram:
             def routed(closure: Any = None) -> None:
                 if closure is None and self._accelerator.sync_gradients:
                     outside.close()
-                    self.run_update(step)
+                    update(step)
                     outside.enter_context(self._as_outside())
                 else:
                     step(closure)

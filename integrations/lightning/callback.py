@@ -49,9 +49,10 @@ from pygraph_train.selection.arms import (
     WHOLE,
 )
 from pygraph_train.selection.controller import Switch
+from pygraph_train.step.flight import Replayed, StepInFlight
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
-from pygraph_train.step.runner import Replayed, StepRunner
+from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 
@@ -200,6 +201,7 @@ class _AutomaticStep:
         self._trainer = trainer
         self._program = program
         self._runner = runner
+        self._step: StepInFlight | None = None
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._lightning_run = self._loop.run
         # torch's optimizers ask for the loss once, and first (LBFGS is refused)
@@ -270,9 +272,10 @@ class _AutomaticStep:
 
         if not self._runner.stopped:
             self._program.book.start_step()
-        outcome = self._runner.step(tuple(kwargs.values()), {}, position, run)
+        self._step = step = self._runner.begin(position)
+        outcome = self._runner.make(step, tuple(kwargs.values()), {}, run)
         if not isinstance(outcome, Replayed):
-            self._runner.finish()
+            step.finish()
             self._program.book.ran()
             return outcome.result
         output, logged = outcome.outputs
@@ -288,7 +291,7 @@ class _AutomaticStep:
             output = self._update(output, optimizer, batch_idx, kwargs)
         else:
             self._after_backward(output["loss"])
-        self._runner.finish()
+        step.finish()
         return output
 
     def _update(
@@ -316,13 +319,14 @@ class _AutomaticStep:
         self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """In the place of the precision plugin's: what it does, with the end of it from a graph."""
-        if kwargs or optimizer is not self._program.optimizer or self._loop._skip_backward:
+        step = self._step
+        if step is None or kwargs or optimizer is not self._program.optimizer or self._loop._skip_backward:
             return self._lightning_optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        if not self._runner.graphs_update:
+        if not step.graphs_update:
 
             def marked() -> Any:
                 result = closure()
-                self._runner.update_begins()
+                step.update_begins()
                 return result
 
             return self._lightning_optimizer_step(optimizer, model=model, closure=marked, **kwargs)
@@ -330,12 +334,13 @@ class _AutomaticStep:
         if result is None:  # the batch is skipped, and plugins differ in what remains to be done
             return self._lightning_optimizer_step(optimizer, model=model, closure=lambda: result)
         body = self._program.before_update(optimizer)
-        self._runner.update(body, (self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm))
+        step.update(body, (self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm))
         return result
 
     def _observe(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """The first step of an optimizer of another library, as it is: when does it ask for the loss?"""
         self._closure_is_known = True
+        self._step = None
         self._program.book.ran()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         before = list(map(tensor_version, parameters))

@@ -32,9 +32,10 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, at_work, not_optimized
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.step.flight import Replayed, StepInFlight
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
-from pygraph_train.step.runner import Replayed, StepRunner
+from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerCallback", "PyGraphTrainerMixin"]
@@ -162,6 +163,7 @@ class _WholeStep:
         self._loop = loop
         self._report = StepReport()
         self._runner: StepRunner | None = None
+        self._step: StepInFlight | None = None
         self._undo: Callable[[], None] = lambda: None
         problem = _not_whole(trainer)
         if problem is None:
@@ -186,6 +188,7 @@ class _WholeStep:
             update=sync,
             constants=(program.scale, trainer.args.max_grad_norm),
         )
+        self._step = runner.begin(position)
 
         def run(call: Call) -> Tensor:
             if call is plain_call:
@@ -194,14 +197,14 @@ class _WholeStep:
             program.backward(loss)
             return loss.detach()
 
-        outcome = runner.step((inputs, num_items), {}, position, run)
+        outcome = runner.make(self._step, (inputs, num_items), {}, run)
         if isinstance(outcome, Replayed):
             loss, self.norm = outcome.outputs
             self.updated = outcome.updated
         else:
             loss = outcome.result
         if not sync:
-            runner.finish()
+            self._step.finish()
         return loss
 
     def close(self) -> None:
@@ -230,13 +233,13 @@ class _WholeStep:
 
     def _optimizer_step(self, body: Callable[[], None]) -> None:
         """In the place of the optimizer's: nothing after a replay that held it."""
-        runner = self._runner
-        assert runner is not None
+        runner, step = self._runner, self._step
+        assert runner is not None and step is not None
         if self.updated:
             self.updated = False
         else:
-            runner.update(body)
-        runner.finish()
+            step.update(body)
+        step.finish()
         if runner.stopped or never_replays(self._report):
             self._fall_back(None)
 

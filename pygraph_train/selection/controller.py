@@ -1,6 +1,6 @@
 """Compares arms in alternating windows of real training steps, and keeps the fastest (SCG).
 
-Pure logic: it never looks at a clock. The caller asks for a `Turn` (run this arm for so many steps), puts the
+Pure logic: it never looks at a clock. The caller asks for a `Window` (run this arm for so many steps), puts the
 times of the measured steps into it, and asks for the next one. Every decision depends only on step counts and
 on numbers that went through `agree`, so that ranks which count the same steps decide the same.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.selection.samples import Summary, summary, surely_faster, surely_no_faster
 
-__all__ = ["Controller", "Estimate", "Rules", "Switch", "Turn"]
+__all__ = ["Controller", "Estimate", "Rules", "Switch", "Window"]
 
 _MORE_STEPS = "twice as many steps"
 
@@ -71,12 +71,12 @@ class Estimate:
 
 
 @dataclass
-class Turn:
+class Window:
     """Run `arm` for `steps` steps; skip the first `skipped`, measure the `measured` that follow.
 
     Attributes:
-        samples: seconds of measured steps, in any order; a late one may still come while the next turn runs.
-        problem: why the arm could not be run; set by the caller, who may then ask for the next turn at once.
+        samples: seconds of measured steps, in any order; a late one may still come while the next window runs.
+        problem: why the arm could not be run; set by the caller, who may then ask for the next window at once.
     """
 
     arm: Arm
@@ -151,25 +151,25 @@ class Controller:
         self._reopen: str | None = None
         self._why = ""
         self._too_dear: set[Arm] = set()
-        self._turns = self._run()
-        self._turn: Turn | None = None
+        self._windows = self._run()
+        self._present: Window | None = None
 
-    def turn(self) -> Turn:
-        """The next turn. Call it when the steps of the last one were made."""
-        if self._turn is not None:
-            self.steps += self._turn.steps
-            if self._turn.exploring:
-                self.exploration_steps += self._turn.steps
-        self._turn = next(self._turns)
-        return self._turn
+    def next_window(self) -> Window:
+        """The next window. Call it when the steps of the last one were made."""
+        if self._present is not None:
+            self.steps += self._present.steps
+            if self._present.exploring:
+                self.exploration_steps += self._present.steps
+        self._present = next(self._windows)
+        return self._present
 
     def reopen(self, why: str) -> None:
-        """Something changed that times depend on: compare again from the next turn on."""
+        """Something changed that times depend on: compare again from the next window on."""
         self._reopen = why
 
     # -- the course of things -----------------------------------------------------------------------
 
-    def _run(self) -> Generator[Turn, None, None]:
+    def _run(self) -> Generator[Window, None, None]:
         rules = self.rules
         why, look_every = "the first choice", rules.look_every
         while True:
@@ -186,12 +186,12 @@ class Controller:
             if self._reopen is not None:
                 why = self._why = f"after {self._reopen}"
 
-    def _explore(self, arms: Sequence[Arm], why: str, *, first: bool) -> Generator[Turn, None, None]:
-        incumbent = [(yield from self._window(self.best))]
+    def _explore(self, arms: Sequence[Arm], why: str, *, first: bool) -> Generator[Window, None, None]:
+        incumbent = [(yield from self._one_window(self.best))]
         while not math.isfinite(now := self._agree([_of(incumbent).mean])[0]):  # read later, never waited for
             if self._reopen is not None:
                 return
-            incumbent.append((yield from self._window(self.best)))
+            incumbent.append((yield from self._one_window(self.best)))
         if self._reopen is not None:
             return
         self.times[self.best] = now
@@ -212,25 +212,25 @@ class Controller:
                 return
         self._choose(self.best, why)
 
-    def _duel(self, challenger: Arm, budget: int) -> Generator[Turn, None, int]:
-        """Windows of both in turn, until one is faster with confidence. Returns steps spent on the challenger."""
+    def _duel(self, challenger: Arm, budget: int) -> Generator[Window, None, int]:
+        """Alternate windows of both until one is faster with confidence. Returns the steps spent on the challenger."""
         rules, spent = self.rules, 0
-        mine: list[Turn] = []
-        theirs: list[Turn] = []
+        mine: list[Window] = []
+        theirs: list[Window] = []
         ours = other = summary(())
         for number in range(rules.rounds):
             steps = rules.probe if number == 0 else rules.window
             if spent + steps > budget:
                 break
-            turn = Turn(challenger, steps, steps - 1, exploring=True)
-            yield turn
+            window = Window(challenger, steps, steps - 1, exploring=True)
+            yield window
             spent += steps
-            if turn.problem is not None:
-                self._drop(challenger, turn.problem)
+            if window.problem is not None:
+                self._drop(challenger, window.problem)
                 return spent
-            theirs.append(turn)
+            theirs.append(window)
             while self._reopen is None:  # measurements arrive late: the incumbent goes on meanwhile
-                mine.append((yield from self._window(self.best, steps)))
+                mine.append((yield from self._one_window(self.best, steps)))
                 ours, other = self._agreed(mine, theirs)
                 if math.isfinite(ours.mean) and math.isfinite(other.mean):
                     break
@@ -264,16 +264,16 @@ class Controller:
         else:
             self.verdicts[challenger] = f"{there}, and {incumbent} takes {here}"
 
-    def _watch(self, look_every: int) -> Generator[Turn, None, None]:
+    def _watch(self, look_every: int) -> Generator[Window, None, None]:
         """Short looks at the chosen arm, until something has changed for good."""
         reference, strikes, began = self.times[self.best], 0, max(self.steps, 1)
         while self._reopen is None:
-            turn = Turn(self.best, look_every, self.rules.window, skipped=0)
-            yield turn
-            if turn.problem is not None:
-                self._drop(self.best, turn.problem)
+            window = Window(self.best, look_every, self.rules.window, skipped=0)
+            yield window
+            if window.problem is not None:
+                self._drop(self.best, window.problem)
                 return
-            (now,) = self._agree([summary(turn.samples).mean])
+            (now,) = self._agree([summary(window.samples).mean])
             if math.isfinite(now):
                 self.times[self.best] = now
                 change = now / reference - 1
@@ -286,13 +286,13 @@ class Controller:
 
     # -- pieces -------------------------------------------------------------------------------------
 
-    def _window(self, arm: Arm, steps: int | None = None) -> Generator[Turn, None, Turn]:
+    def _one_window(self, arm: Arm, steps: int | None = None) -> Generator[Window, None, Window]:
         steps = steps or self.rules.window
-        turn = Turn(arm, steps, steps - 1)
-        yield turn
-        if turn.problem is not None:
-            self._drop(arm, turn.problem)
-        return turn
+        window = Window(arm, steps, steps - 1)
+        yield window
+        if window.problem is not None:
+            self._drop(arm, window.problem)
+        return window
 
     def _drop(self, arm: Arm, why: str) -> None:
         """This arm cannot be run any more."""
@@ -303,7 +303,7 @@ class Controller:
             self._choose(self._arms[0], why)
             self._reopen = why
 
-    def _agreed(self, mine: Sequence[Turn], theirs: Sequence[Turn]) -> tuple[Summary, Summary]:
+    def _agreed(self, mine: Sequence[Window], theirs: Sequence[Window]) -> tuple[Summary, Summary]:
         a, b = _of(mine), _of(theirs)
         numbers = self._agree([a.mean, a.error, -a.freedom, b.mean, b.error, -b.freedom])
         return Summary(numbers[0], numbers[1], -numbers[2]), Summary(numbers[3], numbers[4], -numbers[5])
@@ -336,5 +336,5 @@ class Controller:
         self.verdicts[arm] = f"kept: {why}"
 
 
-def _of(turns: Sequence[Turn]) -> Summary:
-    return summary([sample for turn in turns for sample in turn.samples])
+def _of(windows: Sequence[Window]) -> Summary:
+    return summary([sample for window in windows for sample in window.samples])

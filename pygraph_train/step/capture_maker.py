@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram
 from pygraph_train.step.rebinding import Anchors, Moves
-from pygraph_train.step.variants import Capture, Variant, picker
+from pygraph_train.step.variants import Capture, CaptureKey, Variant, picker
 from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.refusals import history, problem_of
@@ -40,7 +40,7 @@ class CaptureMaker:
         context: entered around every run that uses the kernels that graphs hold.
 
     Attributes:
-        canonical_gradients: where graphs leave gradients, by parameter; those of Inductor's kernels apart
+        canonical_gradients: where graphs leave gradients, by parameter; those of Inductor's kernels by themselves
             (True), lest they copy to where the eager kernels' graph happened to leave its own.
         anchors: where tensors stay that steps give other memory.
     """
@@ -224,6 +224,21 @@ class CaptureMaker:
         """The optimizer's parameters."""
         optimizer = self._program.optimizer
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    def release(self, places: Iterable[CaptureKey]) -> None:
+        """Forget gradients that only other captures than these have left."""
+        compiled = {place[2] for place in places}
+        for kind, gradients in self.canonical_gradients.items():
+            if kind not in compiled:
+                gradients.clear()
+
+    def warm_up(self, *, fresh: bool) -> AbstractContextManager[None]:
+        """Around a run without a graph before a capture.
+
+        Args:
+            fresh: whether it begins with empty gradients.
+        """
+        return self._engine.warm_up(self.owned() if fresh else ())
 
     def owned(self) -> list[Tensor]:
         """Parameters whose gradients are emptied before a fresh micro-batch."""

@@ -1,11 +1,11 @@
-"""Which arm one kind of steps runs with: turns of the controller, counted in real steps and timed."""
+"""Which arm one kind of steps runs with: windows of the controller, counted in real steps and timed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from pygraph_train.selection.arms import Arm
-from pygraph_train.selection.controller import Controller, Turn
+from pygraph_train.selection.controller import Controller, Window
 from pygraph_train.selection.timing import StepTime, Stopwatch
 
 __all__ = ["Choice"]
@@ -17,8 +17,8 @@ _MOST_UNREADY = 64
 class _Unit:
     """The micro-batches of one optimizer step: one sample."""
 
-    def __init__(self, choice: Choice, turn: Turn) -> None:
-        self._choice, self._turn = choice, turn
+    def __init__(self, choice: Choice, window: Window) -> None:
+        self._choice, self._window = choice, window
         self._times: list[StepTime] = []
         self._count: int | None = None
 
@@ -37,8 +37,8 @@ class _Unit:
         host = sum(t.host for t in self._times) / self._count
         device = sum(t.device for t in self._times) / self._count
         time = StepTime(host, device)
-        self._choice.latest[self._turn.arm] = time
-        self._turn.samples.append(device)  # nothing there ends before the host has launched it
+        self._choice.latest[self._window.arm] = time
+        self._window.samples.append(device)  # nothing there ends before the host has launched it
 
 
 class Choice:
@@ -48,13 +48,14 @@ class Choice:
     says count: those that warm up and capture do not.
 
     Args:
-        controller: whose turns are taken.
-        stopwatch: measures the steps that a turn wants measured.
-        latest: filled with the last measured step of each arm, host and device apart.
-        settled: told the arm of each turn for which nothing else is compared with it.
+        controller: whose windows are run.
+        stopwatch: measures the steps that a window wants measured.
+        latest: filled with the last measured step of each arm, host and device each.
+        settled: is called with the arm of each window in which nothing is compared with it any more.
 
     Attributes:
         quiet: so many further steps need nothing of `begin` and `end`. The caller counts it down.
+        as_planned: whether the present step ran wholly as its arm says. The caller clears it.
     """
 
     def __init__(
@@ -66,28 +67,30 @@ class Choice:
     ) -> None:
         self.controller = controller
         self.quiet = 0
+        self.as_planned = True
         self.latest = latest
         self._stopwatch = stopwatch
         self._unit: _Unit | None = None
         self._settled = settled
         self._count = self._made = self._unready = 0
-        self._turn = controller.turn()
+        self._window = controller.next_window()
 
     @property
     def arm(self) -> Arm:
         """What runs now."""
-        return self._turn.arm
+        return self._window.arm
 
     def begin(self) -> None:
         """A step begins."""
+        self.as_planned = True
         self._stopwatch.collect()
-        turn = self._turn
-        if self._made >= turn.steps:
+        window = self._window
+        if self._made >= window.steps:
             self._next()
-            turn = self._turn
+            window = self._window
         self._count = 0
-        measured = turn.skipped <= self._made < turn.skipped + turn.measured
-        self._unit = _Unit(self, turn) if measured else None
+        measured = window.skipped <= self._made < window.skipped + window.measured
+        self._unit = _Unit(self, window) if measured else None
 
     def start(self) -> None:
         """A micro-batch of it begins."""
@@ -100,10 +103,10 @@ class Choice:
         if self._unit is not None:
             self._stopwatch.stop(self.arm, self._unit.add)
 
-    def end(self, *, as_planned: bool) -> None:
+    def end(self) -> None:
         """The step has ended."""
-        turn = self._turn
-        if not as_planned:
+        window = self._window
+        if not self.as_planned:
             self._unready += 1
             if self._unready > _MOST_UNREADY:
                 self.fail("its graphs could not be kept: what they rest on changes again and again")
@@ -111,19 +114,21 @@ class Choice:
         self._made += 1
         if self._unit is not None:
             self._unit.close(self._count)
-        if self._made >= turn.skipped + turn.measured:
-            self.quiet, self._made = turn.steps - self._made, turn.steps
+        if self._made >= window.skipped + window.measured:
+            self.quiet, self._made = window.steps - self._made, window.steps
 
     def fail(self, why: str) -> None:
-        """The arm cannot be run: take the next turn at once."""
-        self._turn.problem = why
+        """The arm cannot be run: the next window begins at once."""
+        self._window.problem = why
         self._next()
 
     def _next(self) -> None:
-        before, self._turn = self._turn.arm, self.controller.turn()
-        if self._turn.arm != before:  # a few times in a training: the first step of the turn is not measured
+        before, self._window = self._window.arm, self.controller.next_window()
+        if (
+            self._window.arm != before
+        ):  # a few times in a training: the first step of the window is not measured
             self._stopwatch.drain()
         self._made = self._unready = self.quiet = 0
         self._unit = None
         if self.controller.settled:
-            self._settled(self._turn.arm)
+            self._settled(self._window.arm)

@@ -19,6 +19,7 @@ from pygraph_train.selection.cache import Decision, DecisionCache
 from pygraph_train.selection.controller import Controller, Estimate, Switch
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.identity import identity
+from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.times import Times
 from pygraph_train.step.variants import Variant
@@ -45,11 +46,11 @@ class Decisions:
         program: the step.
         config: options.
         engine: where graphs are made.
-        report: told of each decision.
+        report: gets each decision.
         times: what was measured so far.
         steps_left: how many steps training will still make, None when unknown.
         on_decision: called when another plan is kept than before.
-        on_settled: told the arm with which nothing else is compared any more.
+        on_settled: called with the arm with which nothing is compared any more.
 
     Attributes:
         compiles: whether Inductor's kernels can be had.
@@ -160,6 +161,21 @@ class Decisions:
                 self._cache.put(self._key(variant), Decision(arm, controller.times[arm]))
 
         return Choice(controller, self._stopwatch, self._times.latest, settled)
+
+    def launch_bound(self, step: Callable[[], int]) -> LaunchBoundCheck | None:
+        """What finds out whether the GPU waits for the host at all, None where that is no question.
+
+        Args:
+            step: the training step that is being made.
+        """
+        if not LaunchBoundCheck.wanted(self._config, self._engine.name):
+            return None
+        return LaunchBoundCheck(
+            self._engine.synchronize,
+            None if self._config.compile is False else COMPILE_SECONDS,
+            self._steps_left,
+            lambda why: self.leave_alone(why, step()),
+        )
 
     def leave_alone(self, why: str, step: int) -> None:
         """Note that steps run without graphs, which nothing was compared for."""

@@ -15,10 +15,11 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, at_work, not_optimized
 from pygraph_train.problems import Problem
 from pygraph_train.report.step_report import StepReport
+from pygraph_train.step.flight import Replayed
 from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
-from pygraph_train.step.runner import Replayed, StepRunner
+from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
 from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 from pygraph_train.tracing.signature import flatten, map_leaves
@@ -78,7 +79,6 @@ class GraphedStep:
             self._report.note("graphs are off: steps run as they are")
         else:
             self._runner = StepRunner(self._program, self._config, engine, self._report)
-            self._program.run_update = self._runner.update
             # a step inside of another one runs as it does alone
             leave_to_python(GraphedStep.__call__)
             leave_to_python(GraphedStep.accumulate)
@@ -107,21 +107,23 @@ class GraphedStep:
         fresh = program.starts_fresh() if program.optimizer is None else not self._pending
         position = PositionInAccumulation(fresh=fresh, update=update, constants=program.constants())
 
-        def run(call: Call) -> Any:
-            return program.run(call, args, kwargs, position)
-
         if self._runner is None:
             self._report.steps += 1
-            result = run(plain_call)
+            result = program.run(plain_call, args, kwargs, position, plain_update)
         else:
-            outcome = self._runner.step(args, kwargs, position, run)
+            step = self._runner.begin(position)
+
+            def run(call: Call) -> Any:
+                return program.run(call, args, kwargs, position, step.update)
+
+            outcome = self._runner.make(step, args, kwargs, run)
             if isinstance(outcome, Replayed):
                 result = outcome.outputs
                 if update and not outcome.updated:
-                    self._runner.update(program.update_phase, position.constants)
+                    step.update(program.update_phase, position.constants)
             else:
                 result = outcome.result
-            self._runner.finish()
+            step.finish()
         self._pending = not update  # only now: a step that raised is not part of an accumulation
         return result
 
@@ -143,7 +145,6 @@ class GraphedStep:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
-            self._program.run_update = plain_update
 
     def __enter__(self) -> GraphedStep:
         return self
@@ -176,7 +177,6 @@ class _PlainProgram:
         self._max_grad_norm = max_grad_norm
         self._preparation: OptimizerPreparation | None = None
         self._others: list[Tensor] = []  # that are clipped, and not the optimizer's
-        self.run_update: Callable[[Callable[[], None], Any], None] = plain_update
 
     def function(self) -> Callable[..., Any]:
         return self._step_fn
@@ -254,15 +254,20 @@ class _PlainProgram:
         return all(p.grad is None for p in self.model.parameters())
 
     def run(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], position: PositionInAccumulation
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        position: PositionInAccumulation,
+        update: Callable[[Callable[[], None], Any], None],
     ) -> Any:
-        """The whole step without a graph."""
+        """The whole step without a graph; `update` makes its optimizer phase."""
         if self.optimizer is not None and position.fresh:
             self.optimizer.zero_grad(set_to_none=True)
         loss, result = self.forward(call, args, kwargs)
         self.backward(loss)
         if position.update:
-            self.run_update(self.update_phase, position.constants)
+            update(self.update_phase, position.constants)
         return _detached(result)
 
 

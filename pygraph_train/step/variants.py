@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,18 +12,20 @@ from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
-from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.inputs import StaticInputs
+from pygraph_train.step.lifecycle import Life, LifeEvent, Stage, StageLengths, next_life
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Audits
 
-__all__ = ["Capture", "CaptureKey", "Signature", "Variant", "picker", "same_memory"]
+__all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant", "picker", "same_memory"]
 
+_MOST_SIGNATURES = 1024
+"""Shapes remembered; the oldest are forgotten."""
 
 CaptureKey = tuple[PositionInAccumulation, bool, bool]
 """Position in accumulation, whether the optimizer is inside, whether the kernels are Inductor's."""
@@ -50,14 +53,30 @@ class Capture:
 
 @dataclass
 class Variant:
-    """One signature under one set of guards."""
+    """One signature under one set of guards: a kind of call.
+
+    Attributes:
+        trace: what Dynamo says of it, and whether a call is of this kind.
+        lengths: of its life.
+        key: of the signature.
+        life: where it stands.
+        used: which leaves of the arguments the step reads.
+        compiled: the trace with Inductor's kernels.
+        inputs: where graphs read the batch.
+        arm: what it runs with.
+        choice: the comparison of its plans, once one of them has a graph.
+        compile_next: whether its plans begin with Inductor's kernels.
+        warmup_seconds: the shortest step without a graph.
+        replays, last_used: how often it was replayed, and in which step last.
+        moves: how often captures were thrown away because something had moved.
+        writes_parameters: whether forward changes parameters in place.
+    """
 
     trace: Trace
+    lengths: StageLengths
     key: Key = ()
+    life: Life = field(default_factory=lambda: Life(Stage.FIRST_LOOK))
     used: list[bool] = field(default_factory=list)
-    watched: int = 0
-    looked_twice: bool = False
-    prepared_runs: int = 0
     compiled: Trace | None = None
     inputs: StaticInputs | None = None
     captures: dict[CaptureKey, Capture] = field(default_factory=dict)
@@ -69,7 +88,10 @@ class Variant:
     last_used: int = 0
     moves: int = 0
     writes_parameters: bool = False
-    off: Problem | None = None
+
+    def meets(self, event: LifeEvent) -> None:
+        """Go on in life."""
+        self.life = next_life(self.life, event, self.lengths)
 
     def capture_key(self, position: PositionInAccumulation) -> CaptureKey:
         """Where the capture is that serves this position under the present arm."""
@@ -88,22 +110,71 @@ class Variant:
                 self.captures.pop(place).graph.close()
 
     def forget_captures(self) -> None:
+        """Release them: they rest on something that has changed."""
         for capture in self.captures.values():
             capture.graph.close()
         self.captures.clear()
-        self.prepared_runs = 0
+        if self.life.stage in (Stage.PREPARED, Stage.COMPILED, Stage.GRAPHED):
+            self.meets(LifeEvent.STALE)
 
 
 @dataclass
 class Signature:
-    """One key of arguments: its variants, latest hit first."""
+    """One key of arguments: its variants, latest hit first.
 
-    key: Key = ()
-    seen: int = 0
+    Attributes:
+        life: until it has a variant, and when it gets no more of them.
+        no_graphs: the comparison of plans, of a signature that settled on no graphs.
+    """
+
+    key: Key
+    life: Life
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
-    no_graphs: Choice | None = None  # of a signature that settled on no graphs
-    off: Problem | None = None
+    no_graphs: Choice | None = None
+
+
+class Signatures:
+    """Every signature that was met, up to a number of them.
+
+    Args:
+        lengths: of the lives of calls.
+    """
+
+    def __init__(self, lengths: StageLengths) -> None:
+        self.lengths = lengths
+        self._first: Signature | None = None
+        self._by_key: OrderedDict[Key, Signature] = OrderedDict()
+        self.get = self._by_key.get
+
+    def meet(self, key: Key) -> Signature:
+        """The signature with this key, a new one if need be."""
+        signature = self._by_key.get(key)
+        if signature is None:
+            signature = self._by_key[key] = Signature(
+                key, Life(Stage.FIRST_LOOK if self._first is None else Stage.MET)
+            )
+            self._first = self._first or signature
+            while len(self._by_key) > _MOST_SIGNATURES:  # shapes that never come back leave no trace
+                oldest = next(k for k, s in self._by_key.items() if s is not self._first)
+                for variant in self._by_key.pop(oldest).variants:
+                    variant.forget_captures()
+        self._by_key.move_to_end(key)
+        return signature
+
+    def is_first(self, signature: Signature) -> bool:
+        """Whether it is the first one of the run, which stands for the others."""
+        return signature is self._first
+
+    def variants(self) -> Iterator[Variant]:
+        """Every kind of call."""
+        return (variant for signature in self._by_key.values() for variant in signature.variants)
+
+    def close(self) -> None:
+        """Release all captures, and forget everything."""
+        for variant in self.variants():
+            variant.forget_captures()
+        self._by_key.clear()
 
 
 def same_memory(tensors: Sequence[Tensor], capture: Capture) -> bool:

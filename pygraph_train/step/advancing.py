@@ -1,0 +1,211 @@
+"""One step on the way from an unknown call to a replay: the stage of its life says which."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.step.capturing import MOST_RETRACES, REPLAYS_PER_RETRACE, Capturing
+from pygraph_train.step.choice import Choice
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.flight import Ran, Replayed, StepInFlight
+from pygraph_train.step.lifecycle import LifeEvent, Stage, next_life
+from pygraph_train.step.program import Call
+from pygraph_train.step.refusing import Refusing
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.ungraphed import UngraphedSteps
+from pygraph_train.step.updates import Updates
+from pygraph_train.step.variants import Capture, Signature, Signatures, Variant
+from pygraph_train.step.watching import Watching
+from pygraph_train.tracing.gradient_hooks import backward_hook
+from pygraph_train.tracing.refusals import unsupported_leaf
+from pygraph_train.tracing.trace import Trace
+
+__all__ = ["REPLAYS_BEFORE_COMPILING", "Advancing"]
+
+R = TypeVar("R")
+
+REPLAYS_BEFORE_COMPILING = 100
+"""Signatures other than the first one prove with eager kernels that they are worth Inductor's time."""
+
+_TRACED = (Stage.FIRST_LOOK, Stage.SECOND_LOOK, Stage.WATCHED)
+
+
+class Advancing:
+    """Makes steps that are not replayed yet.
+
+    Args:
+        training, updates, decisions, signatures, ungraphed, refusing, watching, capturing: of the runner.
+        replay: makes a replay of a capture with these leaves.
+    """
+
+    def __init__(
+        self,
+        training: TrainingRun,
+        updates: Updates,
+        decisions: Decisions,
+        signatures: Signatures,
+        ungraphed: UngraphedSteps,
+        refusing: Refusing,
+        watching: Watching,
+        capturing: Capturing,
+        replay: Callable[[Variant, Capture, Sequence[Any]], Replayed],
+    ) -> None:
+        self._training = training
+        self._updates = updates
+        self._decisions = decisions
+        self._signatures = signatures
+        self._ungraphed = ungraphed
+        self._refusing = refusing
+        self._watching = watching
+        self._capturing = capturing
+        self._replay = replay
+        self._begun = False
+
+    def __call__(
+        self,
+        step: StepInFlight,
+        signature: Signature,
+        variant: Variant | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        run: Callable[[Call], R],
+    ) -> Replayed | Ran[R]:
+        """Make the step; see `StepRunner.make`.
+
+        Args:
+            signature, variant: what kind of call it is; None where no trace is for it.
+            leaves: of the arguments.
+        """
+        if not self._begun:
+            self._begun = True
+            self._ask_for_reasons()
+        life = signature.life if variant is None else variant.life
+        if self._refusing.off is not None or life.stage is Stage.REFUSED:
+            return Ran(self._ungraphed.with_the_best_plan(step, run))
+        if life.stage is Stage.MET:
+            signature.life = next_life(life, LifeEvent.RAN, self._signatures.lengths)
+            return Ran(self._ungraphed.plainly(run))
+        if variant is None:
+            variant = self._new_variant(step, signature, args, kwargs, leaves)
+        if variant is None:
+            return Ran(self._ungraphed.plainly(run))
+        if variant.life.stage in _TRACED:
+            return Ran(self._watched(step, signature, variant, args, kwargs, leaves, run))
+        self._updates.prepare()
+        if variant.choice is None:
+            variant.arm = self._decisions.arms(variant, self._updates.plans())[0]
+            if not variant.arm.plan.forward_backward:  # an earlier run knew better than to capture
+                variant.choice = self.compare_plans(variant)
+        step.arm = variant.arm
+        if not variant.arm.plan.forward_backward:
+            return Ran(self._ungraphed.as_its_arm_says(step, run))
+        return self._graphed(step, signature, variant, args, kwargs, leaves, run)
+
+    def _graphed(
+        self,
+        step: StepInFlight,
+        signature: Signature,
+        variant: Variant,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        run: Callable[[Call], R],
+    ) -> Replayed | Ran[R]:
+        """A step that is, or will be, one graph of forward and backward."""
+        capturing = self._capturing
+        try:
+            capture = variant.captures.get(variant.capture_key(step.position))
+            if capture is not None:
+                capturing.look_again(step, variant, capture, args, kwargs)
+            if variant.arm.compiled and variant.compiled is None:
+                variant.meets(LifeEvent.WANTS_INDUCTOR)
+                return Ran(capturing.compiled(step, variant, args, kwargs, run))
+            capture, expected = variant.captures.get(variant.capture_key(step.position)), None
+            if capture is None:
+                if variant.life.stage is Stage.PREPARED or not capturing.may_begin(variant, step.position):
+                    return Ran(capturing.prepared(step, variant, run))
+                capture, expected = capturing.capture(step, variant, args, kwargs, leaves)
+            if capture.verified and not capture.audits.due(time.perf_counter()):
+                return self._replay(variant, capture, leaves)
+            again = capture
+            return capturing.compared(
+                step, variant, again, args, kwargs, expected, lambda: self._replay(variant, again, leaves)
+            )
+        except NotLegal as refused:
+            self._refusing.calls(step, signature, variant, refused.problem)
+        return Ran(self._ungraphed.plainly(run))
+
+    def _watched(
+        self,
+        step: StepInFlight,
+        signature: Signature,
+        variant: Variant,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        run: Callable[[Call], R],
+    ) -> R:
+        result, problem = self._watching(step, variant, args, kwargs, leaves, run)
+        variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
+        if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
+            variant.trace = self._new_trace()
+        elif problem is not None:
+            self._refusing.calls(step, signature, variant, problem)
+        return result
+
+    def _ask_for_reasons(self) -> None:
+        """On the first step: why forward and backward cannot be in a graph at all."""
+        config, program = self._training.config, self._training.program
+        off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
+        off += ["fuse='off'"] if config.fuse == "off" and not off else []
+        asked = (
+            Problem(f"{', '.join(off)} was asked for: forward and backward share no graph") if off else None
+        )
+        problem = asked or program.acts_before_backward() or backward_hook(program.model)
+        if problem is not None:
+            self._refusing.run(problem, asked=asked is not None)
+
+    def _new_variant(
+        self,
+        step: StepInFlight,
+        signature: Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+    ) -> Variant | None:
+        """A variant for a call that no trace of this signature holds for; None when there were too many."""
+        training = self._training
+        program = training.program
+        problem = unsupported_leaf(args, kwargs, leaves)
+        if problem is None and signature.variants:
+            signature.retraces += 1
+            paid = sum(v.replays for v in signature.variants) // REPLAYS_PER_RETRACE
+            if signature.retraces - paid > MOST_RETRACES:
+                with program.context():
+                    problem = signature.variants[0].trace.why_not(program.function(), args, kwargs)
+        if problem is not None:
+            self._refusing.calls(step, signature, None, problem)
+            return None
+        variant = Variant(self._new_trace(), self._signatures.lengths, signature.key)
+        first = self._signatures.is_first(signature)
+        variant.compile_next = training.config.compile is True and self._decisions.compiles and first
+        signature.variants.insert(0, variant)
+        return variant
+
+    def _new_trace(self) -> Trace:
+        program = self._training.program
+        return Trace(program.device, recorder=program.recorder)
+
+    def compare_plans(self, variant: Variant) -> Choice:
+        """A comparison of the plans of this kind of call, from the next step on."""
+        return self._decisions.choice(variant, self._updates.plans(), self._training.steps_made)
+
+    def consider_compiling(self, variant: Variant) -> None:
+        """A variant that is used a lot deserves the kernels that were asked for after all."""
+        if variant.compiled is None and self._decisions.compiles and self._training.config.compile is True:
+            variant.choice, variant.compile_next = None, True
+            variant.forget_captures()

@@ -1,0 +1,159 @@
+"""A training step from its call to its end: `begin`, the forward and backward, `update`, `finish`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pygraph_train.gradients.places import Source
+from pygraph_train.problems import Problem
+from pygraph_train.selection.arms import NOTHING, Arm, Phase
+from pygraph_train.step.choice import Choice
+from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.regions import Regions
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.updates import Updates
+
+__all__ = ["NO_GRAPH", "Ran", "Replayed", "StepInFlight"]
+
+R = TypeVar("R")
+
+NO_GRAPH = Arm(NOTHING)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The step ran from a graph.
+
+    Attributes:
+        outputs: the program's tree of results, as ordinary tensors.
+        updated: whether the optimizer's step was part of the graph.
+    """
+
+    outputs: Any
+    updated: bool
+
+
+@dataclass(frozen=True)
+class Ran(Generic[R]):
+    """The step ran without a graph; `result` is what the caller's `run` returned."""
+
+    result: R
+
+
+class StepInFlight:
+    """One training step, or one micro-batch of it. Made by `StepRunner.begin`.
+
+    Args:
+        position: where it stands in gradient accumulation.
+        under_way: the comparison of plans that the step before belongs to, if its update has not been made yet.
+        training, updates, regions: of the runner.
+        leave_update_outside: called with the reason why the update has no graph any more.
+
+    Attributes:
+        arm: what it runs with.
+        choice: the comparison of plans that it counts for, None when for none.
+        replayed: whether forward and backward came from a graph.
+    """
+
+    __slots__ = (
+        "_leave",
+        "_regions",
+        "_training",
+        "_updates",
+        "arm",
+        "choice",
+        "position",
+        "replayed",
+        "under_way",
+    )
+
+    def __init__(
+        self,
+        position: PositionInAccumulation,
+        under_way: Choice | None,
+        training: TrainingRun,
+        updates: Updates,
+        regions: Regions,
+        leave_update_outside: Callable[[StepInFlight, Problem], None],
+    ) -> None:
+        self.position = position
+        self.under_way = under_way
+        self.arm = NO_GRAPH
+        self.choice: Choice | None = None
+        self.replayed = False
+        self._training = training
+        self._updates = updates
+        self._regions = regions
+        self._leave = leave_update_outside
+
+    def count_for(self, choice: Choice) -> None:
+        """Count the step for a comparison; only a whole step, not a micro-batch, may switch to another arm."""
+        if self.position.fresh or self._training.program.optimizer is None:
+            if choice.quiet:
+                choice.quiet -= 1
+                return
+            choice.begin()
+        elif choice is not self.under_way:
+            return
+        self.choice = choice
+        choice.start()
+
+    def give_up(self) -> None:
+        """It runs without a graph of forward and backward after all, and counts for nothing."""
+        self.arm, self.choice = NO_GRAPH, None
+
+    @property
+    def graphs_update(self) -> bool:
+        """Whether the update has to go through `update`."""
+        return self._updates.phase is not None
+
+    def update_begins(self) -> None:
+        """The update begins, of a step whose adapter does not need `update`."""
+        self._training.clock.mark("O")
+
+    def update(self, body: Callable[[], None], constants: Any = ()) -> None:
+        """Make the optimizer phase, from its own graph where the plan says so.
+
+        Args:
+            body: the phase in Python: everything from here to the next step that a graph may hold.
+            constants: Python values that a capture of `body` bakes in.
+        """
+        self._training.clock.mark("O")
+        updates, plan = self._updates, self.arm.plan
+        phase = updates.phase
+        if phase is None:
+            return body()
+        if not plan.optimizer_alone:
+            # all plans use the same kernels, and keep the state where these want it
+            assert updates.preparation is not None
+            with updates.preparation.prepared():
+                return body()
+        of_regions = (Phase.BACKWARD,) in plan.graphs
+        source: Source = "graph" if plan.forward_backward else "regions" if of_regions else "autograd"
+        phase.run(body, constants, source=source, step=self._training.step)
+        if phase.replayed:
+            self._training.report.optimizer_steps_replayed += 1
+        elif self.choice is not None:
+            self.choice.as_planned = False
+        if phase.problem is not None:
+            self._leave(self, phase.problem)
+
+    def finish(self) -> None:
+        """The step has ended, its update included."""
+        choice = self.choice
+        if choice is None:
+            return
+        choice.stop()
+        plan = self.arm.plan
+        if plan.regions:
+            if (problem := self._regions.problem) is not None:
+                self.choice = None
+                self._training.note(problem)
+                return choice.fail(str(problem))
+            choice.as_planned &= self._regions.as_planned()
+        choice.as_planned &= self.replayed or not plan.forward_backward
+        if self.position.update or self._training.program.optimizer is None:
+            self.choice = None
+            choice.end()

@@ -1,0 +1,57 @@
+"""What is done around a step from outside, of which a replay would show nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from pygraph_train.problems import Problem
+from pygraph_train.step.program import StepProgram
+from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
+from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
+from pygraph_train.tracing.refusals import (
+    ANOMALY,
+    DISPATCH_MODE,
+    FUNCTION_MODE,
+    GLOBAL_HOOK,
+    SAVED_TENSORS_HOOKS,
+)
+
+__all__ = ["Outside"]
+
+
+class Outside:
+    """Looks before each step whether it has to run as it is.
+
+    Args:
+        program: the step.
+
+    Attributes:
+        for_good: whether what was seen last holds for the rest of the run.
+    """
+
+    def __init__(self, program: StepProgram) -> None:
+        self.for_good = False
+        self._program = program
+        self._global_hooks = global_module_hook_tables()
+        self._initialized = False
+
+    def why_plain(self) -> Problem | None:
+        """Why the present step has to run as it is. Hot path."""
+        if torch.is_anomaly_enabled() or any(self._global_hooks):
+            self.for_good = True
+            return ANOMALY if torch.is_anomaly_enabled() else GLOBAL_HOOK
+        if saved_tensors_hooks_active():
+            return SAVED_TENSORS_HOOKS
+        if is_dispatch_watched():
+            return DISPATCH_MODE
+        if is_function_watched() and function_modes():
+            return FUNCTION_MODE
+        return None if self._initialized else self._uninitialized()
+
+    def _uninitialized(self) -> Problem | None:
+        lazy = [name for name, p in self._program.model.named_parameters() if is_lazy(p)]
+        if lazy:
+            return Problem(f"{lazy[0]} has no shape yet: the first call of its module gives it one")
+        self._initialized = True
+        return None

@@ -1,0 +1,111 @@
+"""What a reason against a graph ends, whoever has found it."""
+
+from __future__ import annotations
+
+from pygraph_train.problems import Problem
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.flight import StepInFlight
+from pygraph_train.step.lifecycle import Life, LifeEvent, Scope, Stage, refusal
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.ungraphed import UngraphedSteps
+from pygraph_train.step.updates import Updates
+from pygraph_train.step.variants import Signature, Signatures, Variant
+
+__all__ = ["Refusing"]
+
+
+class Refusing:
+    """Ends graphs, says why, and lets go of what they have used.
+
+    Args:
+        training, updates, decisions, signatures, ungraphed: of the runner.
+
+    Attributes:
+        off: why no graph holds forward and backward any more.
+        stopped: whether not even the update has one.
+    """
+
+    def __init__(
+        self,
+        training: TrainingRun,
+        updates: Updates,
+        decisions: Decisions,
+        signatures: Signatures,
+        ungraphed: UngraphedSteps,
+    ) -> None:
+        self.off: Problem | None = None
+        self.stopped = False
+        self._training = training
+        self._updates = updates
+        self._decisions = decisions
+        self._signatures = signatures
+        self._ungraphed = ungraphed
+
+    def calls(
+        self, step: StepInFlight, signature: Signature, variant: Variant | None, problem: Problem
+    ) -> None:
+        """Calls cannot have the graph that they were to have. `lifecycle.refusal` says what that ends.
+
+        Args:
+            variant: the kind of call; None where no trace is for it.
+        """
+        step.give_up()
+        choice = None if variant is None else variant.choice
+        first, replayed = self._signatures.is_first(signature), self._training.replays > 0
+        scope = refusal(other_plans=choice is not None, first=first, replayed=replayed)
+        if variant is not None and choice is not None:
+            variant.keep_captures_of(choice.controller.best)
+            choice.fail(str(problem))
+        else:
+            signature.life = Life(Stage.REFUSED)
+            if variant is not None:
+                variant.forget_captures()
+                variant.meets(LifeEvent.REFUSED)
+        if scope is Scope.RUN:
+            self.run(problem)
+        else:
+            self._training.note(problem)
+
+    def run(self, problem: Problem, *, everything: bool = False, asked: bool = False) -> None:
+        """No graph holds forward and backward from now on.
+
+        Args:
+            everything: nor the update.
+            asked: an option asked for it.
+        """
+        self.off = problem
+        self._updates.whole_steps = False
+        self._training.report.start_over()
+        if everything:
+            self.stopped = True
+            self._updates.close()
+        self._training.note(problem, asked=asked)
+
+    def plain_step(self, problem: Problem, *, for_good: bool) -> None:
+        """The present step has to run as it is, and with `for_good` all that follow."""
+        if self.stopped:
+            return
+        if for_good:
+            self.run(problem, everything=True)
+        else:
+            self._training.note(problem)
+
+    def update(self, step: StepInFlight, problem: Problem) -> None:
+        """The update has no graph from now on, and no other graph holds it."""
+        self._updates.close()
+        self._ungraphed.choice = None
+        step.give_up()
+        report = self._training.report
+        report.start_over()
+        for variant in self._signatures.variants():
+            variant.forget_captures()
+            variant.choice, variant.arm = None, self._decisions.arms(variant, self._updates.plans())[0]
+        if self.off is None:
+            report.plan = str(self._updates.plans()[0])
+        self._training.note(problem)
+
+    def close(self) -> None:
+        """The run is over."""
+        self._updates.close()
+        self.off = self.off or Problem("the runner was closed")
+        self.stopped = True

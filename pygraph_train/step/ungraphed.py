@@ -1,0 +1,68 @@
+"""Steps whose forward and backward share no graph: plain ones, and those whose regions have graphs of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from pygraph_train.step.choice import Choice
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.flight import StepInFlight
+from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.regions import Regions
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.updates import Updates
+
+__all__ = ["UngraphedSteps"]
+
+R = TypeVar("R")
+
+
+class UngraphedSteps:
+    """Runs them.
+
+    Args:
+        training, updates, regions, decisions: of the runner.
+
+    Attributes:
+        choice: the comparison of plans for steps that can have no graph of both, once it is known what there is to
+            compare.
+    """
+
+    def __init__(
+        self, training: TrainingRun, updates: Updates, regions: Regions, decisions: Decisions
+    ) -> None:
+        self.choice: Choice | None = None
+        self._training = training
+        self._updates = updates
+        self._regions = regions
+        self._decisions = decisions
+
+    def plainly(self, run: Callable[[Call], R]) -> R:
+        """Make a step as the user wrote it."""
+        with self._updates.context():
+            return run(plain_call)
+
+    def as_its_arm_says(self, step: StepInFlight, run: Callable[[Call], R]) -> R:
+        """Make a step of a plan without a graph of both."""
+        if not step.arm.plan.regions:
+            return self.plainly(run)
+        with self._updates.context():
+            return self._regions.run(run, watched=step.choice is not None)
+
+    def with_the_best_plan(self, step: StepInFlight, run: Callable[[Call], R]) -> R:
+        """Make a step that can have no graph of both: its regions and its update may still have graphs."""
+        self._updates.prepare()
+        if self.choice is None:
+            if self._regions.problem is None and not self._regions.found:
+                with self._updates.context():
+                    return self._regions.run(run)
+            if (problem := self._regions.problem) is not None:
+                self._training.report.note(f"{problem.reason}" if not problem.fix else str(problem))
+            plans = self._updates.plans(forward_backward=False)
+            if len(plans) == 1 and not plans[0].graphs:
+                return self.plainly(run)
+            self.choice = self._decisions.choice(None, plans, self._training.steps_made)
+        step.count_for(self.choice)
+        step.arm = self.choice.arm
+        return self.as_its_arm_says(step, run)

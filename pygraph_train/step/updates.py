@@ -1,0 +1,128 @@
+"""The update of the parameters in all steps: its kernels, a graph of its own, and whether other graphs may hold it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from pygraph_train.optimizers.kernels import is_unknown
+from pygraph_train.optimizers.phase import OptimizerPhase
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.trial import OptimizerTrial
+from pygraph_train.problems import Problem
+from pygraph_train.selection.arms import WHOLE, Plan
+from pygraph_train.step.plan import legal_plans
+from pygraph_train.step.regions import Regions
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.variants import Capture
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """The update of the parameters, whoever graphs it.
+
+    Args:
+        training: the training run.
+        regions: graphs of forward and backward, which plans without a graph of both have.
+
+    Attributes:
+        preparation: of the optimizer, once forward and backward were proved legal or given up.
+        phase: graphs of the update alone, None where there can be none.
+        between: what acts before the update, and keeps it out of the graph of the backward.
+        made: updates that ran with the kernels of graphs.
+        changes: how often captures were thrown away because of the optimizer.
+        whole_steps: whether forward and backward may be in one graph.
+    """
+
+    def __init__(self, training: TrainingRun, regions: Regions) -> None:
+        self.preparation: OptimizerPreparation | None = None
+        self.phase: OptimizerPhase | None = None
+        self.between: str | None = None
+        self.made = self.changes = 0
+        self.whole_steps = True
+        self._training = training
+        self._regions = regions
+
+    def plans(self, *, forward_backward: bool = True) -> tuple[Plan, ...]:
+        """The legal plans: see `legal_plans`."""
+        return legal_plans(
+            self._training.config,
+            forward_backward=forward_backward,
+            optimizer=self.phase is not None,
+            between=self.between is not None,
+            regions=self._regions.problem is None,
+        )
+
+    @property
+    def fusable(self) -> bool:
+        """Whether graphs of the backward may hold the update."""
+        return self.phase is not None and self.whole_steps and WHOLE in self.plans()
+
+    def prepare(self) -> None:
+        """From the first legal step on, every update uses the kernels that graphs will hold."""
+        training, program = self._training, self._training.program
+        if self.preparation is not None or program.optimizer is None:
+            return
+        unknown = is_unknown(program.optimizer)
+        kind = OptimizerTrial if unknown else OptimizerPreparation
+        self.preparation = preparation = kind(program.optimizer, emulated=training.engine.name == "emulated")
+        if training.config.optimizer == "off":
+            preparation.close()
+            return
+        reason = preparation.reason or program.why_update_stays_outside(preparation)
+        if reason is not None:
+            preparation.close()
+            if self.whole_steps:  # else nothing is in a graph, and that has its own reason
+                training.note(Problem(f"the optimizer runs outside of the graph: {reason}"))
+            return
+        self.phase = OptimizerPhase(program, preparation, training.engine, training.config, training.report)
+        self.between = program.acts_before_update()
+        if unknown and self.between is None:
+            self.between = f"{type(program.optimizer).__qualname__} is none of torch.optim's, and is tried"
+        if self.fusable:
+            preparation.settle()
+        elif self.whole_steps:
+            training.note(Problem(f"the optimizer has a graph of its own: {self.between}"))
+
+    def context(self) -> AbstractContextManager[None]:
+        """Around a step without a graph: where graphs may hold the update, it runs with their kernels."""
+        return self.preparation.prepared() if self.preparation is not None and self.fusable else nullcontext()
+
+    def ran(self) -> None:
+        """A step that is to be captured has made its update without a graph."""
+        if self.preparation is not None:
+            self.made += 1
+            self.preparation.state.leave()
+
+    def has_state(self) -> bool:
+        """Whether the state that a capture will read exists."""
+        return self.preparation is None or (self.made > 0 and self.preparation.state.as_left())
+
+    def state_is_that_of(self, capture: Capture) -> bool:
+        """Whether the optimizer's state lies where a capture has found it. Hot path."""
+        optimizer = self.preparation
+        if optimizer is None or not capture.updates:
+            return True
+        return capture.optimizer_generation == optimizer.generation and optimizer.state_unchanged()
+
+    def hyperparameters_are_those_of(self, capture: Capture) -> bool:
+        """Whether everything that a capture bakes in of the optimizer is as it was. Hot path."""
+        optimizer = self.preparation
+        if optimizer is None or not capture.updates:
+            return True
+        same: Any = optimizer.hyperparameters() == capture.hyperparameters
+        return bool(same)
+
+    def release_graphs(self) -> None:
+        """Another plan was settled on, in which the update has no graph of its own."""
+        if self.phase is not None:
+            self.phase.close()
+
+    def close(self) -> None:
+        """Give the optimizer back as it was."""
+        if self.phase is not None:
+            self.phase.close()
+            self.phase = None
+        if self.preparation is not None:
+            self.preparation.close()
