@@ -90,7 +90,7 @@ def measured() -> StepReport:
     report.latest.update({fused: StepTime(0.0004, 0.0057)})
     controller = Controller([fused, off], decided=report.decided)
     for _ in range(8):
-        turn = controller.turn()
+        turn = controller.next_window()
         turn.samples += [0.0057 if turn.arm == fused else 0.030] * turn.measured
     report.controllers.append(controller)
     return report
