@@ -131,10 +131,13 @@ def both(
     return plugin.report()
 
 
-def setup(script: Script, *, batch: int = 8, count: int = 240, steps: int = 30, **net: Any) -> Any:
+def setup(
+    script: Script, *, batch: int = 8, count: int = 240, steps: int = 30, fused: bool = True, **net: Any
+) -> Any:
     """Model, optimizer, loader and a cosine schedule, prepared."""
     model = Net(**net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    make = torch.optim.AdamW if fused else torch.optim.SGD  # whose default kernels can be captured as well
+    optimizer = make(model.parameters(), lr=1e-2, fused=fused)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     return script.accelerator.prepare(
         model, optimizer, DataLoader(Numbers(count), batch_size=batch), schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -121,6 +122,35 @@ def test_accumulation_with_a_ragged_last_group(clip: str | None) -> None:
 
 def test_bf16_with_outputs_converted_to_fp32() -> None:
     whole(both(train, mixed_precision="bf16", replays=20))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_scaler_skips_steps_with_overflow(clip: bool, fused: bool) -> None:
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=4)
+        model, optimizer, loader, _ = setup(script, fused=fused)
+
+        @script.graphed
+        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = loss_of(model, batch) * 64  # overflows whenever the scale has grown
+            accelerator.backward(loss)
+            if clip:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        scales = []
+        for batch in loader:
+            script.write("loss", step(batch))
+            script.write("scaler", accelerator.scaler.state_dict())
+            scales.append(accelerator.scaler.get_scale())
+        script.write_state(model, optimizer)
+        assert sum(now < before for before, now in pairwise(scales)) > 5, "few steps were skipped"
+
+    whole(both(script, replays=20), plan="{F B O}" if fused else "{F B} O")
 
 
 def test_accumulate_around_the_step() -> None:

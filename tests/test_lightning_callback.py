@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
 from lightning_training import (  # noqa: E402
     Data,
@@ -42,6 +43,12 @@ from training import batches, differs, frozen  # noqa: E402
 from pygraph_train.integrations.lightning import log as lightning_log  # noqa: E402
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+
+
+def scaled_on_cpu(*, enabled: bool = True) -> MixedPrecision:
+    """Mixed precision with a scaler, which the Trainer makes for a GPU only."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=6, enabled=enabled)
+    return MixedPrecision("16-mixed", "cpu", scaler)
 
 
 def named(options: Any) -> str:
@@ -70,6 +77,28 @@ def named(options: Any) -> str:
 )
 def test_parity_under_trainer_options(optimizer, options):
     parity(lambda: Module(optimizer), **options, replays=24, plan="{F B O}")
+
+
+@pytest.mark.parametrize(("fused", "clip"), [(True, None), (False, None), (False, 0.1)])
+def test_a_scaler_skips_steps_with_overflow(fused, clip):
+    """The Trainer itself refuses to clip gradients that the optimizer unscales in its kernels."""
+
+    class Overflows(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            factor = torch.where(batch[0].max() > 2.2, float("inf"), 1.0)
+            self.log("factor", factor, reduce_fx="max", on_step=False, on_epoch=True)
+            return self.loss(batch) * factor
+
+    plain, graphed = parity(
+        lambda: Overflows("adamw" if fused else "sgd", fused=fused),
+        plugins=[scaled_on_cpu()],
+        gradient_clip_val=clip,
+        replays=24,
+        plan="{F B O}" if fused else "{F B} O",
+    )
+    assert plain.trainer.callback_metrics["factor"] == float("inf")
+    scales = [fit.trainer.precision_plugin.scaler.state_dict() for fit in (plain, graphed)]
+    assert scales[0] == scales[1]
 
 
 @pytest.mark.slow_after(3)

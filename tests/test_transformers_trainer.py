@@ -133,6 +133,27 @@ def test_callback_with_accumulation(tmp_path: Path) -> None:
     assert sum(region.replays for region in report.regions()) > 40, str(report)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaler_skips_steps_with_overflow(fused: bool, tmp_path: Path) -> None:
+    def scaled(make: Callable[..., Trainer]) -> Callable[..., Trainer]:
+        def made(**kwargs: Any) -> Trainer:
+            trainer = make(**kwargs)
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=4)
+            return trainer
+
+        return made
+
+    options = {"optim": "adamw_torch_fused" if fused else "sgd"}
+    plain, expected = train(scaled(Trainer), tmp_path, **options)
+    trainer, found = train(scaled(whole()), tmp_path, **options)
+    difference = differs(frozen(expected), frozen(found))
+    assert difference is None, difference
+    assert trainer.accelerator.scaler.state_dict() == plain.accelerator.scaler.state_dict()
+    enough([trainer.report()], 20)
+    step = trainer.report().whole_steps["training_step"]
+    assert step.plan == ("{F B O}" if fused else "{F B} O"), str(trainer.report())
+
+
 def test_accumulation_in_the_fused_step(tmp_path: Path) -> None:
     report: Any = both(whole(), tmp_path, replays=20, gradient_accumulation_steps=4).report()
     assert report.whole_steps["training_step"].steps_replayed > 18, str(report)
