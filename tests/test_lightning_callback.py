@@ -101,6 +101,15 @@ def test_a_scaler_skips_steps_with_overflow(fused, clip):
     assert scales[0] == scales[1]
 
 
+def test_after_a_scaler_that_is_switched_off_hooks_run_before_the_optimizers_graph():
+    class Hooked(Module):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log("largest", max(p.grad.abs().max() for p in self.parameters()))
+
+    _, graphed = parity(Hooked, plugins=[scaled_on_cpu(enabled=False)], replays=24, plan="{F B} {O}")
+    assert graphed.report.optimizer_steps_replayed >= 24, str(graphed.report)
+
+
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "options",

@@ -31,6 +31,7 @@ from pygraph_train.integrations.lightning.log import LogBook, Recorder
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import at_work
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
 from pygraph_train.random_state import random_numbers_kept
@@ -377,7 +378,7 @@ class _LightningProgram:
         self.device = trainer.strategy.root_device
         self._trainer = trainer
         self._precision = trainer.precision_plugin
-        self.scaler = getattr(self._precision, "scaler", None)
+        self.scaler = at_work(getattr(self._precision, "scaler", None))
         self.book = LogBook(trainer, module)
         self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
