@@ -35,14 +35,15 @@ from pygraph_train.integrations.accelerate.calls import (
 )
 from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import CLIPS_OTHERS, at_work
+from pygraph_train.optimizers.program import CLIPS_OTHERS
+from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
-from pygraph_train.torch_private.optim import count_optimizer_step, refresh_scaler_state, scaler_tensors
+from pygraph_train.torch_private.optim import count_optimizer_step
 from pygraph_train.tracing.signature import map_leaves
 
 __all__ = ["GraphedStepFunction"]
@@ -231,7 +232,7 @@ class _StepFunctionProgram:
         self._norms: list[Tensor | None] = []
         self._clipped: list[list[Tensor]] = []
         self._clips_others = False
-        self._unscales_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        self._scaling = Scaling(accelerator.scaler, self.optimizer)
 
     def position(self, script: Script, *, sync: bool) -> PositionInAccumulation:
         """Where the present micro-batch stands."""
@@ -267,21 +268,16 @@ class _StepFunctionProgram:
         clipped = clips(self._present)
         for event, norm, parameters in zip(clipped, self._norms, self._clipped, strict=True):
             self._clip(event, norm, parameters)
-        scaler = at_work(self._accelerator.scaler)
-        if scaler is not None and not clipped and not in_kernels:  # clipping unscales, and so do the kernels
-            assert self.optimizer is not None
-            scaler.unscale_(self.optimizer)
+        if not clipped:  # clipping unscales
+            self._scaling.unscale(in_kernels=in_kernels)
 
     def update(self) -> None:
         self.accelerated.step()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        if at_work(self._accelerator.scaler) is not None and not (
-            self._unscales_itself and preparation.step_supports_scaler
-        ):
-            return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
-        return CLIPS_OTHERS if self._clips_others else None
+        reason = self._scaling.why_update_stays_outside(preparation)
+        return reason or (CLIPS_OTHERS if self._clips_others else None)
 
     def acts_before_backward(self) -> Problem | None:
         return None
@@ -290,13 +286,11 @@ class _StepFunctionProgram:
         return None
 
     def abandon(self) -> None:
-        if at_work(self._accelerator.scaler) is not None:
-            for optimizer in self._accelerator._optimizers:  # clipping unscales for all of them
-                refresh_scaler_state(self._accelerator.scaler, optimizer.optimizer)
+        # clipping unscales for all of them
+        self._scaling.abandon(*(optimizer.optimizer for optimizer in self._accelerator._optimizers))
 
     def extra_state(self) -> Iterable[Tensor]:
-        scaler = at_work(self._accelerator.scaler)
-        return scaler_tensors(scaler) if scaler is not None else ()
+        return self._scaling.tensors()
 
     # -- the step without a graph, and the rest of a replayed one --------------------------------------
 

@@ -31,7 +31,7 @@ from pygraph_train.integrations.lightning.log import LogBook, Recorder
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import at_work
+from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
 from pygraph_train.random_state import random_numbers_kept
@@ -55,7 +55,6 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.memory import tensor_version
-from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 
 __all__ = ["PyGraphCallback"]
 
@@ -378,12 +377,10 @@ class _LightningProgram:
         self.device = trainer.strategy.root_device
         self._trainer = trainer
         self._precision = trainer.precision_plugin
-        self.scaler = at_work(getattr(self._precision, "scaler", None))
+        self._scaling = Scaling(getattr(self._precision, "scaler", None), self.optimizer)
         self.book = LogBook(trainer, module)
         self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
-        # as Lightning asks: does the user's own optimizer unscale in its kernels?
-        self._unscales_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self.split_after_backward = _overridden(trainer, module, "on_after_backward") is not None
 
     def function(self) -> Callable[..., Any]:
@@ -472,14 +469,11 @@ class _LightningProgram:
         return result.closure_loss, (result.asdict(), logged)
 
     def backward(self, loss: Tensor) -> None:
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        self.model.backward(loss)
+        self.model.backward(self._scaling.scale(loss))
 
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         assert self.optimizer is not None
-        if self.scaler is not None and not (self._unscales_itself and in_kernels):
-            self.scaler.unscale_(self.optimizer)
+        self._scaling.unscale(in_kernels=in_kernels)
         # the base class: MixedPrecision refuses fused optimizers, whose gradients are unscaled here
         Precision.clip_gradients(
             self._precision,
@@ -491,7 +485,7 @@ class _LightningProgram:
     def before_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Run what acts between backward and the optimizer. Returns what remains to be done of the phase."""
         precision = self._precision
-        if self.scaler is not None:  # then nobody acts there, see `why_update_stays_outside`
+        if self._scaling.on:  # then nobody acts there, see `why_update_stays_outside`
             return self._whole_update
         clips = any(_overridden(self._trainer, self.model, hook) for hook in _CLIPPING)
         if not clips:
@@ -507,27 +501,23 @@ class _LightningProgram:
         self.update()
 
     def update(self) -> None:
-        assert self.optimizer is not None
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self._scaling.step()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
         # Lightning steps with a closure, which may be asked for anything
         if isinstance(preparation, OptimizerTrial):
             return unsupported(preparation.optimizer)
-        if self.scaler is None:
+        if not self._scaling.on:
             return None
         for hook in ("on_before_optimizer_step", *_CLIPPING):
             owner = _overridden(self._trainer, self.model, hook)
             if owner is not None:
                 return f"{owner} runs in Python between unscaling and the optimizer's step"
-        if not preparation.step_supports_scaler:
-            return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
-        if self._trainer.gradient_clip_val and not self._unscales_itself:
+        reason = self._scaling.why_update_stays_outside(preparation, other_kernels=True)
+        if reason is not None:
+            return reason
+        if self._trainer.gradient_clip_val and not self._scaling.unscales_itself:
             return "Lightning does not clip gradients of an optimizer that unscales them in its kernels"
         return None
 
@@ -550,13 +540,11 @@ class _LightningProgram:
         return None
 
     def abandon(self) -> None:
-        if self.scaler is not None and self.optimizer is not None:
-            refresh_scaler_state(self.scaler, self.optimizer)
+        self._scaling.abandon()
 
     def extra_state(self) -> Iterable[Tensor]:
         yield from self.book.accumulators()
-        if self.scaler is not None:
-            yield from scaler_tensors(self.scaler)
+        yield from self._scaling.tensors()
 
 
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:

@@ -29,14 +29,14 @@ from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
 from pygraph_train.integrations.loop import Loop, never_replays
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import CLIPS_OTHERS, at_work, not_optimized
+from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
+from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed, StepInFlight
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
-from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerCallback", "PyGraphTrainerMixin"]
 
@@ -280,10 +280,9 @@ class _TrainerProgram:
         self.parameters = [p for group in accelerated.optimizer.param_groups for p in group["params"]]
         self._step = tidy_step(accelerated, accelerated.step)  # before anything routes it
         self._trainer = trainer
-        self._scaler = at_work(trainer.accelerator.scaler)
+        self._scaling = Scaling(trainer.accelerator.scaler, self.optimizer)
         self._preparation: OptimizerPreparation | None = None
         self._norm: Tensor | None = None
-        self._unscales_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         model = self.model
 
         def loss_of(inputs: Any, num_items_in_batch: Any) -> Any:
@@ -315,17 +314,17 @@ class _TrainerProgram:
             norm = transformers.Trainer._clip_grad_norm(self._trainer, self.model)
             assert self._norm is not None
             self._norm.copy_(norm)
-        elif self._scaler is not None and not in_kernels:  # clipping unscales, and so do the kernels
-            assert self.optimizer is not None
-            self._scaler.unscale_(self.optimizer)
+        else:  # clipping unscales
+            self._scaling.unscale(in_kernels=in_kernels)
 
     def update(self) -> None:
         self._step()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        if self._scaler is not None and not (self._unscales_itself and preparation.step_supports_scaler):
-            return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
+        reason = self._scaling.why_update_stays_outside(preparation)
+        if reason is not None:
+            return reason
         if self._trainer.args.max_grad_norm > 0 and self.optimizer is not None:
             others = not_optimized(self.model, self.optimizer)
             if any(p.requires_grad or p.grad is not None for p in others):
@@ -343,11 +342,10 @@ class _TrainerProgram:
         return None
 
     def abandon(self) -> None:
-        if self._scaler is not None and self.optimizer is not None:
-            refresh_scaler_state(self._scaler, self.optimizer)
+        self._scaling.abandon()
 
     def extra_state(self) -> Iterable[Tensor]:
-        return scaler_tensors(self._scaler) if self._scaler is not None else ()
+        return self._scaling.tensors()
 
 
 def _unsupported(args: Any) -> str | None:

@@ -13,10 +13,10 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import UpdateProgram, at_work
+from pygraph_train.optimizers.program import UpdateProgram
+from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
-from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors, scaler_unscaled
 
 __all__ = ["OptimizerGraph"]
 
@@ -158,23 +158,18 @@ class _OptimizerProgram:
     ) -> None:
         self.optimizer = optimizer
         self.device = device
-        self._scaler = at_work(scaler)
-        # as the user made it: does it unscale in its own kernels, without telling the host of overflows?
-        self._unscales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._scaling = Scaling(scaler, optimizer)
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
-        if self._scaler is not None and not (self._unscales_itself and preparation.step_supports_scaler):
-            return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
-        return None
+        return self._scaling.why_update_stays_outside(preparation)
 
     @property
     def unscaled(self) -> bool:
         """Clipping has unscaled the gradients: what it found out is in tensors that are new on every step."""
-        return self._scaler is not None and scaler_unscaled(self._scaler, self.optimizer)
+        return self._scaling.unscaled
 
     def abandon(self) -> None:
-        if self._scaler is not None:
-            refresh_scaler_state(self._scaler, self.optimizer)
+        self._scaling.abandon()
 
     def extra_state(self) -> Iterable[Tensor]:
-        return scaler_tensors(self._scaler) if self._scaler is not None else ()
+        return self._scaling.tensors()

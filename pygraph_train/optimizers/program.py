@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 
-__all__ = ["CLIPS_OTHERS", "UpdateProgram", "at_work", "not_optimized"]
+__all__ = ["CLIPS_OTHERS", "UpdateProgram", "not_optimized"]
 
 CLIPS_OTHERS = (
     "gradients of parameters that the optimizer does not hold count in the norm that is clipped, and a graph would "
@@ -23,11 +23,6 @@ def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Te
     """The parameters of `model` that `optimizer` does not hold."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [p for p in model.parameters() if id(p) not in held]
-
-
-def at_work(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
-    """The scaler, None for one that is switched off: all that it does is to call the optimizer."""
-    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 class UpdateProgram(Protocol):

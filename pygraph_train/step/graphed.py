@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import CLIPS_OTHERS, at_work, not_optimized
+from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
+from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.flight import Replayed
@@ -21,7 +22,6 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
-from pygraph_train.torch_private.optim import refresh_scaler_state, scaler_tensors
 from pygraph_train.tracing.signature import flatten, map_leaves
 
 __all__ = ["GraphedStep"]
@@ -173,7 +173,7 @@ class _PlainProgram:
         self.optimizer = optimizer
         self.device = device
         self._step_fn = step_fn
-        self._scaler = at_work(scaler)
+        self._scaling = Scaling(scaler, optimizer)
         self._max_grad_norm = max_grad_norm
         self._preparation: OptimizerPreparation | None = None
         self._others: list[Tensor] = []  # that are clipped, and not the optimizer's
@@ -198,28 +198,23 @@ class _PlainProgram:
         return loss, result
 
     def backward(self, loss: Tensor) -> None:
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        self._scaling.scale(loss).backward()
 
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         if self.optimizer is None:
             return
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
+        self._scaling.unscale()
         if self._max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
 
     def update(self) -> None:
-        assert self.optimizer is not None
-        if self._scaler is None:
-            self.optimizer.step()
-        else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+        self._scaling.step()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        if self._scaler is not None and not preparation.step_supports_scaler:
-            return "the GradScaler reads on the host whether gradients overflowed; a fused optimizer does not need that"
+        reason = self._scaling.why_update_stays_outside(preparation, other_kernels=True)
+        if reason is not None:
+            return reason
         if self._max_grad_norm is not None and self.optimizer is not None:
             self._others = not_optimized(self.model, self.optimizer)
             if self.constants():
@@ -243,11 +238,10 @@ class _PlainProgram:
         self.update()
 
     def abandon(self) -> None:
-        if self._scaler is not None and self.optimizer is not None:
-            refresh_scaler_state(self._scaler, self.optimizer)
+        self._scaling.abandon()
 
     def extra_state(self) -> Iterable[Tensor]:
-        return scaler_tensors(self._scaler) if self._scaler is not None else ()
+        return self._scaling.tensors()
 
     def starts_fresh(self) -> bool:
         """Without an optimizer of ours: whether the caller emptied the gradients."""

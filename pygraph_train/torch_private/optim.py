@@ -22,6 +22,7 @@ __all__ = [
     "scaler_tensors",
     "scaler_unscaled",
     "set_step_supports_amp_scaling",
+    "step_supports_amp_scaling",
 ]
 
 
@@ -85,6 +86,11 @@ def restore_optimizer_private_attributes(optimizer: torch.optim.Optimizer, saved
             vars(optimizer).pop(name, None)
 
 
+def step_supports_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step()` takes grad_scale and found_inf from a GradScaler (torch 2.11, 2.13)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def set_step_supports_amp_scaling(optimizer: torch.optim.Optimizer, supported: bool) -> None:
     """Tell GradScaler that `step()` takes grad_scale and found_inf (torch 2.11, 2.13)."""
     optimizer._step_supports_amp_scaling = supported  # type: ignore[attr-defined]
@@ -95,7 +101,7 @@ def fused_adagrad_on_cuda() -> bool:
     """Whether fused Adagrad runs on CUDA (torch 2.11: no, 2.13: yes)."""
     # The version that brought the CUDA kernel also made Adagrad take GradScaler's tensors.
     optimizer = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)], fused=True)
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
+    return step_supports_amp_scaling(optimizer)
 
 
 def refresh_scaler_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,100 @@
+"""The GradScaler of a training loop, as the update of the parameters meets it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.torch_private.optim import (
+    refresh_scaler_state,
+    scaler_tensors,
+    scaler_unscaled,
+    step_supports_amp_scaling,
+)
+
+__all__ = ["Scaling"]
+
+
+class Scaling:
+    """What a loop's GradScaler does for one optimizer, and what that means for a graph of the update.
+
+    A scaler that is switched off counts as none: all that it does is to call the optimizer.
+
+    Args:
+        scaler: of the loop, None where it has none.
+        optimizer: as the user made it, before anything prepares it; None where the step has none.
+
+    Attributes:
+        on: whether losses are scaled.
+        unscales_itself: whether the user's own optimizer unscales gradients in its kernels, which tells the host
+            nothing of overflows.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._optimizer = optimizer
+        self.on = self._scaler is not None
+        self.unscales_itself = optimizer is not None and step_supports_amp_scaling(optimizer)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to run the backward of."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def unscale(self, *, in_kernels: bool = False) -> None:
+        """Unscale the optimizer's gradients.
+
+        Args:
+            in_kernels: leave it to the kernels of an optimizer that unscales itself.
+        """
+        if self._scaler is not None and not (in_kernels and self.unscales_itself):
+            assert self._optimizer is not None
+            self._scaler.unscale_(self._optimizer)
+
+    def step(self) -> None:
+        """The optimizer's step, unless gradients overflowed, and the scaler's update."""
+        assert self._optimizer is not None
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether gradients were unscaled in this step: what was found then is in tensors that are new every time."""
+        return (
+            self._scaler is not None
+            and self._optimizer is not None
+            and scaler_unscaled(self._scaler, self._optimizer)
+        )
+
+    def why_update_stays_outside(
+        self, preparation: OptimizerPreparation, *, other_kernels: bool = False
+    ) -> str | None:
+        """Why a graph cannot hold the update.
+
+        Args:
+            preparation: of the optimizer.
+            other_kernels: whether kernels will do that the preparation has chosen. False where the loop around the
+                update takes another way for an optimizer that unscales itself: the graph would hold that one.
+        """
+        if self._scaler is None:
+            return None
+        if preparation.step_supports_scaler and (other_kernels or self.unscales_itself):
+            return None
+        return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
+
+    def abandon(self, *others: torch.optim.Optimizer) -> None:
+        """Forget that gradients were unscaled in a step that will not be finished.
+
+        Args:
+            others: whose gradients are unscaled together with those of the optimizer.
+        """
+        for optimizer in (self._optimizer, *others):
+            if self._scaler is not None and optimizer is not None:
+                refresh_scaler_state(self._scaler, optimizer)
+
+    def tensors(self) -> list[Tensor]:
+        """What an update writes: scale and growth counter, once they are on the device."""
+        return [] if self._scaler is None else scaler_tensors(self._scaler)
