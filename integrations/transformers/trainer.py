@@ -314,8 +314,6 @@ class _TrainerProgram:
             norm = transformers.Trainer._clip_grad_norm(self._trainer, self.model)
             assert self._norm is not None
             self._norm.copy_(norm)
-        else:  # clipping unscales
-            self._scaling.unscale(in_kernels=in_kernels)
 
     def update(self) -> None:
         self._step()
@@ -325,6 +323,10 @@ class _TrainerProgram:
         reason = self._scaling.why_update_stays_outside(preparation)
         if reason is not None:
             return reason
+        if self._scaling.on and self._trainer.args.max_grad_norm <= 0:
+            return (
+                "the Trainer unscales gradients to log their norm; where it clips them, a graph can hold that"
+            )
         if self._trainer.args.max_grad_norm > 0 and self.optimizer is not None:
             others = not_optimized(self.model, self.optimizer)
             if any(p.requires_grad or p.grad is not None for p in others):
