@@ -18,7 +18,7 @@ LEVELS = (
     ("graphs", "selection", "verification"),
     ("tracing", "report"),
     ("gradients",),
-    ("optimizers",),
+    ("optimizers", "parallel"),
     ("regions",),
     ("backend",),
     ("step",),

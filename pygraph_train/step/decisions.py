@@ -8,10 +8,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import distributed
-
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.parallel.processes import processes
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm, Phase, Plan
@@ -54,7 +53,6 @@ class Decisions:
 
     Attributes:
         compiles: whether Inductor's kernels can be had.
-        agree: see `Controller`; element-wise maximum over all ranks.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class Decisions:
         on_settled: Callable[[Arm], None] = lambda arm: None,
     ) -> None:
         self.compiles = engine.name == "cuda"
-        self.agree: Callable[[Sequence[float]], Sequence[float]] = tuple
         self._program = program
         self._config = config
         self._engine = engine
@@ -104,8 +101,8 @@ class Decisions:
         fused = bool(plans) and plans[0].forward_backward
         first = not fused and not (cuda and compile == "auto")  # Inductor has to pay
         arms = [*regions, *arms] if first else [*arms, *regions]
-        if _several_ranks():
-            return arms  # caches of different machines may differ
+        if processes().why_no_comparison is not None:
+            return arms
         known = self._known(variant)
         if known is not None and known.arm in arms:
             arms.sort(key=lambda arm: arm != known.arm)
@@ -134,9 +131,10 @@ class Decisions:
 
         known = self._known(variant)
         arms = self.arms(variant, plans)
-        if _several_ranks():  # steps that get ready are not counted, and each rank gets ready in its own time
+        together = processes()
+        if together.why_no_comparison is not None:
             arms, known = arms[:1], None
-            self._report.note("several processes: the first plan is kept, without a comparison")
+            self._report.note(together.why_no_comparison)
         controller = Controller(
             arms,
             estimate=lambda arm, best, seconds: (
@@ -145,7 +143,7 @@ class Decisions:
                 else alive._estimate(of_variant(), controller, arm, seconds)
             ),
             steps_left=lambda: None if (alive := me()) is None else alive._steps_left(),
-            agree=self.agree,
+            agree=together.agree,
             known=known.seconds if known is not None and known.arm == arms[0] else None,
             decided=decided,
         )
@@ -229,10 +227,6 @@ class Decisions:
         return identity(
             program.model, program.optimizer, program.device, self._engine.name, self._config, signature
         )
-
-
-def _several_ranks() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _waits_for_host(last: timing.StepTime | None) -> bool:
