@@ -233,7 +233,7 @@ class Loop:
         ValueError: the engine asked for cannot work on that device.
     """
 
-    def __init__(self, config: PyGraphConfig, device: torch.device, refused: str | None = None) -> None:
+    def __init__(self, config: PyGraphConfig, device: torch.device, refused: Problem | None = None) -> None:
         self.config = config
         self.report = LoopReport()
         self._calls: list[RegionedCall] = []
@@ -253,9 +253,9 @@ class Loop:
             self.report.note("no CUDA device: training runs as it is (engine='emulated' shows the mechanism)")
             return
         if refused is not None:
-            self.refuse(refused)
+            self.refuse(refused.reason, refused.fix)
             if config.on_failure == "raise":
-                raise PyGraphError(refused)
+                raise PyGraphError(str(refused))
             self._engine = None
             return
         self.active = True

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from torch import distributed
 
 from pygraph_train.parallel.processes import OneProcess, SeveralProcesses, processes
+from pygraph_train.parallel.spread import Spread
 
 
 @contextmanager
@@ -41,3 +45,88 @@ def test_the_process_group_tells_how_many_there_are(ranks: int, kind: type) -> N
 def test_several_processes_say_why_they_compare_nothing() -> None:
     why = SeveralProcesses.why_no_comparison
     assert why == "several processes: the first plan is kept, without a comparison"
+
+
+@pytest.mark.parametrize(
+    ("spread", "what"),
+    [
+        (Spread(), None),
+        (Spread(devices=0), None),  # what transformers says of a CPU
+        (Spread("DDPStrategy"), "DDPStrategy"),
+        (Spread("FSDP", processes=2, devices=1), "FSDP"),
+        (Spread(processes=2), "training on several devices"),
+        (Spread(devices=2), "training on several devices"),
+    ],
+)
+def test_one_process_with_one_device_can_be_graphed(spread: Spread, what: str | None) -> None:
+    problem = spread.problem
+    if what is None:
+        assert problem is None
+    else:
+        assert problem is not None
+        assert problem.reason == f"{what} is not supported yet: its steps run as they are"
+
+
+def reason(problem: Any) -> str | None:
+    return None if problem is None else str(problem)
+
+
+def test_accelerate_says_how_it_spreads_a_training() -> None:
+    plugin = pytest.importorskip("pygraph_train.integrations.accelerate.plugin")
+    accelerate = pytest.importorskip("accelerate")
+    kinds = accelerate.utils.DistributedType
+
+    def why(kind: Any, precision: str = "no") -> str | None:
+        told = SimpleNamespace(distributed_type=kind, mixed_precision=precision)
+        return reason(plugin._unsupported(told))
+
+    assert why(kinds.NO) is None
+    assert why(kinds.MULTI_GPU) == "MULTI_GPU is not supported yet: its steps run as they are"
+    assert why(kinds.FSDP, "fp8") == "FSDP is not supported yet: its steps run as they are"
+    assert why(kinds.NO, "fp8") == "mixed_precision='fp8' is not supported yet: its steps run as they are"
+
+
+def test_transformers_says_how_it_spreads_a_training() -> None:
+    trainer = pytest.importorskip("pygraph_train.integrations.transformers.trainer")
+
+    def why(**told: Any) -> str | None:
+        plain = {"world_size": 1, "n_gpu": 1, "deepspeed": None, "fsdp": []}
+        return reason(trainer._unsupported(SimpleNamespace(**{**plain, **told})))
+
+    assert why() is None and why(n_gpu=0) is None
+    for told in ({"world_size": 2}, {"n_gpu": 4}):
+        assert why(**told) == "training on several devices is not supported yet: its steps run as they are"
+    assert why(deepspeed="config.json") == "DeepSpeed is not supported yet: its steps run as they are"
+    assert why(fsdp=["full_shard"]) == "FSDP is not supported yet: its steps run as they are"
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_lightning_says_how_it_spreads_a_training(spread: bool) -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    strategies = pytest.importorskip("lightning.pytorch.strategies")
+    from pygraph_train.integrations.lightning import callback
+
+    def why(strategy: Any) -> str | None:
+        trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, barebones=True)
+        trainer.strategy._optimizers = [torch.optim.SGD([torch.zeros(1)], lr=0.1)]
+        return reason(callback._unsupported(trainer, pl.LightningModule()))
+
+    if spread:
+        found = why(strategies.DDPStrategy(process_group_backend="gloo"))
+        assert found == "DDPStrategy is not supported yet: its steps run as they are"
+    else:
+        found = why("auto")
+        assert found is None or "not supported yet" not in found
+
+
+def test_a_loop_that_is_refused_has_the_problem_in_its_report() -> None:
+    loop = pytest.importorskip("pygraph_train.integrations.loop")
+    from pygraph_train import PyGraphConfig, PyGraphError
+
+    problem = Spread("MULTI_GPU").problem
+    device = torch.device("cpu")
+    refused = loop.Loop(PyGraphConfig(engine="emulated"), device, problem)
+    assert not refused.active
+    assert [f.reason for f in refused.report.fallbacks] == [problem.reason]
+    with pytest.raises(PyGraphError, match="MULTI_GPU is not supported yet"):
+        loop.Loop(PyGraphConfig(engine="emulated", on_failure="raise"), device, problem)

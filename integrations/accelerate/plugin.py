@@ -41,6 +41,8 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.parallel.spread import Spread
+from pygraph_train.problems import Problem
 
 __all__ = ["Accelerator", "PyGraph"]
 
@@ -416,10 +418,10 @@ def _sorted(
     return found, sorted_kwargs
 
 
-def _unsupported(accelerator: accelerate.Accelerator) -> str | None:
+def _unsupported(accelerator: accelerate.Accelerator) -> Problem | None:
     """Why nothing of this Accelerator's training can be graphed."""
-    if accelerator.distributed_type != DistributedType.NO:
-        return f"{accelerator.distributed_type.value} is not supported yet: its steps run as they are"
-    if accelerator.mixed_precision == "fp8":
-        return "mixed_precision='fp8' is not supported yet: its steps run as they are"
-    return None
+    kind = accelerator.distributed_type
+    spread = Spread(wrapper=None if kind == DistributedType.NO else kind.value)
+    if spread.problem is None and accelerator.mixed_precision == "fp8":
+        return Problem("mixed_precision='fp8' is not supported yet: its steps run as they are")
+    return spread.problem

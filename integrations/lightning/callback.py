@@ -33,6 +33,7 @@ from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.optimizers.trial import OptimizerTrial
+from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
 from pygraph_train.random_state import random_numbers_kept
 from pygraph_train.report.step_report import Fallback, StepReport
@@ -551,8 +552,10 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     """Why nothing of this run can be replayed, seen before the first step."""
     if not module.automatic_optimization:
         return Problem("manual optimization: the order of its phases is known only to Python")
-    if type(trainer.strategy) is not SingleDeviceStrategy:
-        return Problem(f"{type(trainer.strategy).__name__} is not supported yet: its steps run as they are")
+    strategy = type(trainer.strategy)
+    spread = Spread(wrapper=None if strategy is SingleDeviceStrategy else strategy.__name__)
+    if spread.problem is not None:
+        return spread.problem
     if type(trainer.precision_plugin) not in _KNOWN_PRECISION:
         return Problem(f"the precision plugin {type(trainer.precision_plugin).__name__} is not known")
     if len(trainer.optimizers) != 1:

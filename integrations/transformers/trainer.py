@@ -31,6 +31,7 @@ from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
+from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed, StepInFlight
@@ -350,13 +351,10 @@ class _TrainerProgram:
         return self._scaling.tensors()
 
 
-def _unsupported(args: Any) -> str | None:
+def _unsupported(args: Any) -> Problem | None:
     """Why nothing of this training can be graphed."""
-    if args.world_size > 1 or args.n_gpu > 1:
-        return "training on several devices is not supported yet: its steps run as they are"
-    if args.deepspeed or args.fsdp:
-        return "DeepSpeed and FSDP are not supported yet: their steps run as they are"
-    return None
+    wrapper = "DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else None
+    return Spread(wrapper, processes=args.world_size, devices=args.n_gpu).problem
 
 
 def _not_whole(trainer: transformers.Trainer) -> Problem | None:
