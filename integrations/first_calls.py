@@ -13,6 +13,7 @@ from torch import Tensor
 from pygraph_train.problems import user_location
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import Activation, activations_among
+from pygraph_train.torch_private import autocast
 from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.tracing.signature import map_leaves
 
@@ -31,6 +32,9 @@ class FirstCalls:
         name: of the module, for the reason.
         steps: how many steps were made so far.
         refuse: called with the reason why the module is never compiled.
+
+    Attributes:
+        backward: the autocast that backwards were called under, None where none or several were seen.
     """
 
     def __init__(self, name: str, steps: Callable[[], int], refuse: Callable[[Fallback], object]) -> None:
@@ -41,6 +45,11 @@ class FirstCalls:
         self._began: int | None = None
         self._calls = 0
         self._differentiated = False
+        self._autocast: set[autocast.State] = set()
+
+    @property
+    def backward(self) -> autocast.State | None:
+        return next(iter(self._autocast)) if len(self._autocast) == 1 else None
 
     @property
     def over(self) -> bool:
@@ -61,6 +70,7 @@ class FirstCalls:
         @untraced
         def look(_: Tensor) -> None:
             self._differentiated = True
+            self._autocast.add(autocast.present())
             if self.refused:
                 return
             why = None

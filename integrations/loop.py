@@ -25,6 +25,7 @@ from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.activations import explained, handed_out
+from pygraph_train.torch_private.autocast import State
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
     dynamo_side_effects,
@@ -82,6 +83,7 @@ class RegionedCall:
             first(name),
             first(f"{name}, where its inputs require a gradient,"),
         ]
+        self._autocast: list[State | None] = [None, None]  # around the backwards of these two
         self.paused = False
         # a code object of its own: Dynamo counts compiled variants per code object
         code = _call.__code__.replace(co_name="regions_of_module")
@@ -101,14 +103,14 @@ class RegionedCall:
                 result = _call(self.module, args, kwargs)
                 first.look_at(result)
                 return result
-            self._first[kind] = None
+            self._first[kind], self._autocast[kind] = None, first.backward
         if any(self._hooks_on_all):
             self._tell(_without_graphs(self.module, GLOBAL_HOOK))
             return _call(self.module, args, kwargs)
         if saved_tensors_hooks_active():  # a compiled forward saves other tensors
             self._tell(_without_graphs(self.module, SAVED_TENSORS_HOOKS))
             return _call(self.module, args, kwargs)
-        with dynamo_region_config() as failures:
+        with dynamo_region_config(self._autocast[kind]) as failures:
             result = self._compiled(self.module, args, kwargs)
         if failures:
             reason = getattr(failures[0], "inner_exception", None)

@@ -90,6 +90,34 @@ def test_bf16_with_outputs_converted_to_fp32() -> None:
     replayed(both(train, compiled_reference=True, mixed_precision="bf16", replays=60))
 
 
+class Island(Net):
+    """A layer in single precision under autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.second(h.float())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_backward_has_the_autocast_that_it_is_called_under(backward: bool) -> None:
+    def script(script: Script) -> None:
+        model: Any = Island()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        loader = DataLoader(Numbers(), batch_size=8)
+        prepared, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(prepared, batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+                script.accelerator.backward(loss)
+            script.write_state(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    replayed(both(script, replays=60))
+
+
 def test_accumulation_with_a_ragged_last_batch() -> None:
     # 240 = 34 * 7 + 2: the last batch is smaller, and the last group has fewer than 4 micro-batches
     report = both(lambda script: train(script, batch=7, epochs=2), gradient_accumulation_steps=4, replays=100)

@@ -20,25 +20,30 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["around_backward", "as_around_backward", "backward_comes_here", "share_casts"]
+__all__ = ["State", "around_backward", "as_around_backward", "backward_comes_here", "present", "share_casts"]
 
-_State = tuple[tuple[str, torch.dtype], ...]
+State = tuple[tuple[str, torch.dtype], ...]
+"""Devices with autocast, and the types that it casts to."""
 
-_around: _State | None = None
+_around: State | None = None
 
 
-def around_backward() -> _State | None:
+def around_backward() -> State | None:
     """The devices and types of autocast where the backward will be called, None where nobody knows."""
     return _around
 
 
 @contextmanager
-def backward_comes_here() -> Iterator[None]:
-    """What is traced inside has its backward called under the autocast of the outermost of these contexts."""
+def backward_comes_here(state: State | None = None) -> Iterator[None]:
+    """What is traced inside has its backward called under the autocast of the outermost of these contexts.
+
+    Args:
+        state: another one than the present autocast, where it is known.
+    """
     global _around
     before = _around
     if before is None:
-        _around = _state()
+        _around = present() if state is None else state
     try:
         yield
     finally:
@@ -48,14 +53,15 @@ def backward_comes_here() -> Iterator[None]:
 def as_around_backward() -> AbstractContextManager[Any]:
     """Backwards are traced under the autocast that they will be called under."""
     config: Any = torch._functorch.config
-    if _around is None or _around == _state():
+    if _around is None or _around == present():
         return nullcontext()
     modes = [{"device_type": device, "dtype": dtype} for device, dtype in _around]
     patched: AbstractContextManager[Any] = config.patch(backward_pass_autocast=modes or "off")
     return patched
 
 
-def _state() -> _State:
+def present() -> State:
+    """The autocast of this thread."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     devices = torch._C._autocast_supported_devices()

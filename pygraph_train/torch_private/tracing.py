@@ -241,7 +241,9 @@ def parameters_go_unguarded() -> bool:
 
 
 @contextmanager
-def dynamo_region_config(**settings: Any) -> Iterator[list[BaseException]]:
+def dynamo_region_config(
+    backward: autocast.State | None = None, **settings: Any
+) -> Iterator[list[BaseException]]:
     """Compile so that it is noticed when hooks of modules or methods of classes change later (torch 2.11, 2.13).
 
     A function for which Dynamo itself fails runs as it is, because half of the step may
@@ -250,6 +252,7 @@ def dynamo_region_config(**settings: Any) -> Iterator[list[BaseException]]:
     All of it is switched on when Dynamo traces, which few steps do.
 
     Args:
+        backward: the autocast that its backward is called under; None for the present one.
         **settings: further ones of Dynamo.
 
     Yields:
@@ -262,7 +265,7 @@ def dynamo_region_config(**settings: Any) -> Iterator[list[BaseException]]:
         with _tracing_regions(failures, settings):
             return trace(self, *args)
 
-    with autocast.backward_comes_here(), _changed([(tracer, call, traced)]):
+    with autocast.backward_comes_here(backward), _changed([(tracer, call, traced)]):
         yield failures
 
 
