@@ -401,6 +401,26 @@ def test_a_weight_used_several_times_under_autocast_beside_a_number_that_changes
     in_regions(both(script, replays=40))
 
 
+def test_a_weight_used_several_times_under_autocast_with_any_number_of_rows() -> None:
+    def script(diary: Diary) -> None:
+        model = SeveralUses()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(batch[0])
+            print(out.mean().item(), file=io.StringIO())
+            return nn.functional.cross_entropy(out.float(), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, (x, y) in enumerate(batches(60)):
+            rows = 8 - index % 2 * 3  # Dynamo makes a symbol of it, and an input of that
+            diary.write("loss", step((x[:rows], y[:rows])))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script, replays=40))
+
+
 def test_weights_that_become_one_in_mid_run() -> None:
     def script(diary: Diary) -> None:
         model = SeveralUses()

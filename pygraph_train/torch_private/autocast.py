@@ -186,7 +186,7 @@ class _Looking(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         number = n.meta.get("example_value")
-        if isinstance(number, py_sym_types):  # fake tensors have no numbers to read
+        if n.op != "placeholder" and isinstance(number, py_sym_types):  # fake tensors have no numbers to read
             return number
         self._seen.node = n
         before = len(self._seen.results)
