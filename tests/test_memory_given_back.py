@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from replays import runs_of_graphs
 from test_other_optimizers import Lion
 from torch import Tensor, nn
 from training import CONFIG, Net, adamw, batches
@@ -47,18 +48,19 @@ def _train(
 @pytest.mark.slow_after(3)
 @pytest.mark.parametrize("close", [False, True], ids=["dropped", "closed"])
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "config", "steps"),
+    ("kind", "optimizer", "config", "steps", "least"),
     [
-        (_plain, adamw, CONFIG, 2),
-        (_plain, adamw, CONFIG, 20),
-        (_plain, adamw, PyGraphConfig(engine="emulated", fuse="off"), 60),
-        (_host_read, adamw, CONFIG, 60),
-        (_plain, lambda model: Lion(model.parameters()), CONFIG, 30),
+        (_plain, adamw, CONFIG, 2, 0),
+        (_plain, adamw, CONFIG, 20, 15),
+        (_plain, adamw, PyGraphConfig(engine="emulated", fuse="off"), 60, 120),
+        (_host_read, adamw, CONFIG, 60, 100),
+        (_plain, lambda model: Lion(model.parameters()), CONFIG, 30, 40),
     ],
     ids=["watched", "whole", "regions", "regions of a part", "an unknown optimizer"],
 )
-def test_a_training_that_is_over_is_freed(kind, optimizer, config, steps, close):
+def test_a_training_that_is_over_is_freed(kind, optimizer, config, steps, least, close):
     report, things = _train(kind, optimizer, config, close, steps)
+    assert runs_of_graphs(report) >= least, str(report)
     gc.collect()
     assert {name for name, ref in things.items() if ref() is not None} == set()
     assert str(report), "the report outlives it"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from replays import enough
 from torch import Tensor, nn
 from training import CONFIG, Diary, Net, adamw, batches, both, line_of, loss_of, sgd
 
@@ -652,6 +653,7 @@ def test_dynamo_gives_no_advice_to_a_loop_that_never_asked_for_it(what, caplog):
         warnings.simplefilter("always")
         for batch in batches(30):
             step(batch)
+    enough([step.report()], replays=50)
     assert not [str(w.message) for w in caught if "Dynamo" in str(w.message)]
     assert not [r for r in caplog.records if "Graph break" in str(r.msg) and r.levelname == "WARNING"]
     if what == "random":
