@@ -33,10 +33,8 @@ class _Module(backend_registration._DummyBackendModule):
         return int(_in_use)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [
-            torch.bfloat16,
-            torch.float16,
-        ]  # AOTAutograd turns autocast off for every device that is registered
+        # AOTAutograd turns autocast off for every device that is registered
+        return [torch.bfloat16, torch.float16]
 
 
 class _Hook(backend_registration._DummyPrivateUse1Hook):
