@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import math
 import timeit
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -542,6 +544,39 @@ def test_parameters_unfrozen_in_mid_run_get_their_momentum(dampening: float) -> 
     run(optimizer, params, range(2, 5), prep)
     torch.testing.assert_close(params, plain_params)
     torch.testing.assert_close(optimizer.state_dict()["state"], plain.state_dict()["state"])
+
+
+@pytest.mark.usefixtures("forced_fused")
+@pytest.mark.parametrize("skipped", [1, 3])
+def test_momentum_of_first_steps_that_the_scaler_skips(skipped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels leave the memory of the first momentum as it is when they skip the step."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(1e30))
+    make = functools.partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    plain_params, plain = two_groups(make)
+    params, optimizer = two_groups(make)
+    prep = OptimizerPreparation(optimizer, emulated=True)
+    for step in range(6):
+        for each, its_params, context in (
+            (plain, plain_params, nullcontext()),
+            (optimizer, params, prep.prepared()),
+        ):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+            set_grads(its_params, step)
+            if step < skipped:
+                its_params[0].grad.fill_(math.inf)
+            with context:
+                scaler.scale(torch.zeros(()))  # makes the scale
+                scaler.step(each)
+    torch.testing.assert_close(params, plain_params)
+
+
+@pytest.mark.usefixtures("forced_fused")
+def test_a_dampened_momentum_is_left_to_the_scaler_on_the_host() -> None:
+    _, optimizer = two_groups(functools.partial(SGD, lr=0.1, momentum=0.9, dampening=0.5))
+    assert not OptimizerPreparation(optimizer, emulated=True).step_supports_scaler
+    _, optimizer = two_groups(functools.partial(SGD, lr=0.1, momentum=0.9))
+    assert OptimizerPreparation(optimizer, emulated=True).step_supports_scaler
 
 
 @pytest.mark.usefixtures("forced_fused")

@@ -276,7 +276,13 @@ class OptimizerPreparation:
     @property
     def step_supports_scaler(self) -> bool:
         """Under `prepared()` the kernels take `grad_scale` and `found_inf`: GradScaler reads nothing back."""
-        return self._class in FUSED and self.reason is None and self._all_fused()
+        if self._class not in FUSED or self.reason is not None or not self._all_fused():
+            return False
+        # the first dampened momentum is left to plain kernels, which do not ask whether gradients overflowed
+        return not any(
+            group.get("momentum") and group["dampening"] != 0 and "fused" in self._plan(group).changes
+            for group in self._optimizer.param_groups
+        )
 
     def _all_fused(self) -> bool:
         if self._class is Adagrad and not fused_adagrad_on_cuda():
@@ -398,10 +404,15 @@ class OptimizerPreparation:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     def _without_momentum(self, params: list[Tensor]) -> list[Tensor]:
-        """Parameters unfrozen in mid-run. Fused SGD starts with momentum for all of a group or for none."""
+        """Those whose momentum fused SGD does not begin as plain kernels do.
+
+        It begins with all parameters of a group or with none, and others may be unfrozen in mid-run. Where a GradScaler
+        lets it skip the first step, it leaves momentum that was never written.
+        """
         state = self._optimizer.state
         late = [p for p in params if state.get(p, {}).get("momentum_buffer") is None]
-        return late if len(late) < len(params) else []
+        may_skip = getattr(self._optimizer, "found_inf", None) is not None
+        return late if may_skip or len(late) < len(params) else []
 
     # State
 
