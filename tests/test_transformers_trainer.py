@@ -30,7 +30,7 @@ def bert() -> nn.Module:
     config = BertConfig(
         vocab_size=64,
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=16,
@@ -260,12 +260,11 @@ def test_torch_compile_of_the_trainer_and_ours_do_not_fight(tmp_path: Path) -> N
 
 def test_checkpoints_are_those_of_a_plain_run(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 20}
-    for name, make in (("plain", Trainer), ("graphed", whole())):
-        train(make, tmp_path / name, **options)
+    train(Trainer, tmp_path / "plain", **options)
+    trainer, _ = train(whole(), tmp_path / "graphed", **options)
     files = [torch.load(tmp_path / n / "checkpoint-20" / "optimizer.pt") for n in ("plain", "graphed")]
     assert differs(frozen(files[0]), frozen(files[1])) is None
     # and a plain run goes on from it
-    trainer, _ = train(whole(), tmp_path / "graphed", **options)
     with fresh_state():
         plain = Trainer(
             model=bert(), args=arguments(tmp_path / "graphed", **options), train_dataset=tokens(118)
