@@ -486,7 +486,8 @@ def test_checkpoints_are_the_same_and_can_be_exchanged(optimizer, tmp_path):
         )
         assert difference is None, f"{name}{difference}"
 
-    for checkpoint in ("steps/step=14.ckpt", "steps/step=21.ckpt", "last.ckpt"):  # the last ends an epoch
+    whole = train("whole", False, max_epochs=9)
+    for checkpoint in ("steps/step=14.ckpt", "last.ckpt"):  # the last ends an epoch
         runs = [
             train(f"{a}-{b}-{checkpoint}", b == "graphed", max_epochs=9, ckpt_path=tmp_path / a / checkpoint)
             for a in ("plain", "graphed")
@@ -496,7 +497,6 @@ def test_checkpoints_are_the_same_and_can_be_exchanged(optimizer, tmp_path):
             compare(runs[0], run)
         replayed(runs[1])
         replayed(runs[3])
-        whole = train(f"whole-{checkpoint}", False, max_epochs=9)
         for name in ("parameters after the fit", "optimizer", "schedulers"):
             mine, theirs = dict(whole.entries)[name], dict(runs[3].entries)[name]
             assert differs(frozen(mine), frozen(theirs)) is None, f"{name} after resuming {checkpoint}"
