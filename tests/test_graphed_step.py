@@ -652,6 +652,7 @@ class Shifted(Net):
         return super().forward(x) * self.shift.mean()
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("index", [1, 2, 3, 9])
 def test_a_parameter_gets_another_shape_after_a_refused_trace(index):
     """An error of the trace could hold the autograd graph of a step, which expects the shape of before."""
@@ -1297,6 +1298,7 @@ def _in_two_functions(model: Reentrant, x: torch.Tensor) -> torch.Tensor:
     return out + model(x * 0.5)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "forward",
     [_once, _in_two_checkpoints, _beside_the_checkpoint, _in_two_functions],

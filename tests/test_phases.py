@@ -128,6 +128,7 @@ def test_state_replaced_right_before_the_capture_of_another_shape(best, replaced
     assert len({c.step for c in report.captures}) >= 2
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", [{}, {"fuse": "off"}, OFF], ids=str)
 @OPTIMIZERS
 def test_state_cleared_at_any_step(make_optimizer, options):

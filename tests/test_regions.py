@@ -337,6 +337,7 @@ def _checkpointed(model: SeveralUses, x: Tensor) -> Tensor:
     return model(x * 0.5) + torch.utils.checkpoint.checkpoint(lambda: out * 2, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
 @pytest.mark.parametrize(
     "forward",

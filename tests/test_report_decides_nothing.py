@@ -97,6 +97,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch, report: type[StepReport], make: A
     return seen, losses, kept
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("make", [Net, HostRead])
 @pytest.mark.parametrize("config", [{}, {"fuse": "off"}, {"optimizer": "off"}, {"verify": "always"}])
 def test_decisions_are_the_same_without_a_report(
