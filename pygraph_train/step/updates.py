@@ -73,8 +73,7 @@ class Updates:
         reason = preparation.reason or program.why_update_stays_outside(preparation)
         if reason is not None:
             preparation.close()
-            if self.whole_steps:  # else nothing is in a graph, and that has its own reason
-                training.note(Problem(f"the optimizer runs outside of the graph: {reason}"))
+            training.note(Problem(f"the optimizer runs outside of the graph: {reason}"))
             return
         self.phase = OptimizerPhase(program, preparation, training.engine, training.config, training.report)
         self.between = program.acts_before_update()

@@ -387,7 +387,7 @@ class Trace:
 
     def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Leave to `ModuleWatch` what it sees more cheaply."""
-        watched = [is_watched(guard) for guard in guards]
+        watched = [is_watched(guard) or _is_of_this_file(guard) for guard in guards]
         for guard, ours in zip(guards, watched, strict=True):
             if ours and guard.has_value and isinstance(guard.value, nn.Module):
                 self._modules[guarded_expression(guard)] = None
@@ -417,5 +417,14 @@ class Trace:
         )
         return Problem(f"{readable(name, frame['fn'])} {verb}")
 
+
+def _is_of_this_file(guard: Any) -> bool:
+    """Whether it stands for a name that `guard_constants` uses, and the user's code cannot see."""
+    found = _GLOBAL.match(guarded_expression(guard))
+    return found is not None and found[1] in globals()
+
+
+_GLOBAL = re.compile(r"G\['([^\W_]\w*)'\]")
+"""A global of the traced function, whose names are those of this file; other modules come as `__import_...`."""
 
 _DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE and torch.compiler.disable decorators on the step"

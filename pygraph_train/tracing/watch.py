@@ -22,6 +22,10 @@ __all__ = ["ModuleWatch", "is_watched"]
 
 _MODULE_GUARDS = frozenset({"TYPE_MATCH", "MODULE_MATCH", "NN_MODULE", "NOT_PRESENT_IN_GENERIC_DICT"})
 _MODULE_TABLES = ("._modules", "._parameters", "._buffers")
+_HOOKS_OF_ALL_MODULES = tuple(
+    f"._global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
+"""Before each step these are looked at themselves: with any of them nothing is replayed."""
 _ELSEWHERE = frozenset({"EMPTY_NN_MODULE_HOOKS_DICT", "AUTOGRAD_SAVED_TENSORS_HOOKS"})
 """Hooks of modules are counted here; no step is replayed while hooks get what is saved for a backward."""
 
@@ -36,8 +40,8 @@ def is_watched(guard: Any) -> bool:
         return False
     if guard.guard_type == "TENSOR_MATCH":
         return isinstance(guard.value, nn.Parameter)
-    if guard.guard_type == "TYPE_MATCH" and type(guard.value) is dict:
-        return guard.name.endswith(_MODULE_TABLES)
+    if guard.guard_type == "TYPE_MATCH" and isinstance(guard.value, dict):
+        return guard.name.endswith((*_MODULE_TABLES, *_HOOKS_OF_ALL_MODULES))
     return guard.guard_type in _MODULE_GUARDS and isinstance(guard.value, nn.Module)
 
 
