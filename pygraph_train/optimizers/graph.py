@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -120,6 +121,7 @@ class OptimizerGraph:
                 self._engine,
                 self._config,
                 self._report,
+                GradientAddresses(),
             )
         self._phase.run(body, constants, source="regions", step=self.runs)
         self.replayed = self._phase.replayed

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.gradients.places import Layout, Place, Source
+from pygraph_train.gradients.addresses import GradientAddresses
+from pygraph_train.gradients.places import Layout, Source
 from pygraph_train.graphs.engine import Engine, Graph
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
@@ -44,9 +45,6 @@ _REPLAYS_PER_CHANGE = 50
 
 _MOST_SETS = 4
 """Captures kept for one source of gradients: one for each set of parameters that have none (heads that take turns)."""
-
-_MOST_MET = 32
-"""Such sets after which no end of them is expected."""
 
 _Key = tuple[Source, tuple[bool, ...]]
 """Who has left the gradients, and which parameters have none; empty where all have one."""
@@ -91,6 +89,7 @@ class OptimizerPhase:
         engine: where graphs are made.
         config: options.
         report: filled while running.
+        addresses: of the gradients of the loop.
 
     Attributes:
         problem: why there are no more graphs, None while there may be.
@@ -104,6 +103,7 @@ class OptimizerPhase:
         engine: Engine,
         config: PyGraphConfig,
         report: StepReport,
+        addresses: GradientAddresses,
     ) -> None:
         assert program.optimizer is not None
         self.problem: Problem | None = None
@@ -114,9 +114,9 @@ class OptimizerPhase:
         self._engine = engine
         self._config = config
         self._report = report
+        self._addresses = addresses
         # by the source of the gradients, and by which are there: their addresses are others then
         self._captures: dict[_Key, _Capture] = {}
-        self._places: dict[_Key, Place] = {}
         self._runs: dict[_Key, int] = {}
         self._changes = 0
         self._replays = 0
@@ -141,11 +141,10 @@ class OptimizerPhase:
             self.problem = self._preparation.problem or _outside(str(error))
             return body()
         key: _Key = source, tuple(layout.missing)
-        if key not in self._places and len(self._places) >= _MOST_MET:
+        place = self._addresses.found(source, layout)
+        if place is None:
             self.problem = _ABSENT
             return body()
-        place = self._places.setdefault(key, Place(source))
-        place.follow(layout)
         capture = self._captures.get(key)
         if capture is not None and (why := self._invalid(capture, parameters, layout, constants)) is not None:
             self._forget(key)

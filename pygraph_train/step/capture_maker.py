@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
-from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.of_steps import Gradients
-from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, StepProgram
+from pygraph_train.step.program import Call
 from pygraph_train.step.rebinding import Anchors, Moves
-from pygraph_train.step.variants import Capture, CaptureKey, Variant, picker
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.variants import Capture, Variant, picker
 from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.refusals import history, problem_of
@@ -34,29 +33,23 @@ class CaptureMaker:
     """Captures steps, all of those with the same kernels into the same gradient addresses.
 
     Args:
-        program: the step.
-        config: options.
-        engine: where graphs are made.
+        training: of the runner.
         context: entered around every run that uses the kernels that graphs hold.
 
     Attributes:
-        canonical_gradients: where graphs leave gradients, by parameter; those of Inductor's kernels by themselves
-            (True), lest they copy to where the eager kernels' graph happened to leave its own.
         anchors: where tensors stay that steps give other memory.
     """
 
     def __init__(
         self,
-        program: StepProgram,
-        config: PyGraphConfig,
-        engine: Engine,
+        training: TrainingRun,
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.canonical_gradients: dict[bool, dict[Tensor, Tensor]] = {False: {}, True: {}}
         self.anchors = Anchors()
-        self._program = program
-        self._config = config
-        self._engine = engine
+        self._program = training.program
+        self._config = training.config
+        self._engine = training.engine
+        self._addresses = training.addresses
         self._context = context
 
     def make(
@@ -225,13 +218,6 @@ class CaptureMaker:
         optimizer = self._program.optimizer
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
-    def release(self, places: Iterable[CaptureKey]) -> None:
-        """Forget gradients that only other captures than these have left."""
-        compiled = {place[2] for place in places}
-        for kind, gradients in self.canonical_gradients.items():
-            if kind not in compiled:
-                gradients.clear()
-
     def warm_up(self, *, fresh: bool) -> AbstractContextManager[None]:
         """Around a run without a graph before a capture.
 
@@ -256,5 +242,5 @@ class CaptureMaker:
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
         reached = {id(t): t for t in (*owned, *(t for t in reads if t.requires_grad))}
         # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
-        canonical = self.canonical_gradients[variant.arm.compiled]
-        return Gradients(reached.values(), owned if position.fresh else (), canonical)
+        emptied = owned if position.fresh else ()
+        return self._addresses.of_step(reached.values(), emptied, compiled=variant.arm.compiled)

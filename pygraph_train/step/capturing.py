@@ -167,7 +167,8 @@ class Capturing:
 
     def may_begin(self, variant: Variant, position: PositionInAccumulation) -> bool:
         """Whether nothing is worth waiting for: gradients that the graph would own, and the optimizer's state."""
-        if not position.fresh and not self._maker.canonical_gradients[variant.arm.compiled]:
+        compiled = variant.arm.compiled
+        if not position.fresh and not self._training.addresses.are_written(compiled=compiled):
             # the graph of the first micro-batch is to own the gradients, if there is one
             return variant.life.steps >= variant.lengths.prepared + _MOST_MICRO_BATCHES
         return not variant.arm.plan.fused or self._updates.has_state()

@@ -76,7 +76,7 @@ class StepRunner:
             program, config, engine, report, training.times, steps_left, on_decision, self._release
         )
         signatures = Signatures(StageLengths(met=config.warmup_steps, watched=config.warmup_steps))
-        maker = CaptureMaker(program, config, engine, updates.context)
+        maker = CaptureMaker(training, updates.context)
         self._training, self._regions, self._updates = training, regions, updates
         self._signatures, self._maker = signatures, maker
         self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
@@ -220,7 +220,8 @@ class StepRunner:
         """Let go of what only other arms than this one, which is settled, have used."""
         if not arm.plan.optimizer_alone:
             self._updates.release_graphs()
-        self._maker.release(place for v in self._signatures.variants() for place in v.captures)
+        captures = (key for variant in self._signatures.variants() for key in variant.captures)
+        self._training.addresses.keep(compiled for _, _, compiled in captures)
 
     @property
     def stopped(self) -> bool:

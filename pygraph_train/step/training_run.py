@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
@@ -34,6 +35,7 @@ class TrainingRun:
         on_decision: called when another plan is kept than before.
         step: the number of the present step; the first one is 1.
         replays: of whole steps, or of their forward and backward.
+        addresses: of gradients.
         times: what was measured so far.
         clock: measures it.
     """
@@ -47,6 +49,7 @@ class TrainingRun:
     on_decision: Callable[[Switch], None]
     step: int = 0
     replays: int = 0
+    addresses: GradientAddresses = field(default_factory=GradientAddresses)
     times: Times = field(default_factory=Times)
     clock: Clock = field(init=False)
 

@@ -75,7 +75,9 @@ class Updates:
             preparation.close()
             training.note(Problem(f"the optimizer runs outside of the graph: {reason}"))
             return
-        self.phase = OptimizerPhase(program, preparation, training.engine, training.config, training.report)
+        self.phase = OptimizerPhase(
+            program, preparation, training.engine, training.config, training.report, training.addresses
+        )
         self.between = program.acts_before_update()
         if unknown and self.between is None:
             self.between = f"{type(program.optimizer).__qualname__} is none of torch.optim's, and is tried"
