@@ -107,6 +107,23 @@ def test_tensors_that_the_step_rebinds_are_replayed(step_of: Any) -> None:
     train(step_of, replays=20, plan="{F B O}")
 
 
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+def test_a_parameter_keeps_the_node_that_adds_to_its_gradient(fuse: str) -> None:
+    nodes: list[Any] = []
+
+    def between(diary: Diary, pair: Pair, index: int) -> None:
+        if index == 0:
+            nodes[:] = [torch.autograd.graph.get_gradient_edge(pair.student.weight).node]
+        if index in (20, 21):
+            handle = nodes[0].register_hook(lambda *_: diary.write("called", True))
+            nodes.append(handle)
+        if index == 23:
+            nodes.pop().remove()
+            nodes.pop().remove()
+
+    train(_clipped, between, steps=50, fuse=fuse, replays=20)
+
+
 def test_weights_kept_between_steps_keep_their_values() -> None:
     kept: list[Any] = []
 

@@ -91,7 +91,7 @@ class Replacing:
         values = outputs[-len(targets) :]
         del outputs[-len(targets) :]
         for target, its_value in zip(targets, values, strict=True):
-            _SET(target, its_value)
+            target.data = its_value  # `set_` would give a leaf another node that adds to its gradient
         return outputs
 
 

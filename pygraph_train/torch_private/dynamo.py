@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
     "CHECKPOINT",
+    "assign_data",
     "compiled_call",
     "dynamo_asked_whether_compiling",
     "dynamo_cache_entries",
@@ -152,6 +153,26 @@ def writes_to_inputs(graph: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, t
             users = [u for u in node.users if str(getattr(u.target, "__name__", u.target)).endswith("_")]
             found.append((next(iter(users or node.users), node), node.args[0] if is_data else node, False))
     return [(node, source, rebinds) for node, source, rebinds in found if source.op == "placeholder"]
+
+
+def assign_data(graph: torch.fx.Graph) -> bool:
+    """Let `x.data = y` in a graph of Dynamo be just that, and return whether there are any. (2.11, 2.13)
+
+    Dynamo makes `set_` of it, and corrects the count of changes. `set_` also gives a leaf another node that adds to its
+    gradient, and hooks on the node before it are lost.
+    """
+    found = [node for node in graph.nodes if node.target is torch.Tensor.set_ and len(node.args) == 2]
+    for node in found:
+        node.target = _assign_data
+        for user in list(node.users):
+            if getattr(user.target, "__name__", "") == "_lower_version_count_by_1":
+                graph.erase_node(user)
+    return bool(found)
+
+
+def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    tensor.data = value
+    return tensor
 
 
 def guarded_expression(guard: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from pygraph_train.torch_private.dispatch import TorchDispatchMode
-from pygraph_train.torch_private.dynamo import CHECKPOINT, writes_to_inputs
+from pygraph_train.torch_private.dynamo import CHECKPOINT, assign_data, writes_to_inputs
 
 __all__ = ["CHANGED_AGAIN", "as_eager", "checkpoint_that_adds", "write_in_checkpoint"]
 
@@ -23,13 +23,13 @@ CHANGED_AGAIN = (
 
 
 def as_eager(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Let the checkpoints in a graph do what they do in plain Python. Changes the graph and returns it."""
+    """Let checkpoints, and `x.data = y`, do what they do in plain Python. Changes the graph and returns it."""
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
             nodes = [node for node in module.graph.nodes if node.target is CHECKPOINT]
             for node in nodes:
                 node.target = _checkpoint
-            if nodes:
+            if assign_data(module.graph) or nodes:
                 module.recompile()
     return graph
 
