@@ -23,7 +23,7 @@ from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
-from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.torch_private.autocast import State
 from pygraph_train.torch_private.dynamo import (
@@ -40,12 +40,9 @@ from pygraph_train.tracing.reasons import compiler_failed, innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
 from pygraph_train.tracing.refusals import GLOBAL_HOOK, SAVED_TENSORS_HOOKS
 
-__all__ = ["Loop", "RegionedCall", "never_replays"]
+__all__ = ["Loop", "RegionedCall"]
 
 log = logging.getLogger("pygraph_train")
-
-_PATIENCE = 40
-"""Steps without a replay, and with a reason, after which a step is not graphed as a whole any more."""
 
 
 _SILENCE = 20
@@ -169,13 +166,6 @@ def _begins(name: str) -> str:
     return f"forward and backward of {name} get no graphs"
 
 
-def never_replays(whole: StepReport) -> bool:
-    """Whether steps that were to be graphed as a whole turn out not to be: regions serve them better."""
-    if whole.steps < _PATIENCE or whole.steps_replayed or whole.regions():
-        return False
-    return bool(whole.fallbacks)
-
-
 def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callable[..., Any]]:
     """The compile backend, but for graphs that compiled functions would not do justice.
 
@@ -261,7 +251,7 @@ class Loop:
             self._engine = None
             return
         self.active = True
-        self.report.engine = self._engine.name
+        self.report.began(self._engine.name)
 
     # -- taking over --------------------------------------------------------------------------------
 
@@ -356,7 +346,7 @@ class Loop:
         """One round of all optimizers is one training step. Looks at clocks and counters only."""
         report, now = self.report, time.perf_counter()
         self._steps += 1
-        report.steps += 1
+        report.step_began()
         replays, plain = report.region_counts()
         self._silent = 0 if replays > self._counts[0] else self._silent + 1
         if self._silent == _SILENCE:
@@ -366,11 +356,8 @@ class Loop:
         if not regions or not all(graph.replayed for graph in optimizers):
             self._last = None
             return
-        report.steps_replayed += 1
-        if report.first_replay_step is None:
-            report.first_replay_step, report.first_replay_seconds = self._steps, now - report.started
-        if self._last is not None:
-            report.replay_intervals.append(now - self._last)
+        interval = None if self._last is None else now - self._last
+        report.replayed(self._steps, since_start=now - report.started, interval=interval)
         self._last = now
 
     def _break_the_silence(self) -> None:

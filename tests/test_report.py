@@ -10,7 +10,7 @@ import pytest
 from training import CONFIG, Net, adam, adamw, batches, loss_of
 
 from pygraph_train import GraphedStep, StepReport
-from pygraph_train.report import step_report as module
+from pygraph_train.report import step_report, table
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.selection.arms import NOTHING, WHOLE, Arm
 from pygraph_train.selection.controller import Controller
@@ -107,7 +107,9 @@ def test_each_phase_says_what_it_took_and_why(measured):
 
 
 def test_launch_bound_steps_are_called_so(measured, monkeypatch):
-    monkeypatch.setattr(module, "_peak_memory_mib", lambda: {"peak_reserved_mib": 1, "peak_allocated_mib": 1})
+    memory = {"peak_reserved_mib": 1, "peak_allocated_mib": 1}
+    for module in (step_report, table):
+        monkeypatch.setattr(module, "peak_memory_mib", lambda: memory)
     assert json.loads(json.dumps(measured.to_dict()))["phases"][0]["phases"] == "F B O"
     assert measured.gpu_idle_fraction_without_graphs == pytest.approx(0.81)
     rows = dict(measured.rows())

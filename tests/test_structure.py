@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pygraph_train import StepReport
+
 ROOT = Path(__file__).parents[1]
 
 LEVELS = (
@@ -150,6 +152,37 @@ def test_the_runner_is_short() -> None:
     tree = TREES["pygraph_train.step.runner"]
     (runner,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "StepRunner")
     assert runner.end_lineno is not None and runner.end_lineno - runner.lineno < 200
+
+
+def test_a_report_is_written_by_its_own_methods_only() -> None:
+    """From outside a report takes events; nobody sets or fills what it holds."""
+    fields = {name for base in StepReport.__mro__ for name in vars(base).get("__annotations__", {})}
+    written = []
+    for module, tree in TREES.items():
+        if package_of(module) == "report" or module.endswith("loop_report"):
+            continue
+        for node in ast.walk(tree):
+            target = node
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr not in (
+                    "append",
+                    "add",
+                    "clear",
+                    "extend",
+                    "insert",
+                    "pop",
+                    "remove",
+                    "update",
+                ):
+                    continue
+                target = node.func.value
+            elif not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)):
+                continue
+            if isinstance(target, ast.Attribute) and target.attr in fields:
+                of = ast.unparse(target.value)
+                if of == "report" or of.endswith((".report", "._report")):
+                    written.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
+    assert not written
 
 
 @pytest.mark.parametrize("limit", [400])

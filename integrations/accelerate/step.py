@@ -33,7 +33,7 @@ from pygraph_train.integrations.accelerate.calls import (
     standing_in,
     stubs,
 )
-from pygraph_train.integrations.loop import Loop, never_replays
+from pygraph_train.integrations.loop import Loop
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS
 from pygraph_train.optimizers.scaling import Scaling
@@ -86,7 +86,7 @@ class GraphedStepFunction:
             What the function returns, detached: tensors of their own.
         """
         if not self._on:
-            self._report.steps += 1
+            self._report.step_began()
             return _detached(self._fn(*args, **kwargs))
         if self._hoists_accumulate:
             self._accelerator._do_sync()
@@ -114,7 +114,7 @@ class GraphedStepFunction:
             step.finish()
         if program.problem is not None:
             self._leave(program.problem)
-        elif runner.stopped or never_replays(self._report):
+        elif runner.stopped or runner.hopeless:
             self._leave(None)
         return result
 
@@ -145,7 +145,7 @@ class GraphedStepFunction:
 
     def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function for real and see whether it can be taken apart."""
-        self._report.steps += 1
+        self._report.step_began()
         watch = Observation(self._accelerator, hoisted=self._hoists_accumulate)
         with watch.observing(), self._loop.paused():
             result = self._fn(*args, **kwargs)

@@ -26,7 +26,7 @@ except ImportError as error:
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
-from pygraph_train.integrations.loop import Loop, never_replays
+from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
@@ -241,7 +241,7 @@ class _WholeStep:
         else:
             step.update(body)
         step.finish()
-        if runner.stopped or never_replays(self._report):
+        if runner.stopped or runner.hopeless:
             self._fall_back(None)
 
     def _fall_back(self, problem: Problem | None) -> None:

@@ -125,7 +125,8 @@ class OptimizerGraph:
             )
         self._phase.run(body, constants, source="regions", step=self.runs)
         self.replayed = self._phase.replayed
-        self._report.optimizer_steps_replayed += self.replayed
+        if self.replayed:
+            self._report.update_replayed()
         if self._phase.problem is not None:
             self._turn_off(self._phase.problem)
 

@@ -328,8 +328,7 @@ class OptimizerPhase:
         if equal:
             seconds = time.perf_counter() - started
             capture.audits.took(seconds, first=not audited)
-            self._report.verify_seconds += seconds
-            self._report.audits += audited
+            self._report.compared(seconds, audit=audited)
             self.replayed = audited
             capture.verified = not on_trial or capture.replays > 1
             return

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from pygraph_train.report.table import peak_memory_mib, rows_of
 from pygraph_train.selection.arms import Arm, Phase
 from pygraph_train.selection.controller import Controller, Switch
 from pygraph_train.selection.timing import StepTime
@@ -112,7 +111,7 @@ class StepReport:
     fallbacks: list[Fallback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ungraphed_seconds: list[float] = field(default_factory=list, repr=False)
-    replay_intervals: deque[float] = field(default_factory=deque, repr=False)
+    replay_intervals: deque[float] = field(default_factory=lambda: deque(maxlen=2048), repr=False)
     switches: list[Switch] = field(default_factory=list)
     controllers: list[Controller] = field(default_factory=list, repr=False)
     why_nothing: str | None = None
@@ -122,6 +121,82 @@ class StepReport:
     _explored: int = field(default=0, repr=False)  # with controllers that are gone
     regions: Callable[[], Sequence[RegionRecord]] = field(default=tuple, repr=False)
     """What the compile backend says of the graphs of a forward or a backward."""
+
+    # -- events: everything that is written here ------------------------------------------------------
+
+    def began(
+        self,
+        engine: str,
+        *,
+        latest: dict[Arm, StepTime] | None = None,
+        phase_seconds: dict[str, float] | None = None,
+        regions: Callable[[], Sequence[RegionRecord]] | None = None,
+    ) -> None:
+        """Training has begun.
+
+        Args:
+            engine: where graphs are made.
+            latest, phase_seconds, regions: see the attributes; looked at when somebody reads the report.
+        """
+        self.engine = engine
+        self.latest = self.latest if latest is None else latest
+        self.phase_seconds = self.phase_seconds if phase_seconds is None else phase_seconds
+        self.regions = regions or self.regions
+
+    def step_began(self) -> None:
+        """One more step, or micro-batch."""
+        self.steps += 1
+
+    def replayed(self, step: int, *, since_start: float, interval: float | None) -> None:
+        """A step came from a graph.
+
+        Args:
+            step: its number.
+            since_start: seconds.
+            interval: seconds since the step before it, None where something else was done in between.
+        """
+        self.steps_replayed += 1
+        if self.first_replay_step is None:
+            self.first_replay_step, self.first_replay_seconds = step, since_start
+        if interval is not None:
+            self.replay_intervals.append(interval)
+
+    def replay_undone(self) -> None:
+        """The last replay was put back."""
+        self.steps_replayed -= 1
+        if self.steps_replayed == 0:
+            self.first_replay_step = self.first_replay_seconds = None
+
+    def update_replayed(self) -> None:
+        """An update came from a graph of its own."""
+        self.optimizer_steps_replayed += 1
+
+    def ran_without_graph(self, seconds: float) -> None:
+        """A step of the warm-up."""
+        self.ungraphed_seconds.append(seconds)
+
+    def compiled(self, seconds: float, *, in_step: bool = False) -> None:
+        """Something was compiled, perhaps in the last step of the warm-up, whose time says nothing then."""
+        self.compile_seconds += seconds
+        if in_step and self.ungraphed_seconds:
+            self.ungraphed_seconds.pop()
+
+    def compared(self, seconds: float, *, audit: bool) -> None:
+        """A replay was compared with the step without a graph: the first one of a capture, or a later one (`audit`)."""
+        self.verify_seconds += seconds
+        self.audits += audit
+
+    def runs_with(self, plan: object) -> None:
+        """Steps run with this plan until one is chosen."""
+        self.plan = str(plan)
+
+    def compares(self, controller: Controller) -> None:
+        """A comparison of plans has begun."""
+        self.controllers.append(controller)
+
+    def left_alone(self, why: str) -> None:
+        """Steps run without graphs, and nothing was compared for that."""
+        self.why_nothing = why
 
     def captured(self, record: CaptureRecord) -> None:
         """Note a capture."""
@@ -150,6 +225,8 @@ class StepReport:
         """Note something worth knowing, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    # -- what is read -----------------------------------------------------------------------------------
 
     @property
     def ms_without_graph(self) -> float | None:
@@ -264,7 +341,7 @@ class StepReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts: ready for JSON."""
-        memory = _peak_memory_mib() if self.engine == "cuda" else {}
+        memory = peak_memory_mib() if self.engine == "cuda" else {}
         return {
             "engine": self.engine,
             "plan": self.plan,
@@ -295,72 +372,7 @@ class StepReport:
 
     def rows(self) -> list[tuple[str, str]]:
         """The lines of the table."""
-        rows = [
-            ("engine", self.engine),
-            ("plan", f"{self.plan}   (F forward, B backward, O optimizer; {{ }} is one graph)"),
-            ("steps replayed", f"{self.steps_replayed} of {self.steps}"),
-        ]
-        if self.first_replay_step is not None:
-            rows.append(
-                ("first replay", f"step {self.first_replay_step}, after {self.first_replay_seconds:.1f} s")
-            )
-        if self.ms_without_graph is not None:
-            rows.append(("step without graph", f"{self.ms_without_graph:.2f} ms (fastest of the warm-up)"))
-        if self.ms_with_graph is not None:
-            rows.append(("step with graph", f"{self.ms_with_graph:.2f} ms (median, data loading included)"))
-        if self.speedup is not None:
-            rows.append(("speed-up", f"{self.speedup:.2f}x"))
-        idle = self.gpu_idle_fraction_without_graphs
-        if idle is not None and idle >= 0.1:
-            rows.append(("launch-bound", f"without graphs the GPU waited {idle:.0%} of the step"))
-        if self.optimizer_steps_replayed:
-            rows.append(
-                ("optimizer replayed", f"{self.optimizer_steps_replayed} times, from a graph of its own")
-            )
-        if self.why_nothing and not self.controllers:
-            rows.append(("no graphs", self.why_nothing))
-        for row in self.phases() if self.controllers else []:
-            off = "-" if row.off_ms is None else f"{row.off_ms:.2f} ms"
-            on = "-" if row.on_ms is None else f"{row.on_ms:.2f} ms"
-            kept = "graph" if row.kept else "no graph"
-            rows.append((f"phase {row.phases}", f"off {off}, on {on}, {kept}: {row.why}"))
-        for arm in self.arms()[1:]:
-            ms = "" if arm.ms is None else f"{arm.ms:.2f} ms, "
-            rows.append((f"plan {arm.arm}", f"{ms}{arm.verdict}"))
-        if self.exploration_steps:
-            rows.append(("exploration", f"{self.exploration_steps} steps"))
-        for switch in self.switches:
-            if switch.before == switch.arm:
-                continue
-            rows.append((f"switch at {switch.step}", f"{switch.before} -> {switch.arm}: {switch.why}"))
-        for c in self.captures:
-            kernels = "Inductor kernels" if c.compiled else "eager kernels"
-            nodes = f"{c.nodes} nodes, " if c.nodes >= 0 else ""
-            rows.append((f"captured {c.plan}", f"step {c.step}: {nodes}{kernels}, {c.seconds:.2f} s"))
-        for r in self.regions():
-            where = f"\n  from {r.where}" if r.where else ""
-            text = f"{r.decision}, {r.nodes} nodes, {r.replays} replays, {r.plain_runs} without a graph"
-            rows.append((r.name, f"{text}{': ' if r.reason else ''}{r.reason}{where}"))
-        if self.compile_seconds:
-            rows.append(("compiled", f"{self.compile_seconds:.1f} s"))
-        if self.verify_seconds and self.measured:
-            later = f", and {self.audits} later ones" if self.audits else ""
-            text = f"first replays{later} were compared with plain steps: {self.verify_seconds:.2f} s"
-            rows.append(("verified", text))
-        if self.engine == "cuda":
-            memory = _peak_memory_mib()
-            rows.append(
-                (
-                    "peak memory",
-                    "{peak_reserved_mib} MiB reserved, {peak_allocated_mib} MiB allocated".format(**memory),
-                )
-            )
-        for f in self.fallbacks:
-            where = f"\n  at {f.where}" if f.where else ""
-            fix = f"\n  {f.fix}" if f.fix else ""
-            rows.append(("without a graph", f"{f.reason} (from step {f.step}){where}{fix}"))
-        rows += [("note", text) for text in self.notes]
-        return rows
+        return rows_of(self)
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -378,10 +390,3 @@ class StepReport:
         for name, text in self.rows():
             table.add_row(name, Text(text))
         return table
-
-
-def _peak_memory_mib() -> dict[str, int]:
-    return {
-        "peak_reserved_mib": torch.cuda.max_memory_reserved() >> 20,
-        "peak_allocated_mib": torch.cuda.max_memory_allocated() >> 20,
-    }

@@ -260,7 +260,7 @@ class Capturing:
         seconds = time.perf_counter() - started
         what = str(position if variant.arm.plan.fused else position.without_update())
         if variant.choice is None:
-            training.report.plan = str(variant.arm.plan)
+            training.report.runs_with(variant.arm.plan)
         training.report.captured(
             CaptureRecord(what, seconds, capture.graph.nodes, variant.arm.compiled, training.step)
         )
@@ -296,10 +296,9 @@ class Capturing:
         difference = expected.compare(found, bits=training.engine.name == "emulated")
         training.engine.trim()
         seconds = time.perf_counter() - started
-        training.report.verify_seconds += seconds
+        training.report.compared(seconds, audit=capture.verified)
         training.clock.interrupted()
         capture.audits.took(seconds, first=not capture.verified)
-        training.report.audits += capture.verified
         if difference is None:
             capture.verified = True
             return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,31 +29,20 @@ class Clock:
         self._cuda = engine.name == "cuda"
         self._report = report
         self._times = times
-        self._replays = 0
         self._started = time.perf_counter()
         self._last: float | None = None
         self._marks: dict[str, Any] | None = None
-        self._intervals: deque[float] = deque(maxlen=2048)
-        report.replay_intervals, report.phase_seconds = self._intervals, times.phases
 
     def replayed(self, step: int) -> None:
         now = time.perf_counter()
-        if self._last is not None:
-            self._intervals.append(now - self._last)
-        elif not self._replays:
-            self._report.first_replay_step = step
-            self._report.first_replay_seconds = now - self._started
+        interval = None if self._last is None else now - self._last
         self._last = now
-        self._replays += 1
-        self._report.steps_replayed += 1
+        self._report.replayed(step, since_start=now - self._started, interval=interval)
 
     def undone(self) -> None:
         """The replay just counted was put back."""
         self._last = None
-        self._replays -= 1
-        self._report.steps_replayed -= 1
-        if self._replays == 0:
-            self._report.first_replay_step = self._report.first_replay_seconds = None
+        self._report.replay_undone()
 
     def interrupted(self) -> None:
         """The next interval holds more than a step."""
@@ -76,7 +64,7 @@ class Clock:
         if self._cuda:
             torch.cuda.synchronize()
         self._times.ungraphed = time.perf_counter() - started
-        self._report.ungraphed_seconds.append(self._times.ungraphed)
+        self._report.ran_without_graph(self._times.ungraphed)
         if len(marks) == 3:  # a step with an update
             for phase, begin, until in zip(marks, marks.values(), [*marks.values(), end][1:], strict=True):
                 seconds = self._between(begin, until)
@@ -102,11 +90,9 @@ class Clock:
     def compiling(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.compiled(time.perf_counter() - started)
-        if self._report.ungraphed_seconds:
-            self._report.ungraphed_seconds.pop()
+        self.compiled(time.perf_counter() - started, in_step=True)
 
-    def compiled(self, seconds: float) -> None:
-        """Something was compiled for so long."""
+    def compiled(self, seconds: float, *, in_step: bool = False) -> None:
+        """Something was compiled for so long, perhaps in a step of the warm-up."""
         self._times.compiling += seconds
-        self._report.compile_seconds += seconds
+        self._report.compiled(seconds, in_step=in_step)

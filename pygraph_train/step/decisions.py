@@ -147,7 +147,7 @@ class Decisions:
             known=known.seconds if known is not None and known.arm == arms[0] else None,
             decided=decided,
         )
-        self._report.controllers.append(controller)
+        self._report.compares(controller)
         kept: list[Arm] = []
 
         def settled(arm: Arm) -> None:
@@ -177,7 +177,7 @@ class Decisions:
 
     def leave_alone(self, why: str, step: int) -> None:
         """Note that steps run without graphs, which nothing was compared for."""
-        self._report.why_nothing = why
+        self._report.left_alone(why)
         switch = Switch(step, Arm(NOTHING), Arm(NOTHING), why)
         self._report.decided(switch)
         self._on_decision(switch)

@@ -49,7 +49,7 @@ class StepInFlight:
         position: where it stands in gradient accumulation.
         under_way: the comparison of plans that the step before belongs to, if its update has not been made yet.
         training, updates, regions: of the runner.
-        leave_update_outside: called with the reason why the update has no graph any more.
+        leave: called with the reason why the update has no graph any more.
 
     Attributes:
         arm: what it runs with.
@@ -76,7 +76,7 @@ class StepInFlight:
         training: TrainingRun,
         updates: Updates,
         regions: Regions,
-        leave_update_outside: Callable[[StepInFlight, Problem], None],
+        leave: Callable[[StepInFlight, Problem], None],
     ) -> None:
         self.position = position
         self.under_way = under_way
@@ -86,7 +86,7 @@ class StepInFlight:
         self._training = training
         self._updates = updates
         self._regions = regions
-        self._leave = leave_update_outside
+        self._leave = leave
 
     def count_for(self, choice: Choice) -> None:
         """Count the step for a comparison; only a whole step, not a micro-batch, may switch to another arm."""
@@ -134,7 +134,7 @@ class StepInFlight:
         source: Source = "graph" if plan.forward_backward else "regions" if of_regions else "autograd"
         phase.run(body, constants, source=source, step=self._training.step)
         if phase.replayed:
-            self._training.report.optimizer_steps_replayed += 1
+            self._training.report.update_replayed()
         elif self.choice is not None:
             self.choice.as_planned = False
         if phase.problem is not None:

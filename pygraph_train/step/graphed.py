@@ -108,7 +108,7 @@ class GraphedStep:
         position = PositionInAccumulation(fresh=fresh, update=update, constants=program.constants())
 
         if self._runner is None:
-            self._report.steps += 1
+            self._report.step_began()
             result = program.run(plain_call, args, kwargs, position, plain_update)
         else:
             step = self._runner.begin(position)

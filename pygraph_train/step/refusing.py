@@ -101,7 +101,7 @@ class Refusing:
             variant.forget_captures()
             variant.choice, variant.arm = None, self._decisions.arms(variant, self._updates.plans())[0]
         if self.off is None:
-            report.plan = str(self._updates.plans()[0])
+            report.runs_with(self._updates.plans()[0])
         self._training.note(problem)
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ class Regions:
         self._notes: list[tuple[Any, str]] = []  # of compilations in the present step
         self._probes = self._quiet = 0
         self.records: list[RegionRecord] = []
-        report.regions = functools.partial(list, self.records)
+        report.began(engine.name, regions=functools.partial(list, self.records))
         self._retains = False  # a backward was seen that may be called again
         self._activations: list[list[Tensor]] = []  # one in each, for the hooks of the present step
         self._before: dict[int, tuple[int, int]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,7 +16,6 @@ from pygraph_train.selection.controller import Switch
 from pygraph_train.step.advancing import REPLAYS_BEFORE_COMPILING, Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.capturing import Capturing
-from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import StageLengths
@@ -37,6 +37,9 @@ __all__ = ["StepRunner"]
 
 R = TypeVar("R")
 
+_PATIENCE = 40
+"""Steps without a replay, and with a reason, after which there is no hope."""
+
 
 class StepRunner:
     """Runs training steps, from a graph where that is proved to be the same.
@@ -48,14 +51,7 @@ class StepRunner:
     step.finish()
     ```
 
-    Args:
-        program: the step.
-        config: options.
-        engine: where graphs are made.
-        report: filled while running.
-        steps_left: how many steps training will still make, if known (weighs compile time).
-        announce: shows the user what a long pause is for.
-        on_decision: called when another plan is kept than before.
+    Args: as the attributes of `TrainingRun`; training that does not end has no number of steps left.
     """
 
     def __init__(
@@ -86,13 +82,16 @@ class StepRunner:
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing, watch, capture)
         self._advance = Advancing(*parts, self._replay)
+        self._flight = functools.partial(
+            StepInFlight, training=training, updates=updates, regions=regions, leave=self._refusing.update
+        )
         self._present = self._flight(PositionInAccumulation(), None)
         self._launch_bound = decisions.launch_bound(training.steps_made)
 
     def begin(self, position: PositionInAccumulation) -> StepInFlight:
         """A training step begins, or one micro-batch of it: `position` says where that stands in accumulation."""
         self._training.step += 1
-        self._training.report.steps += 1
+        self._training.report.step_began()
         self._present = self._flight(position, self._present.choice)
         return self._present
 
@@ -211,11 +210,6 @@ class StepRunner:
             self._advance.consider_compiling(variant)
         return Replayed(capture.outputs(leaves), capture.updates)
 
-    def _flight(self, position: PositionInAccumulation, under_way: Choice | None) -> StepInFlight:
-        return StepInFlight(
-            position, under_way, self._training, self._updates, self._regions, self._refusing.update
-        )
-
     def _release(self, arm: Arm) -> None:
         """Let go of what only other arms than this one, which is settled, have used."""
         if not arm.plan.optimizer_alone:
@@ -227,6 +221,13 @@ class StepRunner:
     def stopped(self) -> bool:
         """Whether every further step runs without a graph of forward and backward."""
         return self._refusing.off is not None
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether many steps have brought reasons, and neither a replay nor a region."""
+        training = self._training
+        tried = training.step >= _PATIENCE and training.reasons > 0
+        return tried and not training.replays and not self._regions.records
 
     def stop(self, problem: Problem) -> None:
         """Run every further step without a graph, and say why."""

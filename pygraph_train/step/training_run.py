@@ -35,6 +35,7 @@ class TrainingRun:
         on_decision: called when another plan is kept than before.
         step: the number of the present step; the first one is 1.
         replays: of whole steps, or of their forward and backward.
+        reasons: how often something was noted against a graph.
         addresses: of gradients.
         times: what was measured so far.
         clock: measures it.
@@ -49,13 +50,13 @@ class TrainingRun:
     on_decision: Callable[[Switch], None]
     step: int = 0
     replays: int = 0
+    reasons: int = 0
     addresses: GradientAddresses = field(default_factory=GradientAddresses)
     times: Times = field(default_factory=Times)
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
-        self.report.engine = self.engine.name
-        self.report.latest = self.times.latest
+        self.report.began(self.engine.name, latest=self.times.latest, phase_seconds=self.times.phases)
         self.clock = Clock(self.engine, self.report, self.times)
         if self.engine.name == "emulated" and self.config.compile is True:
             self.report.note("the emulated engine runs eager kernels: compile=True has no effect")
@@ -73,6 +74,7 @@ class TrainingRun:
             PyGraphError: the user wants failures to be raised.
         """
         config = self.config
+        self.reasons += 1
         if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self.step)):
             wanted = "on" in (config.forward, config.backward, config.optimizer, config.fuse)
             level = logging.WARNING if wanted else logging.INFO
