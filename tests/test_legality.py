@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
-from training import Diary, Net, adamw, batches, both, line_of, loss_of, sgd
+from training import CONFIG, Diary, Net, adamw, batches, both, line_of, loss_of, sgd
 
-from pygraph_train import StepReport
+from pygraph_train import GraphedStep, StepReport
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.tracing.trace import Trace
 
@@ -789,6 +789,30 @@ def test_a_replay_that_differs_is_undone(verify, monkeypatch, caplog):
     assert any("differs" in f.reason for f in report.fallbacks), str(report)
     assert report.steps_replayed == bad  # the replay that was put back does not count
     assert any(r.levelname == "WARNING" and "differs" in r.message for r in caplog.records)
+
+
+def test_a_first_replay_that_is_put_back_counts_as_none(monkeypatch):
+    """What is found before anything was replayed holds for the whole run."""
+    from pygraph_train.graphs.emulated import EmulatedGraph
+
+    replay = EmulatedGraph.replay
+
+    def corrupt(self):
+        replay(self)
+        self._operations[-1].args[0][0].data.add_(1)
+        for operation in self._operations:
+            for _, tensor in operation.results if "mm" in str(operation.func) else ():
+                tensor.add_(1)
+
+    model = Net()
+    with GraphedStep(loss_of(model), model=model, optimizer=adamw(model), config=CONFIG) as step:
+        for batch in batches(4):
+            step(batch)
+        monkeypatch.setattr(EmulatedGraph, "replay", corrupt)
+        while not step.report().fallbacks:
+            step(batch)
+        assert "the first replay" in step.report().fallbacks[0].reason
+        assert step._runner is not None and step._runner.stopped
 
 
 def test_verify_always_replays_and_checks_every_step():

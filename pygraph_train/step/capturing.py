@@ -304,6 +304,7 @@ class Capturing:
             return result
         backup.restore()
         capture.gradients.restore(before)
+        training.replays -= 1
         training.clock.undone()
         which = f"replay {variant.replays}" if capture.verified else "the first replay"
         problem = Problem(
