@@ -17,6 +17,7 @@ KNOWN: dict[str, str] = {
     "backend: change frozen_first": "torch 2.11 does not look at requires_grad again (aot_eager neither)",
     "backend: change saved_tensors_hooks": "torch.compile saves other tensors (so does aot_eager)",
     "accelerate: change data_cut": "plain training raises as well, and the message names another function",
+    "accelerate: step einsum": "AOTAutograd makes gradients of results contiguous before sums (aot_eager does so)",
     "backend: change forward_hook": "torch.compile looks at no later hooks (aot_eager neither)",
     "backend: change forward_hook_scales": "torch.compile looks at no later hooks (aot_eager neither)",
     "backend: change pre_hook": "torch.compile looks at no later hooks (aot_eager neither)",
