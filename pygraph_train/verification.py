@@ -54,8 +54,7 @@ class Fingerprint:
             )
         real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in present]
         flat = [g.reshape(-1) for g in real]
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        exact = [f.view(integers[f.element_size()]).sum(dtype=torch.int64) for f in flat]
+        exact = [_bits(f).sum(dtype=torch.int64) for f in flat]
         norms = [f.double().norm() if f.numel() < 1 << 20 else f.float().norm().double() for f in flat]
         samples = [f[:: max(1, f.numel() // _SAMPLES)].double() for f in flat]
         empty = torch.zeros(0, device=loss.device)
@@ -70,7 +69,8 @@ class Fingerprint:
     def same_bits(self, other: Fingerprint) -> bool:
         """Whether losses and gradients are equal bit for bit."""
         same_shape = self.exact.shape == other.exact.shape
-        return same_shape and torch.equal(self.exact, other.exact) and torch.equal(self.loss, other.loss)
+        same_loss = torch.equal(_bits(self.loss.reshape(1)), _bits(other.loss.reshape(1)))  # it may be NaN
+        return same_shape and torch.equal(self.exact, other.exact) and same_loss
 
     def compare(self, other: Fingerprint, *, bits: bool = False) -> str | None:
         """None when equal, bit for bit or within the tolerance of the dtype; else what differs.
@@ -98,6 +98,11 @@ class Fingerprint:
             if not _close(here, there, tolerance, scale):
                 return f"gradient {index} has other values"
         return None
+
+
+def _bits(flat: Tensor) -> Tensor:
+    """The same memory as integers."""
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
 def _close(expected: Tensor, found: Tensor, rtol: float, atol: Tensor | float) -> bool:

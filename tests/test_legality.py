@@ -815,6 +815,22 @@ def test_a_first_replay_that_is_put_back_counts_as_none(monkeypatch):
         assert step._runner is not None and step._runner.stopped
 
 
+@pytest.mark.parametrize("bad", [4, 20])
+def test_a_loss_that_is_not_a_number_is_compared_as_well(bad):
+    """Its bits are what they are without the graph, in the first replay and in later ones."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model, lr=0.0)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, (x, y) in enumerate(batches(30)):
+            loss = step((x * float("nan") if index == bad else x, y))
+            diary.write("number", bool(loss == loss))
+
+    report = both(script, verify="always", replays=25, plan="{F B O}")
+    assert not report.fallbacks, str(report)
+
+
 def test_verify_always_replays_and_checks_every_step():
     report = train(loss_of, verify="always", replays=30)
     assert report.steps_replayed >= 30 and not report.fallbacks
