@@ -858,6 +858,34 @@ def test_two_steps_where_one_model_is_outside():
 # -- numeric formats ---------------------------------------------------------------------------------------
 
 
+def test_gradients_of_a_model_that_the_step_only_reads():
+    """The critic of a GAN steps often, and the generator, which it reads detached, now and then."""
+
+    def script(diary: Diary) -> None:
+        generator, critic = nn.Linear(6, 6), Net(dropout=0.0)
+        theirs, mine = adamw(generator), adamw(critic)
+
+        def judge(batch: Any) -> Tensor:
+            return critic(generator(batch[0]).detach()).mean() - critic(batch[0]).mean()
+
+        def make(batch: Any) -> Tensor:
+            return -critic(generator(batch[0])).mean()
+
+        criticise = diary.step(judge, model=critic, optimizer=mine)
+        generate = diary.step(make, model=nn.ModuleList([generator, critic]), optimizer=theirs)
+        for index, batch in enumerate(batches(80)):
+            diary.write("loss", criticise(batch))
+            if index % 5 == 4:
+                diary.write("loss", generate(batch))
+            diary.write("gradients", [p.grad for p in [*generator.parameters(), *critic.parameters()]])
+        diary.write_state(critic, mine)
+        diary.write_state(generator, theirs)
+        if diary.graphed:
+            assert criticise.report().steps_replayed >= 60, str(criticise.report())
+
+    both(script, replays=60)
+
+
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_grad_scaler_skips_steps_with_overflow(dtype, clip):

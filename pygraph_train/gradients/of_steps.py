@@ -94,6 +94,15 @@ class Gradients:
             if p.grad is not None:
                 self._canonical.setdefault(p, p.grad)
         self._final = self.snapshot()
+        # those that the step reads but does not differentiate: what others leave there is none of its business
+        began = {id(p): grad for p, grad in zip(self.carried, self._began, strict=True)}
+        idle = {id(p) for p in self.carried if began[id(p)] is None and p.grad is None}
+        self._final = [
+            grad for p, grad in zip(self.parameters, self._final, strict=True) if id(p) not in idle
+        ]
+        self.parameters = [p for p in self.parameters if id(p) not in idle]
+        self.carried = [p for p in self.carried if id(p) not in idle]
+        self._began = [began[id(p)] for p in self.carried]
 
     # -- replaying it -------------------------------------------------------------------------------
 
