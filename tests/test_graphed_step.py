@@ -858,6 +858,27 @@ def test_two_steps_where_one_model_is_outside():
 # -- numeric formats ---------------------------------------------------------------------------------------
 
 
+def test_a_head_whose_gradient_comes_from_the_micro_batch_before():
+    """The graph of the last micro-batch updates the heads that had gradients when it was captured."""
+
+    def script(diary: Diary) -> None:
+        heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+        optimizer = adamw(heads)
+
+        def step_fn(batch: Any, other: bool) -> Tensor:
+            weight = heads[1].weight if other else heads[1].weight.detach()
+            loss = nn.functional.cross_entropy(heads[0](batch[0]), batch[1])
+            return loss + nn.functional.linear(batch[0], weight).mean()
+
+        step = diary.step(step_fn, model=heads, optimizer=optimizer)
+        for index, batch in enumerate(batches(120)):
+            first = index % 2 == 0
+            diary.write("loss", (step.accumulate if first else step)(batch, first and index > 60))
+            diary.write_state(heads, optimizer)
+
+    both(script, replays=40)
+
+
 def test_gradients_of_a_model_that_the_step_only_reads():
     """The critic of a GAN steps often, and the generator, which it reads detached, now and then."""
 

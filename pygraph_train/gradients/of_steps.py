@@ -94,15 +94,21 @@ class Gradients:
             if p.grad is not None:
                 self._canonical.setdefault(p, p.grad)
         self._final = self.snapshot()
-        # those that the step reads but does not differentiate: what others leave there is none of its business
-        began = {id(p): grad for p, grad in zip(self.carried, self._began, strict=True)}
-        idle = {id(p) for p in self.carried if began[id(p)] is None and p.grad is None}
-        self._final = [
-            grad for p, grad in zip(self.parameters, self._final, strict=True) if id(p) not in idle
-        ]
-        self.parameters = [p for p in self.parameters if id(p) not in idle]
-        self.carried = [p for p in self.carried if id(p) not in idle]
+        if self.emptied:
+            self._leave_out_what_is_only_read()
+
+    def _leave_out_what_is_only_read(self) -> None:
+        """Forget parameters of others that the step reads and does not differentiate: their gradients may come and go.
+
+        Where nothing is emptied, a later micro-batch, those without a gradient are the optimizer's: an update in the
+        graph has left them out, and must not do so once they have one.
+        """
+        began = dict(zip(map(id, self.carried), self._began, strict=True))
+        read = {id(p) for p in self.carried if began[id(p)] is None and p.grad is None}
+        self.parameters = [p for p in self.parameters if id(p) not in read]
+        self.carried = [p for p in self.carried if id(p) not in read]
         self._began = [began[id(p)] for p in self.carried]
+        self._final = self.snapshot()
 
     # -- replaying it -------------------------------------------------------------------------------
 
