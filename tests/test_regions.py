@@ -8,6 +8,7 @@ import io
 import random
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -383,9 +384,11 @@ class Sloped(SeveralUses):
         return super().forward(x) * self.slope
 
 
-def test_a_weight_used_several_times_under_autocast_beside_a_number_that_changes() -> None:
+def used_several_times(model_of: Callable[[], nn.Module], change: Callable[[Any, int, Any], Any]) -> None:
+    """Train with autocast inside of the step, and `change(model, index, batch)` giving each batch."""
+
     def script(diary: Diary) -> None:
-        model = Sloped()
+        model = model_of()
         optimizer = adamw(model)
 
         def step_fn(batch: Any) -> Tensor:
@@ -396,31 +399,26 @@ def test_a_weight_used_several_times_under_autocast_beside_a_number_that_changes
 
         step = diary.step(step_fn, model=model, optimizer=optimizer)
         for index, batch in enumerate(batches(60)):
-            model.slope = 1.0 + 0.01 * index  # Dynamo makes a tensor of it, and reads that
-            diary.write("loss", step(batch))
+            diary.write("loss", step(change(model, index, batch)))
             diary.write_state(model, optimizer)
 
     in_regions(both(script, replays=40))
+
+
+def test_a_weight_used_several_times_under_autocast_beside_a_number_that_changes() -> None:
+    def change(model: Any, index: int, batch: Any) -> Any:
+        model.slope = 1.0 + 0.01 * index  # Dynamo makes a tensor of it, and reads that
+        return batch
+
+    used_several_times(Sloped, change)
 
 
 def test_a_weight_used_several_times_under_autocast_with_any_number_of_rows() -> None:
-    def script(diary: Diary) -> None:
-        model = SeveralUses()
-        optimizer = adamw(model)
+    def change(model: Any, index: int, batch: Any) -> Any:
+        rows = 8 - index % 2 * 3  # Dynamo makes a symbol of it, and an input of that
+        return batch[0][:rows], batch[1][:rows]
 
-        def step_fn(batch: Any) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                out = model(batch[0])
-            print(out.mean().item(), file=io.StringIO())
-            return nn.functional.cross_entropy(out.float(), batch[1])
-
-        step = diary.step(step_fn, model=model, optimizer=optimizer)
-        for index, (x, y) in enumerate(batches(60)):
-            rows = 8 - index % 2 * 3  # Dynamo makes a symbol of it, and an input of that
-            diary.write("loss", step((x[:rows], y[:rows])))
-            diary.write_state(model, optimizer)
-
-    in_regions(both(script, replays=40))
+    used_several_times(SeveralUses, change)
 
 
 def test_weights_that_become_one_in_mid_run() -> None:
