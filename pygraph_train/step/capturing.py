@@ -230,12 +230,8 @@ class Capturing:
         Raises:
             NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
         """
-        started, training, updates, position = (
-            time.perf_counter(),
-            self._training,
-            self._updates,
-            step.position,
-        )
+        started = time.perf_counter()
+        training, updates, position = self._training, self._updates, step.position
         if not self._captured:
             self._captured = True
             training.announce(f"capturing the training step as {variant.arm.plan}")

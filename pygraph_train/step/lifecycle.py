@@ -1,7 +1,7 @@
 """The life of one kind of call: from its first step to graphs, or to a refusal. A table, and nothing else.
 
 A kind of call is a signature under one set of guards (a `Variant`). What it may do next depends on its `Life` alone;
-what has happened to it is an `LifeEvent`; `next_life` says what follows. `refusal` says what a reason against a graph
+what has happened to it is a `LifeEvent`; `next_life` says what follows. `refusal` says what a reason against a graph
 ends, whoever has found it: tracing, compiling, capturing or comparing.
 """
 
@@ -89,7 +89,7 @@ def next_life(life: Life, event: LifeEvent, lengths: StageLengths) -> Life:
     following = _TABLE.get((stage, event))
     if following is None:
         raise ValueError(f"a call that is {stage.value} cannot become {event.value}")
-    if event is LifeEvent.WANTS_INDUCTOR or event is LifeEvent.STALE or event is LifeEvent.UNFIT:
+    if event in (LifeEvent.WANTS_INDUCTOR, LifeEvent.STALE, LifeEvent.UNFIT):
         return Life(following)
     made = steps + 1 if following is stage else 1
     enough = {Stage.MET: lengths.met, Stage.WATCHED: lengths.watched, Stage.PREPARED: lengths.prepared}.get(
