@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -170,3 +170,71 @@ def test_the_default_dtype_of_the_capture_holds_in_replays() -> None:
             diary.write("loss", loss)
 
     both(script, replays=20, plan="{F B O}")
+
+
+class Options:
+    """Resolves attributes in Python of its own, as transformers' configurations do."""
+
+    also_known_as: dict[str, str] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        names = super().__getattribute__("also_known_as")
+        return super().__getattribute__(names.get(name, name))
+
+
+def _give(options: Options) -> None:
+    options.__dict__["wide"] = True
+
+
+def _take(options: Options) -> None:
+    options.__dict__.pop("wide", None)
+
+
+def _give_class(options: Options) -> None:
+    type(options).wide = True  # type: ignore[attr-defined]
+
+
+def _take_class(options: Options) -> None:
+    if "wide" in vars(type(options)):
+        del type(options).wide  # type: ignore[attr-defined]
+
+
+def _rename(options: Options) -> None:
+    type(options).also_known_as["wide"] = "depth"
+
+
+def _name_back(options: Options) -> None:
+    type(options).also_known_as.pop("wide", None)
+
+
+@pytest.mark.parametrize(
+    ("give", "take"),
+    [(_give, _take), (_give_class, _take_class), (_rename, _name_back)],
+    ids=["object", "class", "alias"],
+)
+def test_object_with_attributes_of_its_own_making_gains_one_in_mid_run(
+    give: Callable[[Options], None], take: Callable[[Options], None]
+) -> None:
+    def script(diary: Diary) -> None:
+        class Own(Options):
+            also_known_as = {}
+
+        options = Own()
+        options.depth = 2  # type: ignore[attr-defined]
+        model = Net()
+        optimizer = sgd(model)
+
+        def loss(batch: Any) -> Tensor:
+            factor = 3.0 if hasattr(options, "wide") else 1.0
+            return loss_of(model)(batch) * factor * options.depth  # type: ignore[attr-defined]
+
+        step = diary.step(loss, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index in (15, 45):
+                give(options)
+            elif index == 30:
+                take(options)
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    both(script, replays=30)
