@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -175,7 +175,7 @@ def test_the_default_dtype_of_the_capture_holds_in_replays() -> None:
 class Options:
     """Resolves attributes in Python of its own, as transformers' configurations do."""
 
-    also_known_as: dict[str, str] = {}
+    also_known_as: ClassVar[dict[str, str]] = {}
 
     def __getattribute__(self, name: str) -> Any:
         names = super().__getattribute__("also_known_as")
@@ -217,7 +217,7 @@ def test_object_with_attributes_of_its_own_making_gains_one_in_mid_run(
 ) -> None:
     def script(diary: Diary) -> None:
         class Own(Options):
-            also_known_as = {}
+            also_known_as: ClassVar[dict[str, str]] = {}
 
         options = Own()
         options.depth = 2  # type: ignore[attr-defined]

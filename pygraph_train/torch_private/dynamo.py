@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
     "CHECKPOINT",
+    "asked_expression",
     "assign_data",
     "compiled_call",
     "dynamo_asked_whether_compiling",
@@ -26,6 +27,7 @@ __all__ = [
     "end_trace_here",
     "forget_compiled",
     "guard_failures",
+    "guarded_class",
     "guarded_expression",
     "is_optimized_module",
     "leave_to_python",
@@ -179,6 +181,23 @@ def guarded_expression(guard: Any) -> str:
     """Python expression over `L` and `G` of what a `GuardFilterEntry` guards (torch 2.11, 2.13)."""
     name = guard.orig_guard.originating_source.name
     return name() if callable(name) else name
+
+
+def guarded_class(guard: Any) -> type | None:
+    """The class of the object that a `GuardFilterEntry` looks at, None where that is not known (torch 2.11, 2.13).
+
+    A HASATTR guard looks at the object that is asked for an attribute.
+    """
+    known = guard.orig_guard.guarded_class_weakref
+    return None if known is None else known()
+
+
+def asked_expression(guard: Any) -> str:
+    """Python expression over `L` and `G` of the object that a HASATTR guard asks (torch 2.11, 2.13)."""
+    source = guard.orig_guard.originating_source
+    if not isinstance(guard.orig_guard.create_fn, functools.partial):  # 2.11: the source is the attribute
+        source = source.base
+    return source.name() if callable(source.name) else source.name
 
 
 def guard_failures(guards: Any, frame_locals: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem, is_user_file
 from pygraph_train.torch_private.dynamo import (
+    asked_expression,
     dynamo_cache_entries,
     dynamo_refusal,
     dynamo_side_effects,
@@ -42,7 +44,7 @@ from pygraph_train.tracing.reasons import (
     unshortened,
 )
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
-from pygraph_train.tracing.watch import ModuleWatch, is_watched
+from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
 
 __all__ = ["Trace", "guard_constants", "held_weakly"]
 
@@ -173,6 +175,7 @@ class Trace:
         self._notes: list[tuple[Any, str]] = []  # of the compilation that is under way
         self._guards: Any = None
         self._modules: dict[str, None] = {}
+        self._asked: dict[str, None] = {}
         self._watch: ModuleWatch | None = None
         self._go_through_dynamo(_fresh_code())
 
@@ -231,10 +234,15 @@ class Trace:
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
         """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
-        self._read = _reader([*self.inputs, *self._modules], self._code.__globals__)
-        objects: Any = self._read(frame, self._code.__globals__)
-        self._watch = ModuleWatch(objects[: len(self.inputs)], objects[len(self.inputs) :])
+        self._read = _reader([*self.inputs, *self._modules, *self._asked], self._code.__globals__)
+        self._watch = ModuleWatch(*self._read_apart(frame))
         self._guards = entry.guard_manager  # not the entry: torch._dynamo.reset() frees it
+
+    def _read_apart(self, frame: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """The tensors, modules and objects with attributes of their own making that the guards know. Hot path."""
+        found: Any = self._read(frame, self._code.__globals__)
+        tensors, modules = len(self.inputs), len(self.inputs) + len(self._modules)
+        return found[:tensors], found[tensors:modules], found[modules:]
 
     @property
     def traced(self) -> bool:
@@ -249,12 +257,10 @@ class Trace:
             return False
         assert self._watch is not None
         try:
-            objects: Any = self._read(frame, self._code.__globals__)
+            self.latest_tensors, modules, asked = self._read_apart(frame)
         except (AttributeError, IndexError, KeyError):  # a module is no longer where it was
             return False
-        count = len(self.inputs)
-        self.latest_tensors = objects[:count]
-        return self._watch.unchanged(self.latest_tensors, objects[count:])
+        return self._watch.unchanged(self.latest_tensors, modules, asked)
 
     def why_not(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
         """The guard that does not hold for this call, with its source line."""
@@ -391,7 +397,9 @@ class Trace:
         for guard, ours in zip(guards, watched, strict=True):
             if ours and guard.has_value and isinstance(guard.value, nn.Module):
                 self._modules[guarded_expression(guard)] = None
-        return [not ours for ours in watched]
+        asked = [is_asked(guard) and _owner(asked_expression(guard))[1] != "" for guard in guards]
+        self._asked |= dict.fromkeys(asked_expression(guard) for guard in compress(guards, asked))
+        return [not (ours or known) for ours, known in zip(watched, asked, strict=True)]
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
         failures = guard_failures(self._guards, frame) if self.traced else []
@@ -408,13 +416,10 @@ class Trace:
         if self._watch is None:
             return None
         try:
-            objects: Any = self._read(frame, self._code.__globals__)
+            known = self._read_apart(frame)
         except (AttributeError, IndexError, KeyError) as error:
             return Problem(f"the model is built differently now: {type(error).__name__} {error}")
-        count = len(self.inputs)
-        name, verb = self._watch.what_changed(
-            objects[:count], objects[count:], [*self.inputs, *self._modules]
-        )
+        name, verb = self._watch.what_changed(*known, [*self.inputs, *self._modules, *self._asked])
         return Problem(f"{readable(name, frame['fn'])} {verb}")
 
 

@@ -8,17 +8,19 @@ is seen from fewer facts, each a sweep without Python bytecode.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.torch_private.dynamo import guarded_class
 from pygraph_train.torch_private.hooks import hook_registrations, module_hook_tables
 from pygraph_train.torch_private.memory import tensor_looks
 from pygraph_train.torch_private.switches import SWITCHES, settled_switches, switches
 
-__all__ = ["ModuleWatch", "is_watched"]
+__all__ = ["ModuleWatch", "is_asked", "is_watched"]
 
 _MODULE_GUARDS = frozenset({"TYPE_MATCH", "MODULE_MATCH", "NN_MODULE", "NOT_PRESENT_IN_GENERIC_DICT"})
 _MODULE_TABLES = ("._modules", "._parameters", "._buffers")
@@ -45,6 +47,20 @@ def is_watched(guard: Any) -> bool:
     return guard.guard_type in _MODULE_GUARDS and isinstance(guard.value, nn.Module)
 
 
+def is_asked(guard: Any) -> bool:
+    """Whether a guard asks an object for an attribute that `ModuleWatch` can answer for.
+
+    The guard runs `__getattribute__` of the object, which is Python for the configurations of transformers. Dynamo has
+    traced that Python and guards what it reads, but does not guard which names the object and its classes have.
+    """
+    kind = guarded_class(guard) if guard.guard_type == "HASATTR" else None
+    if kind is None or issubclass(kind, nn.Module) or not kind.__dictoffset__:
+        return False
+    own = [vars(base) for base in kind.__mro__[:-1]]
+    in_python = any(isinstance(names.get("__getattribute__"), FunctionType) for names in own)
+    return in_python and not any(names.get("__slots__") or "__getattr__" in names for names in own)
+
+
 class ModuleWatch:
     """What modules and tensors looked like when a step was traced.
 
@@ -56,9 +72,15 @@ class ModuleWatch:
     Args:
         tensors: what the step reads.
         modules: what the step calls.
+        asked: objects that the step asks for attributes: see `is_asked`.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], modules: Sequence[nn.Module], asked: Sequence[Any] = ()
+    ) -> None:
+        self._asked = tuple(asked)
+        self._named = _tables_of_names(asked)
+        self._names = list(map(list, self._named))
         self._modules = tuple(modules)
         self._classes = list(map(type, modules))
         self._kinds = tuple(dict.fromkeys(self._classes))
@@ -72,13 +94,17 @@ class ModuleWatch:
         self._hook_counts = list(map(len, self._hook_tables))
         self._registrations = hook_registrations()
 
-    def unchanged(self, tensors: Sequence[Tensor], modules: tuple[nn.Module, ...]) -> bool:
+    def unchanged(
+        self, tensors: Sequence[Tensor], modules: tuple[nn.Module, ...], asked: Sequence[Any] = ()
+    ) -> bool:
         """Compare what is read now, in the same order. Hot path."""
         return (
             modules == self._modules  # modules are equal when they are the same object
             and list(map(type, modules)) == self._classes
             and list(map(_forward, self._kinds)) == self._forwards
             and list(map(len, self._attributes)) == self._attribute_counts
+            and all(map(operator.is_, asked, self._asked))
+            and list(map(list, self._named)) == self._names
             and self._look_the_same(*tensors)
             and self._no_new_hooks()
             and switches() == self._switches
@@ -94,9 +120,18 @@ class ModuleWatch:
         return True
 
     def what_changed(
-        self, tensors: Sequence[Tensor], modules: Sequence[nn.Module], expressions: Sequence[str]
+        self,
+        tensors: Sequence[Tensor],
+        modules: Sequence[nn.Module],
+        asked: Sequence[Any],
+        expressions: Sequence[str],
     ) -> tuple[str, str]:
-        """Expression and verb for a sentence: ("L['fn'].net", "was replaced"). Tensors come first."""
+        """Expression and verb for a sentence: ("L['fn'].net", "was replaced").
+
+        Args:
+            tensors, modules, asked: as they are now.
+            expressions: of tensors, modules and objects that are asked for attributes, in this order.
+        """
         for name, look, seen in zip(expressions, map(_look, tensors), self._seen, strict=False):
             for what, value in look.items():
                 if value != seen[what]:
@@ -115,7 +150,18 @@ class ModuleWatch:
         for name, attributes, count in zip(names, self._attributes, self._attribute_counts, strict=False):
             if len(attributes) != count:
                 return name, "gained or lost an attribute"
+        for name, thing, before in zip(names[len(modules) :], asked, self._asked, strict=False):
+            if thing is not before:
+                return name, "was replaced"
+        if list(map(list, self._named)) != self._names:
+            return names[len(modules)], "gained or lost an attribute, or its class did"
         return "the model", "has other hooks now"
+
+
+def _tables_of_names(objects: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """The attributes of objects and of their classes, as views that follow every change."""
+    classes = dict.fromkeys(base for thing in objects for base in type(thing).__mro__)
+    return [*map(vars, objects), *map(vars, classes)]
 
 
 def _look(tensor: Tensor) -> dict[str, Any]:
