@@ -450,7 +450,7 @@ class OptimizerPreparation:
         if self._class is None:
             return ()
         baked: list[Any] = [
-            tuple(chain.from_iterable(self._step_hooks)),
+            tuple(chain.from_iterable(self._step_hooks)) if any(self._step_hooks) else (),
             optimizer_step_override(self._optimizer),
         ]
         for group, rate in zip_longest(self._optimizer.param_groups, self._rates):
@@ -464,7 +464,9 @@ class OptimizerPreparation:
             else:
                 baked.append(rate.baked(lr) if isinstance(lr, Tensor) else None)
             baked += map(group.get, self._keys)
-        return tuple([tuple(value) if type(value) is list else value for value in baked])
+        if list in map(type, baked):  # its owner may change it in place
+            baked = [tuple(value) if type(value) is list else value for value in baked]
+        return tuple(baked)
 
     def _parameter_set(self, params: list[Tensor]) -> int:
         """A small number that stands for these very parameters."""

@@ -22,7 +22,7 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
-from pygraph_train.tracing.signature import flatten, map_leaves
+from pygraph_train.tracing.signature import flattened, map_leaves
 
 __all__ = ["GraphedStep"]
 
@@ -100,8 +100,12 @@ class GraphedStep:
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
         if torch.compiler.is_dynamo_compiling():
             end_trace_here()
+        flat = None
         if self._transfer is not None:
-            args, kwargs = self._moved_to_device(args, kwargs)
+            flat = flattened((args, kwargs))
+            if not all(leaf.is_cuda for leaf in flat[1] if isinstance(leaf, Tensor)):
+                args, kwargs = self._moved_to_device(args, kwargs)
+                flat = flattened((args, kwargs))
         program = self._program
         update = update and program.optimizer is not None
         fresh = program.starts_fresh() if program.optimizer is None else not self._pending
@@ -116,7 +120,7 @@ class GraphedStep:
             def run(call: Call) -> Any:
                 return program.run(call, args, kwargs, position, step.update)
 
-            outcome = self._runner.make(step, args, kwargs, run)
+            outcome = self._runner.make(step, args, kwargs, run, flat)
             if isinstance(outcome, Replayed):
                 result = outcome.outputs
                 if update and not outcome.updated:
@@ -128,10 +132,6 @@ class GraphedStep:
         return result
 
     def _moved_to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        leaves: list[Any] = []
-        flatten((args, kwargs), leaves)
-        if all(leaf.is_cuda for leaf in leaves if isinstance(leaf, Tensor)):
-            return args, kwargs
         device = self._program.device
         assert self._transfer is not None
         return self._transfer(lambda: map_leaves(lambda leaf: _moved(leaf, device), (args, kwargs)))

@@ -31,7 +31,7 @@ from pygraph_train.step.variants import Capture, Signature, Signatures, Variant,
 from pygraph_train.step.watching import Watching
 from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.tracing.gradient_hooks import hooked
-from pygraph_train.tracing.signature import flatten, key_of
+from pygraph_train.tracing.signature import flattened, key_of
 
 __all__ = ["StepRunner"]
 
@@ -101,6 +101,7 @@ class StepRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[[Call], R],
+        flat: tuple[Any, list[Any]] | None = None,
     ) -> Replayed | Ran[R]:
         """Make forward and backward of a step, and its update where the graph holds that.
 
@@ -109,6 +110,7 @@ class StepRunner:
             args, kwargs: what the step's function is called with.
             run: makes the whole step without a graph, calling the step's function through the `Call`
                 that it is given, exactly once.
+            flat: structure and leaves of `(args, kwargs)`, where the caller has them from `flatten`.
         """
         if (problem := self._outside.why_plain()) is not None:
             self._refusing.plain_step(problem, for_good=self._outside.for_good)
@@ -120,8 +122,7 @@ class StepRunner:
             self._launch_bound = None
         if self._refusing.off is not None:
             return Ran(self._ungraphed.with_the_best_plan(step, run))
-        leaves: list[Any] = []
-        structure = flatten((args, kwargs), leaves)
+        structure, leaves = flat or flattened((args, kwargs))
         key = key_of(structure, leaves)
         signature = self._signatures.get(key)
         if signature is None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Key", "alignment", "flatten", "key_of", "leaf_paths", "map_leaves"]
+__all__ = ["ALIGNMENT", "Key", "alignment", "flatten", "flattened", "key_of", "leaf_paths", "map_leaves"]
 
 ALIGNMENT = 16
 """Bytes. The widest loads of CUDA kernels; allocators of torch give more."""
@@ -31,15 +31,32 @@ def flatten(tree: Any, leaves: list[Any]) -> Any:
         leaves.append(tree)
         return None
     if kind is tuple or kind is list:
-        return (kind, *[flatten(value, leaves) for value in tree])
+        return _flat([kind], tree, leaves)
     if kind is dict or isinstance(tree, Mapping):
-        return (kind, tuple(tree), *[flatten(value, leaves) for value in tree.values()])
+        return _flat([kind, tuple(tree)], tree.values(), leaves)
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
-        return (kind, *[flatten(value, leaves) for value in tree])
+        return _flat([kind], tree, leaves)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return (kind, *[flatten(getattr(tree, f.name), leaves) for f in dataclasses.fields(tree)])
+        return _flat([kind], [getattr(tree, f.name) for f in dataclasses.fields(tree)], leaves)
     leaves.append(tree)
     return None
+
+
+def flattened(tree: Any) -> tuple[Any, list[Any]]:
+    """The hashable structure of a tree, and its leaves: see `flatten`."""
+    leaves: list[Any] = []
+    return flatten(tree, leaves), leaves
+
+
+def _flat(structure: list[Any], values: Iterable[Any], leaves: list[Any]) -> tuple[Any, ...]:
+    """Hot path: most values are tensors."""
+    for value in values:
+        if type(value) is Tensor:
+            leaves.append(value)
+            structure.append(None)
+        else:
+            structure.append(flatten(value, leaves))
+    return tuple(structure)
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
