@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning_training import parity
 from torch import Tensor, nn
 from training import CONFIG
 
@@ -31,10 +34,39 @@ def transformed(model: nn.Module, x: Tensor) -> Tensor:
     return torch.func.vmap(lambda row: model(row).square().sum())(x).mean()  # type: ignore[no-any-return]  # here
 
 
+READ = "the value of a tensor is read on the host"
+
 torch_generator = torch.Generator().manual_seed(0)
 
 
-def row_of(model: nn.Module, fn: Callable[[nn.Module, Tensor], Tensor]) -> tuple[str, str | None]:
+def host_float(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    loss = model(x).square().mean()
+    return {"loss": loss, "value": float(loss)}  # here
+
+
+def host_item(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    loss = model(x).square().mean()
+    value = loss.item()  # here
+    return {"loss": loss, "deep": {"deeper": [(value,)], "computed": 2 * value + 1}}
+
+
+def host_int(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    loss = model(x).square().mean()
+    count = int((x > 0).sum())  # here
+    return {"loss": loss, "count": count}
+
+
+def host_bool(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    loss = model(x).square().mean()
+    return {"loss": loss, "large": bool(loss > 1)}  # here
+
+
+def host_bool_item(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    loss = model(x).square().mean()
+    return {"loss": loss, "large": (loss > 1).item()}  # here
+
+
+def row_of(model: nn.Module, fn: Callable[[nn.Module, Tensor], Any]) -> tuple[str, str | None]:
     torch.compiler.reset()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = GraphedStep(lambda x: fn(model, x), model=model, optimizer=optimizer, config=CONFIG)
@@ -54,11 +86,14 @@ def row_of(model: nn.Module, fn: Callable[[nn.Module, Tensor], Tensor]) -> tuple
         (masked, "shape depends on tensor values"),
         (own_generator, "torch.Generator of its own"),
         (transformed, "torch.func"),
+        (host_float, READ),
+        (host_item, READ),
+        (host_int, READ),
+        (host_bool, READ),
+        (host_bool_item, READ),
     ],
 )
-def test_the_reason_names_what_it_is_and_its_line(
-    fn: Callable[[nn.Module, Tensor], Tensor], words: str
-) -> None:
+def test_the_reason_names_what_it_is_and_its_line(fn: Callable[[nn.Module, Tensor], Any], words: str) -> None:
     reason, where = row_of(nn.Linear(4, 3), fn)
     assert words in reason, reason
     file, _, line = str(where).rpartition(":")
@@ -72,3 +107,27 @@ def test_batch_norm_without_momentum_is_told_as_such() -> None:
         reason,
         where,
     )
+
+
+class LogsItsLoss(pl.LightningModule):
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.read = nn.Linear(6, 3), read
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("x", self.read(loss))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+@pytest.mark.parametrize("read", [lambda loss: loss.item(), float], ids=["item", "float"])
+def test_a_loss_that_is_logged_as_a_number_is_told_as_a_read_on_the_host(read: Callable[..., Any]) -> None:
+    _, graphed = parity(lambda: LogsItsLoss(read), replays=5, max_epochs=1)
+    assert graphed.report is not None
+    row = graphed.report.fallbacks[0]
+    file, _, line = str(row.where).rpartition(":")
+    assert file == __file__ and "loss" in linecache.getline(file, int(line)), row
+    assert "read it after the step" in row.fix

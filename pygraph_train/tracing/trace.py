@@ -109,7 +109,7 @@ def guard_constants(tree: Any) -> None:
     Dynamo sets none for a value that is only passed through, and a replay would return the old one.
     """
     if isinstance(tree, (bool, int, float, complex, str, bytes)):
-        if tree:  # any use of the value will do
+        if tree == tree:  # a use of the value, and also of one on the device that Dynamo knows nothing of
             return
     elif isinstance(tree, (list, tuple)):
         for item in tree:
@@ -342,7 +342,8 @@ class Trace:
                     return Problem(f"{name} is a Python number that changes", first_use(node))
             elif node.op == "call_method" and node.target in ("item", "tolist"):
                 return Problem(
-                    f".{node.target}() waits for the device and reads a tensor on the host",
+                    "the value of a tensor is read on the host (.item(), .tolist(), float(), int() or bool() of it), "
+                    "which waits for the device",
                     line_of(node),
                     "Keep the value in a tensor, or read it after the step",
                 )
