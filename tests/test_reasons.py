@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ import pytest
 import torch
 from lightning_training import parity
 from torch import Tensor, nn
-from training import CONFIG
+from training import CONFIG, batches, line_of
 
 from pygraph_train import GraphedStep
 
@@ -131,3 +132,39 @@ def test_a_loss_that_is_logged_as_a_number_is_told_as_a_read_on_the_host(read: C
     file, _, line = str(row.where).rpartition(":")
     assert file == __file__ and "loss" in linecache.getline(file, int(line)), row
     assert "read it after the step" in row.fix
+
+
+def test_a_value_that_changes_in_a_module_of_torch_has_the_line_of_the_user_that_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nn" / "modules").mkdir(parents=True)
+    (tmp_path / "nn" / "modules" / "dropout.py").write_text("# of the user\n" * 200)
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5))
+
+    def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])  # here
+
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = GraphedStep(step_fn, model=model, optimizer=optimizer, config=CONFIG)
+    for k, batch in enumerate(batches(40)):
+        model[1].p = 0.5 + k / 100
+        step(batch)
+    row = step.report().fallbacks[0]
+    assert row.where == line_of(step_fn, "# here") and ".p == " in row.reason, row
+
+
+def test_a_value_that_changes_has_its_line_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    file = tmp_path / "my project" / "train.py"
+    file.parent.mkdir()
+    file.write_text("def step_fn(x):\n    return model(x).square().mean() * model.factor\n")
+    model = nn.Linear(4, 3)
+    namespace: dict[str, Any] = {"model": model}
+    exec(compile(file.read_text(), str(file), "exec"), namespace)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = GraphedStep(namespace["step_fn"], model=model, optimizer=optimizer, config=CONFIG)
+    for k in range(40):
+        model.factor = 1.0 + k / 100
+        step(torch.randn(6, 4))
+    row = step.report().fallbacks[0]
+    assert row.where == f"{file}:2" and "model.factor" in row.reason, row

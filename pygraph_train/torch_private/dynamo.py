@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import traceback
 import types
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from pygraph_train.problems import is_user_file
 
 __all__ = [
     "CHECKPOINT",
@@ -38,6 +41,7 @@ __all__ = [
     "tracing_notes",
     "uncompiled_call",
     "untraced",
+    "with_place",
     "writes_to_inputs",
 ]
 
@@ -200,9 +204,28 @@ def asked_expression(guard: Any) -> str:
     return source.name() if callable(source.name) else source.name
 
 
-def guard_failures(guards: Any, frame_locals: dict[str, Any]) -> list[str]:
-    """The guards of a cache entry's manager that do not hold, with their source lines (torch 2.11, 2.13)."""
-    return [str(part) for part in guards.check_verbose(frame_locals).verbose_code_parts or ()]
+def guard_failures(guards: Any, frame_locals: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """The guards of a cache entry's manager that do not hold (torch 2.11, 2.13).
+
+    Each comes with the `file:line` that `with_place` wrote down for it, if it did.
+    """
+    parts = map(str, guards.check_verbose(frame_locals).verbose_code_parts or ())
+    found = [(part.partition("  # ")[0].strip(), _PLACE.search(part)) for part in parts]
+    return [(guard, place and f"{place[1]}:{place[2]}") for guard, place in found]
+
+
+_PLACE = re.compile(r'  # File "(.+)", line (\d+)')
+
+
+def with_place(code: str, guard: Any) -> str:
+    """The code of a guard with the innermost line of the user's that it is from. (2.11, 2.13)
+
+    Dynamo's own text has the innermost line of all, which may be torch's, and leaves out the folders that its file
+    shares with torch.
+    """
+    stack = getattr(guard, "user_stack", None) or ()
+    frame = next((f for f in reversed(stack) if is_user_file(f.filename)), None)
+    return code if frame is None else f'{code}  # File "{frame.filename}", line {frame.lineno}'
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:

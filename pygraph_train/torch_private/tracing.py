@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pygraph_train.torch_private import autocast, checkpoints, host_numbers, switches
+from pygraph_train.torch_private.dynamo import with_place
 
 __all__ = [
     "dynamo_region_config",
@@ -64,7 +65,14 @@ def _tracing(*, regions: bool, **settings: Any) -> AbstractContextManager[None]:
     settings["enable_dynamo_decompositions"] = False  # `a.add_(b, alpha=c)` is rounded once, not twice
     settings["invalidate_compile_context_weakrefs"] = True  # `torch.utils.swap_tensors` refuses what has any
     changes = [(config, name, value) for name, value in settings.items()]
-    mends = [*host_numbers.mends(), *checkpoints.mends(regions=regions), *_mends(), *_quiet(), _forgetful()]
+    mends = [
+        *host_numbers.mends(),
+        *checkpoints.mends(regions=regions),
+        *_mends(),
+        *_quiet(),
+        _forgetful(),
+        _with_places(),
+    ]
     return _changed([*changes, *mends, _optimizers_as_they_are(), _tracer()])
 
 
@@ -112,6 +120,13 @@ def _quiet() -> tuple[tuple[Any, str, Any], ...]:
         (utils, "warn_once", warn),
         (TensorVariable, "_warn_capture_scalar_outputs", staticmethod(lambda: None)),
     )
+
+
+def _with_places() -> tuple[Any, str, Any]:
+    """Guards that know which line of the user's they are from. (2.11, 2.13)"""
+    import torch._dynamo.guards as guards
+
+    return guards, "get_verbose_code_part", with_place
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
 from typing import Any
 
@@ -19,10 +18,8 @@ __all__ = [
     "forget_frames",
     "innermost",
     "line_of",
-    "locations",
     "problem_of_break",
     "readable",
-    "unshortened",
 ]
 
 
@@ -128,25 +125,6 @@ def first_use(node: torch.fx.Node) -> str | None:
     return next((w for user in node.users if (w := line_of(user))), None)
 
 
-def locations(text: str) -> list[str]:
-    """`file:line` of every frame named in a traceback (`File "x", line 3`) or a guard (`# x:3 in f`)."""
-    found = [f"{f}:{n}" for f, n in re.findall(r'File "([^"]+)", line (\d+)', text)]
-    return found or [f"{f}:{n}" for f, n in re.findall(r"#?\s*(\S+\.py):(\d+)", text)]
-
-
-def unshortened(place: str) -> str:
-    """A guard's `file:line`, with the directories back that the file shares with torch and torch leaves out."""
-    path, _, line = place.rpartition(":")
-    directory = os.path.dirname(os.path.dirname(torch.__file__))
-    while not os.path.isfile(os.path.join(directory, path)):
-        if directory == os.path.dirname(directory):  # only the root is shared: torch drops a letter with it
-            files = [getattr(m, "__dict__", {}).get("__file__") or "" for m in list(sys.modules.values())]
-            known = (f for f in files if f.endswith(path) and len(f) == len(path) + 2)
-            return f"{next(known, os.path.abspath(path))}:{line}"
-        directory = os.path.dirname(directory)
-    return f"{os.path.join(directory, path)}:{line}"
-
-
 def readable(expression: str, fn: Any = None) -> str:
     """`L['fn'].__self__._modules['net'].scale` as the user would write it: `self.net.scale`.
 
@@ -158,6 +136,7 @@ def readable(expression: str, fn: Any = None) -> str:
     for index, name in enumerate(names):
         expression = expression.replace(f"L['fn'].__closure__[{index}].cell_contents", name)
     expression = re.sub(r"G\['__import_(\w+)'\]", lambda found: found[1].replace("_dot_", "."), expression)
+    expression = re.sub(r"G\['___unnamed_scope_\w+'\]\['(\w+)'\]", r"\1", expression)  # globals of no module
     text = expression.replace("L['fn'].__self__", "self").replace("L['fn']", "step")
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
     text = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.problems import NotLegal, Problem, is_user_file
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamo import (
     asked_expression,
     dynamo_cache_entries,
@@ -38,10 +38,8 @@ from pygraph_train.tracing.reasons import (
     forget_frames,
     innermost,
     line_of,
-    locations,
     problem_of_break,
     readable,
-    unshortened,
 )
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
@@ -404,11 +402,8 @@ class Trace:
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
         failures = guard_failures(self._guards, frame) if self.traced else []
-        for part in failures:
-            guard, _, comment = part.partition("  # ")
-            places = [unshortened(w) for w in locations(comment)]
-            where = next((w for w in places if is_user_file(w.rpartition(":")[0])), None)
-            name = readable(guard.strip(), frame["fn"])
+        for guard, where in failures:
+            name = readable(guard, frame["fn"])
             return Problem(
                 f"{name} no longer holds: the step depends on Python state that changes",
                 where,
