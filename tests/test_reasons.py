@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import linecache
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import torch
 from lightning_training import parity
 from torch import Tensor, nn
-from training import CONFIG, batches, line_of
+from training import CONFIG, Diary, batches, both, line_of
 
 from pygraph_train import GraphedStep
+from pygraph_train.report.step_report import Fallback
 
 
 def nonzero(model: nn.Module, x: Tensor) -> Tensor:
@@ -168,3 +170,95 @@ def test_a_value_that_changes_has_its_line_in_a_folder_with_a_space(tmp_path: Pa
         step(torch.randn(6, 4))
     row = step.report().fallbacks[0]
     assert row.where == f"{file}:2" and "model.factor" in row.reason, row
+
+
+class Scaled(nn.Module):
+    """Its result depends on what is in `value`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.head = nn.Linear(6, 3)
+        self.value: Any = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def row_of_changes(change: Callable[[Scaled, int], None], factor: Callable[[Any], Any]) -> Fallback:
+    """What is said of a step that is multiplied with the factor of a value, which `change` changes before each step."""
+    found = []
+
+    def script(diary: Diary) -> None:
+        torch.compiler.reset()
+        model = Scaled()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+            loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+            return loss * factor(model.value)
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for k, batch in enumerate(batches(12)):
+            change(model, k)
+            diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+        if diary.graphed:
+            found.extend(step.report().fallbacks)
+
+    both(script, compile=False, never="a change on every step")
+    return found[0]
+
+
+def freeze_in_turn(model: Scaled, k: int) -> None:
+    for index, layer in enumerate(model.layers):
+        layer.requires_grad_(not k >> index & 1)
+
+
+@pytest.mark.passes_without_graphs("a change on every step leaves no graphs")
+def test_layers_frozen_in_turn_are_named_with_what_to_do() -> None:
+    row = row_of_changes(freeze_in_turn, float)
+    assert "layers.0.weight has requires_grad True now" in row.reason, row
+    assert "frozen layers" in row.fix and "rarely" in row.fix
+
+
+@pytest.mark.passes_without_graphs("a change on every step leaves no graphs")
+def test_layers_frozen_in_turn_are_named_also_where_a_number_changes_at_the_same_time() -> None:
+    def change(model: Scaled, k: int) -> None:
+        freeze_in_turn(model, k)
+        model.value = 1.0 if k < 4 else 2.0
+
+    row = row_of_changes(change, float)
+    assert "model.value == 1.0 no longer holds" in row.reason, row
+    assert "requires_grad" in row.reason and "Keep changing values in tensors" in row.fix, row
+    assert "frozen layers" in row.fix
+
+
+Color = enum.Enum("Color", [f"COLOR{k}" for k in range(12)])
+
+
+@pytest.mark.passes_without_graphs("a change on every step leaves no graphs")
+@pytest.mark.parametrize(
+    ("value", "factor", "words"),
+    [
+        (
+            lambda k: {str(n): 1.0 for n in range(k + 1)},
+            lambda x: sum(x.values()),
+            "len(model.value) is no longer 4",
+        ),
+        (lambda k: type(f"Of{k}", (), {"v": 1.0})(), lambda x: x.v, "model.value is no longer of the class "),
+        (list(Color).__getitem__, lambda x: x.value, "model.value is no longer the same object"),
+        (lambda k: torch.ones(k + 1), Tensor.sum, "model.value has shape (5,) now"),
+    ],
+    ids=["dict", "class", "enum", "tensor"],
+)
+def test_a_value_of_any_kind_that_changes_is_told_in_words(
+    value: Callable[[int], Any], factor: Callable[[Any], Any], words: str
+) -> None:
+    def change(model: Scaled, k: int) -> None:
+        model.value = value(k)
+
+    row = row_of_changes(change, factor)
+    assert words in row.reason and "___" not in row.reason and row.fix, row

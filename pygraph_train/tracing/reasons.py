@@ -17,8 +17,10 @@ __all__ = [
     "first_use",
     "forget_frames",
     "innermost",
+    "is_of_tensor",
     "line_of",
     "problem_of_break",
+    "problem_of_guard",
     "readable",
 ]
 
@@ -123,6 +125,42 @@ def line_of(node: torch.fx.Node) -> str | None:
 
 def first_use(node: torch.fx.Node) -> str | None:
     return next((w for user in node.users if (w := line_of(user))), None)
+
+
+def problem_of_guard(guard: str, where: str | None, fn: Any) -> Problem:
+    """A value that the step depends on is another one now.
+
+    Args:
+        guard: Dynamo's text of what does not hold.
+        where: the line that it is from.
+        fn: the traced function.
+    """
+    for pattern, sentence in _GUARDS:
+        found = re.fullmatch(pattern, guard)
+        if found is not None:
+            what = found.expand(sentence)
+            break
+    else:
+        what = f"{guard} no longer holds"
+    return Problem(
+        f"{readable(what, fn)}: the step depends on Python state that changes",
+        where,
+        "Keep changing values in tensors, or out of the step",
+    )
+
+
+_GUARDS = (
+    (r"len\((.+)\) != (\d+)", r"len(\1) is no longer \2"),
+    (r"tensor '(.+?)' (.+)", r"\1 is another tensor than before (\2)"),
+    (r"___check_type_id\((.+), \d+\), type=<class '(.+)'>", r"\1 is no longer of the class \2"),
+    (r"___check_obj_id\((.+), \d+\)(?:, type=.*)?", r"\1 is no longer the same object"),
+)
+"""Texts of Dynamo's that are no expressions, or name what a value is not, and sentences for them. (2.11, 2.13)"""
+
+
+def is_of_tensor(guard: str) -> bool:
+    """Whether Dynamo's text of what does not hold is about shape, type and the like of a tensor."""
+    return guard.startswith("tensor '")
 
 
 def readable(expression: str, fn: Any = None) -> str:

@@ -37,8 +37,10 @@ from pygraph_train.tracing.reasons import (
     first_use,
     forget_frames,
     innermost,
+    is_of_tensor,
     line_of,
     problem_of_break,
+    problem_of_guard,
     readable,
 )
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
@@ -401,22 +403,28 @@ class Trace:
         return [not (ours or known) for ours, known in zip(watched, asked, strict=True)]
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
-        failures = guard_failures(self._guards, frame) if self.traced else []
+        """What is not as it was: the first guard that fails, and what the watch sees, which may be the real reason."""
+        failures = guard_failures(self._guards, frame)[:1] if self.traced else []
+        found = [] if self._watch is None else self._what_changed(self._watch, frame, by_itself=not failures)
         for guard, where in failures:
-            name = readable(guard, frame["fn"])
-            return Problem(
-                f"{name} no longer holds: the step depends on Python state that changes",
-                where,
-                "Keep changing values in tensors, or out of the step",
-            )
-        if self._watch is None:
+            if not (found and is_of_tensor(guard)):  # the watch says it better
+                found.insert(0, problem_of_guard(guard, where, frame["fn"]))
+        if not found:
             return None
+        fix = ". ".join(problem.fix for problem in found)
+        return Problem(", and ".join(problem.reason for problem in found), found[0].where, fix)
+
+    def _what_changed(self, watch: ModuleWatch, frame: dict[str, Any], *, by_itself: bool) -> list[Problem]:
+        """The module or tensor that is not as it was, if any. There is one where no guard failed (`by_itself`)."""
         try:
             known = self._read_apart(frame)
         except (AttributeError, IndexError, KeyError) as error:
-            return Problem(f"the model is built differently now: {type(error).__name__} {error}")
-        name, verb = self._watch.what_changed(*known, [*self.inputs, *self._modules, *self._asked])
-        return Problem(f"{readable(name, frame['fn'])} {verb}")
+            text = f"the model is built differently now: {type(error).__name__} {error}"
+            return [Problem(text, fix=_CHANGE_RARELY)]
+        if not by_itself and watch.unchanged(*known):
+            return []
+        name, verb = watch.what_changed(*known, [*self.inputs, *self._modules, *self._asked])
+        return [Problem(f"{readable(name, frame['fn'])} {verb}", fix=_CHANGE_RARELY)]
 
 
 def _is_of_this_file(guard: Any) -> bool:
@@ -428,4 +436,8 @@ def _is_of_this_file(guard: Any) -> bool:
 _GLOBAL = re.compile(r"G\['([^\W_]\w*)'\]")
 """A global of the traced function, whose names are those of this file; other modules come as `__import_...`."""
 
+_CHANGE_RARELY = (
+    "Change modules, shapes, frozen layers, hooks and switches of torch rarely: the step is traced anew after each "
+    "change"
+)
 _DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE and torch.compiler.disable decorators on the step"
