@@ -18,6 +18,9 @@ from accelerate_training import Script, both, fresh, loss_of, run, setup  # noqa
 from training import Net  # noqa: E402
 
 from pygraph_train import Accelerator, PyGraph, PyGraphError  # noqa: E402
+from pygraph_train.selection import timing  # noqa: E402
+from pygraph_train.selection.controller import Estimate  # noqa: E402
+from pygraph_train.step.decisions import Decisions  # noqa: E402
 
 
 def train(script: Script, *, clip: str | None = None, zero_first: bool = False, **options: Any) -> None:
@@ -151,6 +154,39 @@ def test_a_scaler_skips_steps_with_overflow(clip: bool, fused: bool) -> None:
         assert sum(now < before for before, now in pairwise(scales)) > 5, "few steps were skipped"
 
     whole(both(script, replays=20), plan="{F B O}" if fused else "{F B} O")
+
+
+@pytest.mark.parametrize("best", ["{F B} {O}", "F B {O}"])
+def test_gradients_that_clipping_unscales_are_unscaled_once_whichever_plan_is_tried(
+    best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What clipping finds out of overflows is in new tensors, where a graph of the update alone would not look."""
+    monkeypatch.setattr(timing, "declared_seconds", lambda arm: 0.01 if str(arm.plan) == best else 1.0)
+    monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())  # all plans are tried
+
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=4)
+        model, optimizer, loader, _ = setup(script, count=8 * 120)
+        accelerator.native_amp = True  # clipping unscales with these
+        accelerator.state._mixed_precision = "fp16"
+
+        @script.graphed
+        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = loss_of(model, batch) * 64
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        for batch in loader:
+            script.write("loss", step(batch))
+            script.write("scaler", accelerator.scaler.state_dict())
+        script.write_state(model, optimizer)
+
+    step = whole(both(script, replays=60), least=60)
+    assert any("the optimizer gets no graph of its own" in f.reason for f in step.fallbacks), str(step)
 
 
 def test_accumulate_around_the_step() -> None:

@@ -35,7 +35,7 @@ def test_without_a_scaler_at_work_the_optimizer_steps_and_nothing_else_happens(k
     assert not scaling.unscaled and not scaling.tensors()
     scaling.step()
     assert p.tolist() == [0.5, 1.5]
-    scaling.abandon(optimizer)
+    scaling.notes()()
     assert scaling.why_update_stays_outside(of(supports=False)) is None
 
 
@@ -95,18 +95,28 @@ def test_the_scale_is_a_tensor_from_the_first_loss_on() -> None:
     assert len(scaling.tensors()) == 2
 
 
-def test_an_abandoned_step_leaves_no_notes() -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_no_step_leaves_the_scaler_where_it_was(before: bool) -> None:
     p, other = parameter(), parameter()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizers = [torch.optim.SGD([x], lr=0.5) for x in (p, other)]
     scaling = Scaling(scaler, optimizers[0])
     for _ in range(2):  # the scaler refuses to unscale twice in one step
         scaling.scale((p + other).sum()).backward()
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        assert scaling.unscaled
-        scaling.abandon(*optimizers[1:])
-        assert not scaling.unscaled
+        if before:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        put_back = scaling.notes()
+        if not before:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        scaling.step()
+        put_back()
+        assert scaling.unscaled is before
+        if before:
+            with pytest.raises(RuntimeError, match="already been called"):
+                scaling.unscale()
+            scaling.step()
 
 
 def test_a_step_without_an_optimizer_of_ours_scales_its_loss() -> None:
@@ -114,4 +124,4 @@ def test_a_step_without_an_optimizer_of_ours_scales_its_loss() -> None:
     scaling = Scaling(torch.amp.GradScaler("cpu", init_scale=8.0), None)
     assert scaling.scale(p.sum()).item() == 24.0
     assert not scaling.unscales_itself and not scaling.unscaled
-    scaling.abandon()
+    scaling.notes()()

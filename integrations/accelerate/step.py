@@ -232,7 +232,7 @@ class _StepFunctionProgram:
         self._norms: list[Tensor | None] = []
         self._clipped: list[list[Tensor]] = []
         self._clips_others = False
-        self._scaling = Scaling(accelerator.scaler, self.optimizer)
+        self.scaling = Scaling(accelerator.scaler, self.optimizer)
 
     def position(self, script: Script, *, sync: bool) -> PositionInAccumulation:
         """Where the present micro-batch stands."""
@@ -269,14 +269,14 @@ class _StepFunctionProgram:
         for event, norm, parameters in zip(clipped, self._norms, self._clipped, strict=True):
             self._clip(event, norm, parameters)
         if not clipped:  # clipping unscales
-            self._scaling.unscale(in_kernels=in_kernels)
+            self.scaling.unscale(in_kernels=in_kernels)
 
     def update(self) -> None:
         self.accelerated.step()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        reason = self._scaling.why_update_stays_outside(preparation)
+        reason = self.scaling.why_update_stays_outside(preparation)
         return reason or (CLIPS_OTHERS if self._clips_others else None)
 
     def acts_before_backward(self) -> Problem | None:
@@ -285,12 +285,8 @@ class _StepFunctionProgram:
     def acts_before_update(self) -> str | None:
         return None
 
-    def abandon(self) -> None:
-        # clipping unscales for all of them
-        self._scaling.abandon(*(optimizer.optimizer for optimizer in self._accelerator._optimizers))
-
     def extra_state(self) -> Iterable[Tensor]:
-        return self._scaling.tensors()
+        return self.scaling.tensors()
 
     # -- the step without a graph, and the rest of a replayed one --------------------------------------
 

@@ -378,7 +378,7 @@ class _LightningProgram:
         self.device = trainer.strategy.root_device
         self._trainer = trainer
         self._precision = trainer.precision_plugin
-        self._scaling = Scaling(getattr(self._precision, "scaler", None), self.optimizer)
+        self.scaling = Scaling(getattr(self._precision, "scaler", None), self.optimizer)
         self.book = LogBook(trainer, module)
         self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
@@ -470,11 +470,11 @@ class _LightningProgram:
         return result.closure_loss, (result.asdict(), logged)
 
     def backward(self, loss: Tensor) -> None:
-        self.model.backward(self._scaling.scale(loss))
+        self.model.backward(self.scaling.scale(loss))
 
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         assert self.optimizer is not None
-        self._scaling.unscale(in_kernels=in_kernels)
+        self.scaling.unscale(in_kernels=in_kernels)
         # the base class: MixedPrecision refuses fused optimizers, whose gradients are unscaled here
         Precision.clip_gradients(
             self._precision,
@@ -486,7 +486,7 @@ class _LightningProgram:
     def before_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Run what acts between backward and the optimizer. Returns what remains to be done of the phase."""
         precision = self._precision
-        if self._scaling.on:  # then nobody acts there, see `why_update_stays_outside`
+        if self.scaling.on:  # then nobody acts there, see `why_update_stays_outside`
             return self._whole_update
         clips = any(_overridden(self._trainer, self.model, hook) for hook in _CLIPPING)
         if not clips:
@@ -502,23 +502,23 @@ class _LightningProgram:
         self.update()
 
     def update(self) -> None:
-        self._scaling.step()
+        self.scaling.step()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
         # Lightning steps with a closure, which may be asked for anything
         if isinstance(preparation, OptimizerTrial):
             return unsupported(preparation.optimizer)
-        if not self._scaling.on:
+        if not self.scaling.on:
             return None
         for hook in ("on_before_optimizer_step", *_CLIPPING):
             owner = _overridden(self._trainer, self.model, hook)
             if owner is not None:
                 return f"{owner} runs in Python between unscaling and the optimizer's step"
-        reason = self._scaling.why_update_stays_outside(preparation, other_kernels=True)
+        reason = self.scaling.why_update_stays_outside(preparation, other_kernels=True)
         if reason is not None:
             return reason
-        if self._trainer.gradient_clip_val and not self._scaling.unscales_itself:
+        if self._trainer.gradient_clip_val and not self.scaling.unscales_itself:
             return "Lightning does not clip gradients of an optimizer that unscales them in its kernels"
         return None
 
@@ -540,12 +540,9 @@ class _LightningProgram:
                 return f"{owner} runs in Python on every step"
         return None
 
-    def abandon(self) -> None:
-        self._scaling.abandon()
-
     def extra_state(self) -> Iterable[Tensor]:
         yield from self.book.accumulators()
-        yield from self._scaling.tensors()
+        yield from self.scaling.tensors()
 
 
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:

@@ -281,7 +281,7 @@ class _TrainerProgram:
         self.parameters = [p for group in accelerated.optimizer.param_groups for p in group["params"]]
         self._step = tidy_step(accelerated, accelerated.step)  # before anything routes it
         self._trainer = trainer
-        self._scaling = Scaling(trainer.accelerator.scaler, self.optimizer)
+        self.scaling = Scaling(trainer.accelerator.scaler, self.optimizer)
         self._preparation: OptimizerPreparation | None = None
         self._norm: Tensor | None = None
         model = self.model
@@ -321,10 +321,10 @@ class _TrainerProgram:
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        reason = self._scaling.why_update_stays_outside(preparation)
+        reason = self.scaling.why_update_stays_outside(preparation)
         if reason is not None:
             return reason
-        if self._scaling.on and self._trainer.args.max_grad_norm <= 0:
+        if self.scaling.on and self._trainer.args.max_grad_norm <= 0:
             return (
                 "the Trainer unscales gradients to log their norm; where it clips them, a graph can hold that"
             )
@@ -344,11 +344,8 @@ class _TrainerProgram:
                 return f"{type(callback).__name__}.on_pre_optimizer_step runs in Python on every step"
         return None
 
-    def abandon(self) -> None:
-        self._scaling.abandon()
-
     def extra_state(self) -> Iterable[Tensor]:
-        return self._scaling.tensors()
+        return self.scaling.tensors()
 
 
 def _unsupported(args: Any) -> Problem | None:

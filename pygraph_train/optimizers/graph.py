@@ -14,7 +14,7 @@ from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import UpdateProgram
+from pygraph_train.optimizers.program import UNSCALED, UpdateProgram
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
@@ -22,13 +22,6 @@ from pygraph_train.report.step_report import Fallback, StepReport
 __all__ = ["OptimizerGraph"]
 
 log = logging.getLogger("pygraph_train")
-
-
-_UNSCALED = Problem(
-    "the optimizer runs outside of graphs: gradients are unscaled before its step (to clip them), and whether they "
-    "overflowed is in a new tensor each time",
-    fix="Mixed precision with bf16 needs no GradScaler",
-)
 
 
 class OptimizerGraph:
@@ -82,10 +75,10 @@ class OptimizerGraph:
         if self._off or self.suspended or self._refused():
             return body()
         assert self._preparation is not None
-        if self._program.unscaled:
+        if self._program.scaling.unscaled:
             if not self._told:
                 self._told = True
-                self._note(_UNSCALED)
+                self._note(UNSCALED)
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
         self._run_phase(body, constants)
@@ -161,18 +154,10 @@ class _OptimizerProgram:
     ) -> None:
         self.optimizer = optimizer
         self.device = device
-        self._scaling = Scaling(scaler, optimizer)
+        self.scaling = Scaling(scaler, optimizer)
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
-        return self._scaling.why_update_stays_outside(preparation)
-
-    @property
-    def unscaled(self) -> bool:
-        """Clipping has unscaled the gradients: what it found out is in tensors that are new on every step."""
-        return self._scaling.unscaled
-
-    def abandon(self) -> None:
-        self._scaling.abandon()
+        return self.scaling.why_update_stays_outside(preparation)
 
     def extra_state(self) -> Iterable[Tensor]:
-        return self._scaling.tensors()
+        return self.scaling.tensors()

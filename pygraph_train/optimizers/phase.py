@@ -254,6 +254,7 @@ class OptimizerPhase:
         gradients = list(map(_grad, parameters))
         stand_in = _copy if buffers else borrow_memory
         stand_ins = [None if g is None else stand_in(g) for g in gradients]
+        put_back = self._program.scaling.notes()
         try:
             for p, s in zip(parameters, stand_ins, strict=True):
                 p.grad = s
@@ -265,7 +266,7 @@ class OptimizerPhase:
         finally:
             for p, g in zip(parameters, gradients, strict=True):
                 p.grad = g
-            self._program.abandon()
+            put_back()
         preparation.remember()
         made = _Capture(
             graph=graph,
@@ -308,8 +309,9 @@ class OptimizerPhase:
                 p.grad = g
 
         def without_graph() -> Fingerprint:
+            put_back = self._program.scaling.notes()
             self._run_prepared(body)
-            self._program.abandon()
+            put_back()
             found = fingerprint()
             undo()
             return found

@@ -9,14 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.scaling import Scaling
+from pygraph_train.problems import Problem
 
-__all__ = ["CLIPS_OTHERS", "UpdateProgram", "not_optimized"]
+__all__ = ["CLIPS_OTHERS", "UNSCALED", "UpdateProgram", "not_optimized"]
 
 CLIPS_OTHERS = (
     "gradients of parameters that the optimizer does not hold count in the norm that is clipped, and a graph would "
     "not find them"
 )
 """Reason against a graph of clipping, for where some of `not_optimized` have gradients."""
+
+UNSCALED = Problem(
+    "the optimizer gets no graph of its own: gradients are unscaled before its step (to clip them), and whether they "
+    "overflowed is in a new tensor each time",
+    fix="Mixed precision with bf16 needs no GradScaler",
+)
 
 
 def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -32,6 +40,8 @@ class UpdateProgram(Protocol):
     """
 
     device: torch.device
+    scaling: Scaling
+    """What the loop's GradScaler does for the optimizer."""
 
     @property
     def model(self) -> nn.Module:
@@ -57,9 +67,6 @@ class UpdateProgram(Protocol):
 
     def acts_before_update(self) -> str | None:
         """What runs in Python between backward and the optimizer on every step, None when nothing does."""
-
-    def abandon(self) -> None:
-        """Forget Python-side notes of a step that was started and will not be finished."""
 
     def extra_state(self) -> Iterable[Tensor]:
         """Device tensors that `update` writes besides parameters, buffers and optimizer state."""

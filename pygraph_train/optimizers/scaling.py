@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.torch_private.optim import (
-    refresh_scaler_state,
+    put_scaler_notes_back,
+    scaler_notes,
     scaler_tensors,
     scaler_unscaled,
     step_supports_amp_scaling,
@@ -85,15 +89,15 @@ class Scaling:
             return None
         return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
 
-    def abandon(self, *others: torch.optim.Optimizer) -> None:
-        """Forget that gradients were unscaled in a step that will not be finished.
+    def notes(self) -> Callable[[], None]:
+        """Where the scaler is in this step: whose gradients it has unscaled, and whose optimizer it has stepped.
 
-        Args:
-            others: whose gradients are unscaled together with those of the optimizer.
+        Returns:
+            What puts that back, after a capture or a trial: they are no steps.
         """
-        for optimizer in (self._optimizer, *others):
-            if self._scaler is not None and optimizer is not None:
-                refresh_scaler_state(self._scaler, optimizer)
+        if self._scaler is None:
+            return lambda: None
+        return functools.partial(put_scaler_notes_back, self._scaler, scaler_notes(self._scaler))
 
     def tensors(self) -> list[Tensor]:
         """What an update writes: scale and growth counter, once they are on the device."""

@@ -101,6 +101,7 @@ class CaptureMaker:
             self.anchors.settle(moves, [*moves.tensors, *batch, *outputs.tensors])
             return loss.detach(), outputs
 
+        put_back = program.scaling.notes()
         try:
             if variant.inputs is None:
                 variant.inputs = StaticInputs(leaves, variant.used)
@@ -122,14 +123,14 @@ class CaptureMaker:
                 graph, (loss, outputs) = self._engine.capture(body)
         except BaseException as error:
             gradients.restore(before)
-            program.abandon()
+            put_back()
             if not isinstance(error, Exception):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error)) from error
         finally:
             moves.put_back()
             self.anchors.end(rebound)
-        program.abandon()
+        put_back()
         outputs.tensors.clear()
         gradients.claim()
         if optimizer is not None and updates:
@@ -166,6 +167,7 @@ class CaptureMaker:
         before = gradients.snapshot()
         moves = self.moves(variant, args, kwargs)
         scratch = ScratchState(self._program.device, self.beside_parameters(variant, args, kwargs))
+        put_back = self._program.scaling.notes()
         try:
             with self._context(), self._engine.warm_up(gradients.emptied):
                 gradients.empty()
@@ -179,7 +181,7 @@ class CaptureMaker:
             moves.put_back()
             scratch.restore()
             gradients.restore(before)
-            self._program.abandon()
+            put_back()
 
     def backup(
         self,

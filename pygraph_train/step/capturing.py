@@ -138,6 +138,7 @@ class Capturing:
         scratch = ScratchState(program.device, maker.beside_parameters(variant, args, kwargs))
         moves = maker.moves(variant, args, kwargs)
         gradients.isolate()
+        put_back = program.scaling.notes()
         try:
             with training.clock.compiling():
                 result = self._prepared(step, variant, run)
@@ -151,7 +152,7 @@ class Capturing:
             moves.put_back()
             scratch.restore()
             gradients.restore(before)
-            program.abandon()
+            put_back()
             if variant.choice is not None:
                 variant.meets(LifeEvent.STALE)
                 raise NotLegal(problem) from error

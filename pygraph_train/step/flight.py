@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pygraph_train.gradients.places import Source
+from pygraph_train.optimizers.program import UNSCALED
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING, Arm, Phase
 from pygraph_train.step.choice import Choice
@@ -130,6 +131,11 @@ class StepInFlight:
             assert updates.preparation is not None
             with updates.preparation.prepared():
                 return body()
+        if self._training.program.scaling.unscaled:
+            assert updates.preparation is not None
+            with updates.preparation.prepared():
+                body()
+            return self._has_no_graph(UNSCALED)
         of_regions = (Phase.BACKWARD,) in plan.graphs
         source: Source = "graph" if plan.forward_backward else "regions" if of_regions else "autograd"
         phase.run(body, constants, source=source, step=self._training.step)
@@ -149,11 +155,16 @@ class StepInFlight:
         plan = self.arm.plan
         if plan.regions:
             if (problem := self._regions.problem) is not None:
-                self.choice = None
-                self._training.note(problem)
-                return choice.fail(str(problem))
+                return self._has_no_graph(problem)
             choice.as_planned &= self._regions.as_planned()
         choice.as_planned &= self.replayed or not plan.forward_backward
         if self.position.update or self._training.program.optimizer is None:
             self.choice = None
             choice.end()
+
+    def _has_no_graph(self, problem: Problem) -> None:
+        """The arm that is compared cannot run from its graphs, and the others go on."""
+        choice, self.choice = self.choice, None
+        self._training.note(problem)
+        if choice is not None:
+            choice.fail(str(problem))

@@ -173,7 +173,7 @@ class _PlainProgram:
         self.optimizer = optimizer
         self.device = device
         self._step_fn = step_fn
-        self._scaling = Scaling(scaler, optimizer)
+        self.scaling = Scaling(scaler, optimizer)
         self._max_grad_norm = max_grad_norm
         self._preparation: OptimizerPreparation | None = None
         self._others: list[Tensor] = []  # that are clipped, and not the optimizer's
@@ -198,21 +198,21 @@ class _PlainProgram:
         return loss, result
 
     def backward(self, loss: Tensor) -> None:
-        self._scaling.scale(loss).backward()
+        self.scaling.scale(loss).backward()
 
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         if self.optimizer is None:
             return
-        self._scaling.unscale()
+        self.scaling.unscale()
         if self._max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
 
     def update(self) -> None:
-        self._scaling.step()
+        self.scaling.step()
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        reason = self._scaling.why_update_stays_outside(preparation, other_kernels=True)
+        reason = self.scaling.why_update_stays_outside(preparation, other_kernels=True)
         if reason is not None:
             return reason
         if self._max_grad_norm is not None and self.optimizer is not None:
@@ -237,11 +237,8 @@ class _PlainProgram:
         self.transform_gradients()
         self.update()
 
-    def abandon(self) -> None:
-        self._scaling.abandon()
-
     def extra_state(self) -> Iterable[Tensor]:
-        return self._scaling.tensors()
+        return self.scaling.tensors()
 
     def starts_fresh(self) -> bool:
         """Without an optimizer of ours: whether the caller emptied the gradients."""

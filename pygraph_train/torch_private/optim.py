@@ -16,9 +16,10 @@ __all__ = [
     "optimizer_step_function",
     "optimizer_step_hook_tables",
     "optimizer_step_override",
-    "refresh_scaler_state",
+    "put_scaler_notes_back",
     "restore_optimizer_private_attributes",
     "runs_step_hooks",
+    "scaler_notes",
     "scaler_tensors",
     "scaler_unscaled",
     "set_step_supports_amp_scaling",
@@ -104,10 +105,19 @@ def fused_adagrad_on_cuda() -> bool:
     return step_supports_amp_scaling(optimizer)
 
 
-def refresh_scaler_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Forget that this optimizer's gradients were unscaled in this step (torch 2.11, 2.13)."""
-    if scaler.is_enabled():  # else it has no such thing
-        scaler._per_optimizer_states.pop(id(optimizer), None)
+def scaler_notes(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    """A copy of what a scaler that is enabled knows of each optimizer in the present step (torch 2.11, 2.13)."""
+    states = scaler._per_optimizer_states.items()
+    return {
+        owner: {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
+        for owner, state in states
+    }
+
+
+def put_scaler_notes_back(scaler: torch.amp.GradScaler, notes: dict[int, dict[str, Any]]) -> None:
+    """Let the scaler know what it knew when it gave `scaler_notes` (torch 2.11, 2.13)."""
+    scaler._per_optimizer_states.clear()
+    scaler._per_optimizer_states.update(notes)
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
