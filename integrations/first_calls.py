@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.problems import user_location
+from pygraph_train.problems import Problem, PyGraphError, user_location
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import Activation, activations_among
 from pygraph_train.torch_private import autocast
 from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.tracing.signature import map_leaves
 
-__all__ = ["FirstCalls"]
+__all__ = ["FirstCalls", "watch_backward"]
 
 _MOST = 16
 """Calls after which it is enough, also where no optimizer makes a step."""
@@ -74,7 +74,9 @@ class FirstCalls:
             if self.refused:
                 return
             why = None
-            if torch.is_grad_enabled():
+            if len(self._autocast) > 1:
+                why = "its backward is called under one autocast and under another one, and compiled ones know one"
+            elif torch.is_grad_enabled():
                 why = "its backward is differentiated itself (create_graph=True)"
             elif any(activation.is_asked_for() for activation in activations):
                 why = (
@@ -90,6 +92,41 @@ class FirstCalls:
             tensor.register_hook(look)
         activations = [Activation(x, eager=True) for x in activations_among(watched)]
         self._differentiated |= not watched  # nothing will be
+
+
+def watch_backward(result: Any, expected: autocast.State, name: str, late: Callable[[Problem], None]) -> None:
+    """Let no compiled backward run under another autocast than it was compiled for.
+
+    Args:
+        result: of the call of a compiled module.
+        expected: the autocast that its backward was compiled for.
+        name: of the module.
+        late: called with the problem before `PyGraphError` is raised inside of the backward.
+    """
+    thread = threading.get_ident()
+
+    @untraced
+    def look(_: Tensor) -> None:
+        if (now := autocast.present()) != expected:
+            what = f"the backward of {name} runs with {_in_words(now)}, and was compiled for {_in_words(expected)}"
+            problem = Problem(what, user_location(thread=thread), _ONE_AUTOCAST)
+            late(problem)
+            raise PyGraphError(str(problem))
+
+    for tensor in _tensors(result):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(look)
+
+
+_ONE_AUTOCAST = (
+    "Call every backward inside of the autocast block, or every one outside; or do both in the first step, and it is "
+    "not compiled; or set forward='off', backward='off'"
+)
+
+
+def _in_words(state: autocast.State) -> str:
+    kinds = [f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in state]
+    return f"autocast to {', '.join(kinds)}" if kinds else "no autocast"
 
 
 def _tensors(result: Any) -> list[Tensor]:

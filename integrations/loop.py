@@ -19,13 +19,13 @@ from torch import nn
 from pygraph_train import backend
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import Engine, make_engine
-from pygraph_train.integrations.first_calls import FirstCalls
+from pygraph_train.integrations.first_calls import FirstCalls, watch_backward
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import explained, handed_out
-from pygraph_train.torch_private.autocast import State
+from pygraph_train.torch_private.autocast import State, present
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
     dynamo_side_effects,
@@ -107,14 +107,22 @@ class RegionedCall:
         if saved_tensors_hooks_active():  # a compiled forward saves other tensors
             self._tell(_without_graphs(self.module, SAVED_TENSORS_HOOKS))
             return _call(self.module, args, kwargs)
-        with dynamo_region_config(self._autocast[kind]) as failures:
+        known = self._autocast[kind]
+        around = present() if known is None else known
+        with dynamo_region_config(around) as failures:
             result = self._compiled(self.module, args, kwargs)
+        watch_backward(result, around, type(self.module).__name__, self._late)
         if failures:
             reason = getattr(failures[0], "inner_exception", None)
             if isinstance(reason, PyGraphError):  # it was asked for
                 raise reason
             self._tell(_without_graphs(self.module, compiler_failed(failures[0])))
         return result
+
+    def _late(self, problem: Problem) -> None:
+        """What compiled code cannot do comes in mid-run: whoever goes on after that gets the module as it is."""
+        self.remove()
+        self._tell(problem)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

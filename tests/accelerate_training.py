@@ -37,6 +37,15 @@ class Numbers(Dataset):
         return {"x": self.x[index], "y": self.y[index]}
 
 
+class Island(Net):
+    """A layer in single precision under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.second(h.float())  # type: ignore[no-any-return]
+
+
 class Script:
     """What a script gets: its Accelerator, and a diary of what has to be equal."""
 

@@ -10,6 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from accelerate.utils import (  # noqa: E402
 )
 from accelerate_training import (  # noqa: E402
     NEVER,
+    Island,
     Numbers,
     Script,
     both,
@@ -90,15 +92,6 @@ def test_bf16_with_outputs_converted_to_fp32() -> None:
     replayed(both(train, compiled_reference=True, mixed_precision="bf16", replays=60))
 
 
-class Island(Net):
-    """A layer in single precision under autocast."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.first(x))
-        with torch.autocast("cpu", enabled=False):
-            return self.second(h.float())  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_backward_has_the_autocast_that_it_is_called_under(backward: bool) -> None:
     def script(script: Script) -> None:
@@ -116,6 +109,43 @@ def test_a_backward_has_the_autocast_that_it_is_called_under(backward: bool) -> 
             optimizer.zero_grad()
 
     replayed(both(script, replays=60))
+
+
+def under_autocast(script: Script, inside: Callable[[int, int], bool]) -> None:
+    """A model whose backward is called `inside` of autocast; the loss has two parts, with a backward each."""
+    model: Any = Island()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    loader = DataLoader(Numbers(), batch_size=8)
+    prepared, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+    for k, batch in enumerate(loader):
+        for part in (0, 1):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(prepared, batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside(k, part)):
+                script.accelerator.backward(loss)
+        script.write_state(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_model_whose_backwards_are_called_under_several_autocasts_stays_as_it_is() -> None:
+    report = both(lambda script: under_autocast(script, lambda k, part: part == 1), replays=10)
+    (row,) = report.fallbacks
+    assert "under one autocast and under another one" in row.reason and __file__ in str(row.where), row
+    assert not report.regions()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_backward_under_another_autocast_than_in_the_first_step_is_no_silent_difference(
+    begins: bool,
+) -> None:
+    plugin = PyGraph(engine="emulated", warmup_steps=2)
+    with pytest.raises(PyGraphError, match="was compiled for") as error:
+        run(lambda script: under_autocast(script, lambda k, part: begins if k < 9 else not begins), plugin)
+    assert __file__ in str(error.value) and "autocast to bfloat16 on cpu" in str(error.value)
+    (row,) = plugin.report().fallbacks
+    assert "Call every backward inside of the autocast block" in row.fix
+    assert sum(region.replays for region in plugin.report().regions()) > 5
 
 
 def test_accumulation_with_a_ragged_last_batch() -> None:

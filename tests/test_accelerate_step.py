@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate_training import Script, both, fresh, loss_of, run, setup  # noqa: E402, F401
+from accelerate_training import Island, Numbers, Script, both, fresh, loss_of, run, setup  # noqa: E402, F401
 from training import Net  # noqa: E402
 
 from pygraph_train import Accelerator, PyGraph, PyGraphError  # noqa: E402
@@ -154,6 +155,44 @@ def test_a_scaler_skips_steps_with_overflow(clip: bool, fused: bool) -> None:
         assert sum(now < before for before, now in pairwise(scales)) > 5, "few steps were skipped"
 
     whole(both(script, replays=20), plan="{F B O}" if fused else "{F B} O")
+
+
+def backward_under_autocast(script: Script, inside: Callable[[int], bool]) -> None:
+    accelerator, flag = script.accelerator, [False]
+    model: Any = Island()
+    made: Any = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    model, optimizer, loader = accelerator.prepare(model, made, DataLoader(Numbers(), batch_size=8))
+
+    @script.graphed
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=flag[0]):
+            accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for k, batch in enumerate(loader):
+        flag[0] = inside(k)
+        script.write("loss", step(batch))
+        script.write_state(model, optimizer)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_backward_has_the_autocast_of_the_block_that_it_is_called_in(inside: bool) -> None:
+    whole(both(lambda script: backward_under_autocast(script, lambda k: inside), replays=20))
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_backward_that_is_called_under_another_autocast_later_is_noticed(begins: bool) -> None:
+    def script(script: Script) -> None:
+        backward_under_autocast(script, lambda k: begins if k < 11 else not begins)
+
+    ((_, step),) = both(script, replays=10).whole_steps.items()
+    assert step.steps_replayed > 3, str(step)
+    (row,) = step.fallbacks
+    assert "backward under autocast to torch.bfloat16" in row.reason, row
 
 
 @pytest.mark.parametrize("best", ["{F B} {O}", "F B {O}"])

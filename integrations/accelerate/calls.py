@@ -31,6 +31,7 @@ __all__ = [
     "no_context",
     "standing_in",
     "stubs",
+    "under_autocast",
 ]
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
@@ -43,12 +44,17 @@ class Event:
     Attributes:
         name: of the method.
         index: of the optimizer or scheduler among the Accelerator's.
-        arguments: Python values, without the loss and the parameters.
+        arguments: Python values, without the loss and the parameters; of a backward what autocast casts to around it.
     """
 
     name: str
     index: int = 0
     arguments: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        if self.name == "backward":
+            return self.name + "".join(f" under autocast to {dtype}" for dtype in self.arguments)
+        return self.name
 
 
 Script = tuple[Event, ...]
@@ -67,7 +73,19 @@ def clips(script: Script) -> Script:
 
 
 def in_words(script: Script) -> str:
-    return ", ".join(event.name for event in script) or "nothing"
+    return ", ".join(map(str, script)) or "nothing"
+
+
+def autocast_around(device: torch.device) -> tuple[Any, ...]:
+    """What autocast casts to on a device here, nothing where it is off."""
+    return (torch.get_autocast_dtype(device.type),) if torch.is_autocast_enabled(device.type) else ()
+
+
+def under_autocast(device: torch.device, dtypes: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """The autocast in which `autocast_around` gave `dtypes`."""
+    if autocast_around(device) == dtypes:
+        return nullcontext()
+    return torch.autocast(device.type, dtypes[0] if dtypes else None, enabled=bool(dtypes))
 
 
 class Observation:
@@ -186,7 +204,11 @@ class Observation:
             constants = (*args, *kwargs.values())
             if constants == (False,) and not any(e.name == "backward" for e in self.events):
                 self._problem = Problem("zero_grad(set_to_none=False) before backward keeps gradients alive")
-        elif kwargs or len(args) > (kind == "backward"):
+        elif kind == "backward":
+            constants = autocast_around(self._accelerator.device)
+            if kwargs or len(args) > 1:
+                self._problem = Problem(f"the step calls {kind} with further arguments")
+        elif kwargs or args:
             self._problem = Problem(f"the step calls {kind} with further arguments")
         self.events.append(Event(kind, index, constants))
 
@@ -266,8 +288,12 @@ class _Stub:
 
 
 class _BackwardStub(_Stub):
+    def __init__(self, put_off: list[tuple[Any, ...]], name: str, device: torch.device) -> None:
+        super().__init__(put_off, name, 0)
+        self.device = device
+
     def __call__(self, loss: Tensor) -> None:
-        self.put_off.append((self.name, self.index, (), loss, []))
+        self.put_off.append((self.name, self.index, autocast_around(self.device), loss, []))
 
 
 class _ClipNormStub(_Stub):
@@ -324,7 +350,7 @@ def no_context(*models: nn.Module) -> AbstractContextManager[None]:
 
 def stubs(accelerator: Any, put_off: list[tuple[Any, ...]]) -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = [
-        (accelerator, "backward", _BackwardStub(put_off, "backward", 0)),
+        (accelerator, "backward", _BackwardStub(put_off, "backward", accelerator.device)),
         (accelerator, "clip_grad_norm_", _ClipNormStub(put_off, "clip_grad_norm_", accelerator.device)),
         (accelerator, "clip_grad_value_", _ClipValueStub(put_off, "clip_grad_value_", 0)),
         (accelerator, "accumulate", no_context),

@@ -32,6 +32,7 @@ from pygraph_train.integrations.accelerate.calls import (
     no_context,
     standing_in,
     stubs,
+    under_autocast,
 )
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -262,7 +263,9 @@ class _StepFunctionProgram:
         return loss, (result, number)
 
     def backward(self, loss: Tensor) -> None:
-        self._accelerator.backward(loss)
+        (around,) = (event.arguments for event in self._present if event.name == "backward")
+        with under_autocast(self.device, around):  # the block that the function calls it in is left by now
+            self._accelerator.backward(loss)
 
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         clipped = clips(self._present)
