@@ -41,8 +41,20 @@ def problem_of_break(error: BaseException) -> Problem:
             innermost(stack),
             "Call it outside of the step",
         )
-    if "Could not guard on data-dependent" in message:
-        return _number_on_device(innermost(stack))
+    if _computes_with_number(error):
+        return _number_on_device(innermost(stack), stack)
+    if "StringFormatVariable" in message:
+        return Problem(
+            "the step is not one graph: it puts a tensor into a text, which reads its values on the host",
+            innermost(stack),
+            "Make the text after the step",
+        )
+    if "`Tensor.numpy()` was called" in message:
+        return Problem(
+            "the step is not one graph: Tensor.numpy() gives the host a tensor's values",
+            innermost(stack),
+            "Keep it a tensor, or do it after the step",
+        )
     if "(Generator)" in message and "as_proxy" in message:
         return Problem(
             "the step is not one graph: it draws random numbers from a torch.Generator of its own, which Dynamo does "
@@ -72,7 +84,24 @@ def problem_of_break(error: BaseException) -> Problem:
     return Problem(f"the step is not one graph: {explanation.rstrip('.')}", innermost(stack), hint)
 
 
-def _number_on_device(where: str | None) -> Problem:
+def _computes_with_number(error: BaseException) -> bool:
+    """Whether Python asks for a number that the step has computed."""
+    asks = (
+        "Could not guard on data-dependent",
+        "Could not extract specialized integer from data-dependent",
+        "has a non-Tensor output whose value is dependent on the data",
+    )
+    return any(text in str(error) for text in asks)
+
+
+def _number_on_device(where: str | None, stack: Any) -> Problem:
+    if not any(f"nn{os.sep}modules{os.sep}batchnorm.py" in frame.filename for frame in stack or ()):
+        return Problem(
+            "the value of a tensor is read on the host, where Python decides or counts by it (if, while, range, an "
+            "index)",
+            where,
+            "Compute it with tensors (torch.where), or outside of the step",
+        )
     return Problem(
         "Python computes with a number that is on the device (BatchNorm with momentum=None does so), and a graph would "
         "bake it in",
@@ -85,8 +114,8 @@ def compiler_failed(error: BaseException) -> Problem:
     """What Dynamo raised while it traced, in one line."""
     kind = "" if isinstance(error, dynamo_failure()) else f"{type(error).__name__}: "
     where = dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
-    if "Could not guard on data-dependent" in str(error):
-        return _number_on_device(where)
+    if _computes_with_number(error):
+        return _number_on_device(where, getattr(error, "real_stack", None))
     said = f"{kind}{_first_line(error)}".strip()
     if said.endswith(":"):  # an exception without a message
         said = f"{said[:-1]} while it traced the step"
@@ -100,11 +129,11 @@ def forget_frames(error: BaseException) -> None:
     the callers have the results of the step with its autograd graph.
     """
     left: list[BaseException | None] = [error]
-    seen: set[BaseException | None] = {None}
+    seen: set[int] = set()  # some errors of torch are not hashable
     while left:
         one = left.pop()
-        if one is not None and one not in seen:
-            seen.add(one)
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
             traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None
             left += [one.__cause__, one.__context__]

@@ -108,7 +108,10 @@ def guard_constants(tree: Any) -> None:
 
     Dynamo sets none for a value that is only passed through, and a replay would return the old one.
     """
-    if isinstance(tree, (bool, int, float, complex, str, bytes)):
+    if isinstance(tree, (str, bytes)):
+        if tree:  # any use of the value will do
+            return
+    elif isinstance(tree, (bool, int, float, complex)):
         if tree == tree:  # a use of the value, and also of one on the device that Dynamo knows nothing of
             return
     elif isinstance(tree, (list, tuple)):
