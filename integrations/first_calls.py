@@ -106,16 +106,16 @@ def watch_backward(result: Any, expected: autocast.State, name: str, late: Calla
     thread = threading.get_ident()
 
     @untraced
-    def look(_: Tensor) -> None:
+    def look(_: Any) -> None:
         if (now := autocast.present()) != expected:
             what = f"the backward of {name} runs with {_in_words(now)}, and was compiled for {_in_words(expected)}"
             problem = Problem(what, user_location(thread=thread), _ONE_AUTOCAST)
             late(problem)
             raise PyGraphError(str(problem))
 
-    for tensor in _tensors(result):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(look)
+    # a hook on a tensor would look like one of the user's, who asks for the gradient of an activation
+    for node in {x.grad_fn for x in _tensors(result) if x.grad_fn is not None}:
+        node.register_prehook(look)
 
 
 _ONE_AUTOCAST = (
