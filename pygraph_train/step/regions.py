@@ -26,6 +26,7 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem, PyGraphError, user_line_in, user_location
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.step_report import StepReport
+from pygraph_train.step.late_leaves import LATE_LEAVES, RegionKernels, is_leaf
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.torch_private.autograd import (
     backward_ends_at,
@@ -125,8 +126,11 @@ class Regions:
         self._notes: list[tuple[Any, str]] = []  # of compilations in the present step
         self._probes = self._quiet = 0
         self.records: list[RegionRecord] = []
+        self._note = report.note
         report.began(engine.name, regions=functools.partial(list, self.records))
         self._retains = False  # a backward was seen that may be called again
+        self._leaves = False  # inputs were seen whose gradient is wanted, though they are no parameters
+        self._kernels = RegionKernels()
         self._activations: list[list[Tensor]] = []  # one in each, for the hooks of the present step
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[_Backend], _Level]] = iter((_WholeFunction, self._modules))
@@ -153,6 +157,7 @@ class Regions:
                 f"{first}{f' ({where})' if where else ''}. Fix: forward='off', backward='off' leaves both as they are"
             ) from error
         finally:
+            self._kernels.eager = False
             forget_notes(self._notes)
             for held in self._activations:  # else it would hold its hook, and the hook it, for good
                 held.clear()
@@ -207,6 +212,7 @@ class Regions:
         self._traced += 1
         self._notes += tracing_notes(graph)
         self._level.called = True
+        self._leaves |= any(map(is_leaf, example_inputs))
         graph = as_eager(graph)
         look = held_weakly(self._look_at_backward)
 
@@ -267,6 +273,10 @@ class Regions:
             self.problem = Problem(f"forward and backward get no graphs of their own: {CHANGED_AGAIN}", where)
         if self.problem is not None:
             return as_eager(graph).forward
+        eager = as_eager(graph).forward
+        if not self._leaves and any(map(is_leaf, example_inputs)):
+            self._note(f"{LATE_LEAVES}{f' ({where})' if (where := user_location()) else ''}")
+            return self._kernels.eager_from_here(eager)
         started = time.perf_counter()
         retains = self._retains or self._program.acts_before_backward() is not None
         try:
@@ -279,11 +289,11 @@ class Regions:
         except Exception as error:  # eager kernels do as well
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self.problem = Problem(f"the compile backend could not compile forward and backward: {first}")
-            return as_eager(graph).forward
+            return eager
         finally:
             if self._engine == "cuda":
                 self._tell_compiled(time.perf_counter() - started)
-        return compiled
+        return self._kernels.either(compiled, eager)
 
 
 def _depends(node: Any, on: Any) -> bool:
