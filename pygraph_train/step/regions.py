@@ -48,7 +48,7 @@ from pygraph_train.torch_private.hooks import gradient_hooks
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
-from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
+from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
 from pygraph_train.tracing.trace import held_weakly
 
 if TYPE_CHECKING:
@@ -273,11 +273,10 @@ class Regions:
             self.problem = Problem(f"forward and backward get no graphs of their own: {CHANGED_AGAIN}", where)
         if self.problem is not None:
             return as_eager(graph).forward
-        eager = as_eager(graph).forward
         if not self._leaves and any(map(is_leaf, example_inputs)):
             self._note(f"{LATE_LEAVES}{f' ({where})' if (where := user_location()) else ''}")
-            return self._kernels.eager_from_here(eager)
-        started = time.perf_counter()
+            return self._kernels.eager_from_here(as_eager(graph).forward)
+        started, eager = time.perf_counter(), eager_copy(graph)
         retains = self._retains or self._program.acts_before_backward() is not None
         try:
             with backwards_called_again() if retains else nullcontext():
@@ -289,11 +288,11 @@ class Regions:
         except Exception as error:  # eager kernels do as well
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self.problem = Problem(f"the compile backend could not compile forward and backward: {first}")
-            return eager
+            return as_eager(graph).forward
         finally:
             if self._engine == "cuda":
                 self._tell_compiled(time.perf_counter() - started)
-        return self._kernels.either(compiled, eager)
+        return compiled if eager is None else self._kernels.either(compiled, eager.forward)
 
 
 def _depends(node: Any, on: Any) -> bool:

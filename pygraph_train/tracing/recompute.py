@@ -6,6 +6,7 @@ it would draw others.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from pygraph_train.torch_private.dispatch import TorchDispatchMode
 from pygraph_train.torch_private.dynamo import CHECKPOINT, assign_data, writes_to_inputs
 
-__all__ = ["CHANGED_AGAIN", "as_eager", "checkpoint_that_adds", "write_in_checkpoint"]
+__all__ = ["CHANGED_AGAIN", "as_eager", "checkpoint_that_adds", "eager_copy", "write_in_checkpoint"]
 
 CHANGED_AGAIN = (
     "a checkpoint changes tensors that live longer (statistics of a BatchNorm, say): its recomputation changes them "
@@ -32,6 +33,16 @@ def as_eager(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
             if assign_data(module.graph) or nodes:
                 module.recompile()
     return graph
+
+
+def eager_copy(graph: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
+    """Another module like `as_eager(graph)`, and `graph` stays as it is. None for a graph that holds graphs itself."""
+    if any(isinstance(child, torch.fx.GraphModule) for child in graph.children()):
+        return None
+    copied = as_eager(torch.fx.GraphModule(graph, copy.deepcopy(graph.graph)))
+    for node in copied.graph.nodes:
+        node.meta.clear()  # what the compiler knows would live as long as the copy
+    return copied
 
 
 def write_in_checkpoint(graph: torch.fx.GraphModule) -> torch.fx.Node | None:
