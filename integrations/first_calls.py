@@ -17,7 +17,7 @@ from pygraph_train.torch_private import autocast
 from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.tracing.signature import map_leaves
 
-__all__ = ["FirstCalls", "watch_backward"]
+__all__ = ["FirstCalls", "in_words", "watch_backward"]
 
 _MOST = 16
 """Calls after which it is enough, also where no optimizer makes a step."""
@@ -108,7 +108,9 @@ def watch_backward(result: Any, expected: autocast.State, name: str, late: Calla
     @untraced
     def look(_: Any) -> None:
         if (now := autocast.present()) != expected:
-            what = f"the backward of {name} runs with {_in_words(now)}, and was compiled for {_in_words(expected)}"
+            what = (
+                f"the backward of {name} runs with {in_words(now)}, and was compiled for {in_words(expected)}"
+            )
             problem = Problem(what, user_location(thread=thread), _ONE_AUTOCAST)
             late(problem)
             raise PyGraphError(str(problem))
@@ -124,7 +126,8 @@ _ONE_AUTOCAST = (
 )
 
 
-def _in_words(state: autocast.State) -> str:
+def in_words(state: autocast.State) -> str:
+    """How a sentence names an autocast."""
     kinds = [f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in state]
     return f"autocast to {', '.join(kinds)}" if kinds else "no autocast"
 

@@ -19,7 +19,7 @@ from torch import nn
 from pygraph_train import backend
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import Engine, make_engine
-from pygraph_train.integrations.first_calls import FirstCalls, watch_backward
+from pygraph_train.integrations.first_calls import FirstCalls, in_words, watch_backward
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
@@ -59,7 +59,7 @@ class RegionedCall:
         module: called like this from now on, until `remove`.
         options: of the backend.
         first: makes what watches the first calls, which run as they are: once for calls whose inputs require a
-            gradient (a penalty on it often comes in few steps only), and once for the others.
+            gradient (a penalty on it often comes in few steps only), and once for the others; for each autocast.
         tell: called with the reason why calls run as they are later on.
         **compile_options: further arguments of `torch.compile`.
     """
@@ -75,26 +75,23 @@ class RegionedCall:
         self.module = module
         self._tell = tell
         self._hooks_on_all = global_module_hook_tables()
-        name = type(module).__name__
-        self._first: list[FirstCalls | None] = [
-            first(name),
-            first(f"{name}, where its inputs require a gradient,"),
-        ]
-        self._autocast: list[State | None] = [None, None]  # around the backwards of these two
+        self._watch = first
+        self._first: dict[tuple[bool, State], FirstCalls | None] = {}
+        self._autocast: dict[tuple[bool, State], State | None] = {}  # around the backwards of these calls
         self.paused = False
         # a code object of its own: Dynamo counts compiled variants per code object
         code = _call.__code__.replace(co_name="regions_of_module")
         function = types.FunctionType(code, _call.__globals__)
         self._compiled: Any = torch.compile(
-            function, backend=_backend(name, tell), options=options, **compile_options
+            function, backend=_backend(type(module).__name__, tell), options=options, **compile_options
         )
         set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return _call(self.module, args, kwargs)
-        kind = any(map(_requires_grad, args)) or any(map(_requires_grad, kwargs.values()))
-        first = self._first[kind]
+        kind = any(map(_requires_grad, args)) or any(map(_requires_grad, kwargs.values())), present()
+        first = self._first_of(kind)
         if first is not None:
             if not first.over:
                 result = _call(self.module, args, kwargs)
@@ -108,7 +105,7 @@ class RegionedCall:
             self._tell(_without_graphs(self.module, SAVED_TENSORS_HOOKS))
             return _call(self.module, args, kwargs)
         known = self._autocast[kind]
-        around = present() if known is None else known
+        around = kind[1] if known is None else known
         with dynamo_region_config(around) as failures:
             result = self._compiled(self.module, args, kwargs)
         watch_backward(result, around, type(self.module).__name__, self._late)
@@ -118,6 +115,16 @@ class RegionedCall:
                 raise reason
             self._tell(_without_graphs(self.module, compiler_failed(failures[0])))
         return result
+
+    def _first_of(self, kind: tuple[bool, State]) -> FirstCalls | None:
+        """What watches the first calls of a kind, None where they are over."""
+        if kind not in self._first:
+            differentiated, around = kind
+            name = type(self.module).__name__
+            name += ", where its inputs require a gradient," if differentiated else ""
+            name += f", under {in_words(around)}," if around else ""
+            self._first[kind] = self._watch(name)
+        return self._first[kind]
 
     def _late(self, problem: Problem) -> None:
         """What compiled code cannot do comes in mid-run: whoever goes on after that gets the module as it is."""
