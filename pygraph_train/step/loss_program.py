@@ -1,0 +1,229 @@
+"""Training steps that are nothing but a function for the loss: everything else of the step is the library's to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
+from pygraph_train.optimizers.scaling import Scaling
+from pygraph_train.problems import Problem
+from pygraph_train.report.step_report import StepReport
+from pygraph_train.step.flight import Replayed
+from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.runner import StepRunner
+from pygraph_train.tracing.signature import map_leaves
+
+__all__ = ["LossProgram", "LossSteps"]
+
+
+class LossSteps:
+    """Makes the steps of a `LossProgram`, from graphs where that changes nothing.
+
+    Args:
+        program: what a step is.
+        config: options.
+        engine: where graphs are made; None makes all steps as they are.
+    """
+
+    def __init__(self, program: LossProgram, config: PyGraphConfig, engine: Engine | None) -> None:
+        self._program = program
+        self._report = StepReport()
+        self._runner: StepRunner | None = None
+        self._pending = False
+        if engine is None:
+            self._report.note("graphs are off: steps run as they are")
+        else:
+            self._runner = StepRunner(program, config, engine, self._report)
+
+    def report(self) -> StepReport:
+        """What became of the steps so far. Prints as a table."""
+        return self._report
+
+    def close(self) -> None:
+        """Release all graphs and give the optimizer back as it was. Later steps run without graphs."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _make(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        update: bool,
+        flat: tuple[Any, list[Any]] | None = None,
+    ) -> Any:
+        """Make one step.
+
+        Args:
+            args, kwargs: what the function for the loss is called with.
+            update: whether the optimizer steps; otherwise gradients are added up.
+            flat: structure and leaves of `(args, kwargs)`, where they are known.
+        Returns:
+            What that function returned, detached: tensors of their own.
+        """
+        program = self._program
+        update = update and program.optimizer is not None
+        fresh = program.starts_fresh() if program.optimizer is None else not self._pending
+        position = PositionInAccumulation(fresh=fresh, update=update, constants=program.constants())
+
+        if self._runner is None:
+            self._report.step_began()
+            result = program.run(plain_call, args, kwargs, position, plain_update)
+        else:
+            step = self._runner.begin(position)
+
+            def run(call: Call) -> Any:
+                return program.run(call, args, kwargs, position, step.update)
+
+            outcome = self._runner.make(step, args, kwargs, run, flat)
+            if isinstance(outcome, Replayed):
+                result = outcome.outputs
+                if update and not outcome.updated:
+                    step.update(program.before_update(), position.constants)
+            else:
+                result = outcome.result
+            step.finish()
+        self._pending = not update  # only now: a step that raised is not part of an accumulation
+        return result
+
+
+class LossProgram:
+    """`StepProgram` over a function that computes the loss, a model and an optimizer."""
+
+    recorder: str | None = None
+    empties_first: bool = True
+    detaches_results: bool = True
+
+    def __init__(
+        self,
+        step_fn: Callable[..., Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        scaler: torch.amp.GradScaler | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self._step_fn = step_fn
+        self.scaling = Scaling(scaler, optimizer)
+        self._max_grad_norm = max_grad_norm
+        self._preparation: OptimizerPreparation | None = None
+        self._others: list[Tensor] = []  # that are clipped, and not the optimizer's
+
+    def function(self) -> Callable[..., Any]:
+        return self._step_fn
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        preparation = self._preparation
+        # a step_fn that looks at its learning rate sees the Python number
+        with nullcontext() if preparation is None else preparation.suspended():
+            result = call(self._step_fn, args, kwargs)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
+            raise TypeError(
+                "step_fn must return the loss, a 0-dim tensor that requires grad, or a dict with it under "
+                f"'loss'; got {_describe(result)}"
+            )
+        return loss, result
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaling.scale(loss).backward()
+
+    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+        if self.optimizer is None:
+            return
+        self.scaling.unscale()
+        if self._max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+
+    def update(self) -> None:
+        self.scaling.step()
+
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        self._preparation = preparation
+        reason = self.scaling.why_update_stays_outside(preparation, other_kernels=True)
+        if reason is not None:
+            return reason
+        if self._max_grad_norm is not None and self.optimizer is not None:
+            self._others = not_optimized(self.model, self.optimizer)
+            if self.constants():
+                return CLIPS_OTHERS
+        return None
+
+    def constants(self) -> tuple[Any, ...]:
+        """What a capture bakes in: whether others than the optimizer's gradients are clipped."""
+        others = self._others
+        return (True,) if others and any(p.requires_grad or p.grad is not None for p in others) else ()
+
+    def acts_before_backward(self) -> Problem | None:
+        return None
+
+    def acts_before_update(self) -> str | None:
+        return None
+
+    def before_update(self) -> Callable[[], None]:
+        """Run what acts between backward and the optimizer in Python. Returns what remains to be done of the phase."""
+        return self._update_phase
+
+    def _update_phase(self) -> None:
+        self.transform_gradients()
+        self.update()
+
+    def extra_state(self) -> Iterable[Tensor]:
+        return self.scaling.tensors()
+
+    def starts_fresh(self) -> bool:
+        """Without an optimizer of ours: whether the caller emptied the gradients."""
+        return all(p.grad is None for p in self.model.parameters())
+
+    def run(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        position: PositionInAccumulation,
+        update: Callable[[Callable[[], None], Any], None],
+    ) -> Any:
+        """The whole step without a graph; `update` makes its optimizer phase."""
+        if self.optimizer is not None and position.fresh:
+            self.optimizer.zero_grad(set_to_none=True)
+        loss, result = self.forward(call, args, kwargs)
+        self.backward(loss)
+        if position.update:
+            update(self.before_update(), position.constants)
+        return _detached(result)
+
+
+def plain_update(body: Callable[[], None], constants: Any = ()) -> None:
+    """The optimizer phase as it is."""
+    body()
+
+
+def _detached(result: Any) -> Any:
+    try:
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+    except TypeError:
+        return result  # a container that only its author can rebuild; such a step is never replayed
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {list(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
