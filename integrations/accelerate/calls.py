@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.integrations.patches import standing_in
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.dispatch import TorchDispatchMode
 from pygraph_train.torch_private.memory import storage_key
@@ -360,21 +361,3 @@ def stubs(accelerator: Any, put_off: list[tuple[Any, ...]]) -> list[tuple[Any, s
     for index, scheduler in enumerate(accelerator._schedulers):
         found.append((scheduler, "step", _CallStub(put_off, "scheduler.step", index)))
     return found
-
-
-@contextmanager
-def standing_in(calls: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Put `call` over `owner.name` for each (owner, name, call), and take it away again."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for owner, name, call in calls:
-            attributes = vars(owner)
-            undo.append((attributes, name, attributes.get(name)))
-            attributes[name] = call
-        yield
-    finally:
-        for attributes, name, before in reversed(undo):
-            if before is None:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = before
