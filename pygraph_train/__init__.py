@@ -3,6 +3,7 @@
 ```python
 trainer = Trainer(callbacks=[PyGraphCallback()])                # Lightning
 accelerator = Accelerator(plugins=[PyGraph()])                  # Accelerate
+pygraph = PyGraphFabric().attach(fabric)                        # Lightning Fabric
 trainer = transformers.Trainer(..., callbacks=[PyGraphTrainerCallback()])
 step = GraphedStep(step_fn, model=model, optimizer=optimizer)   # a plain PyTorch loop
 ```
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pygraph_train.backend import compile
     from pygraph_train.config import PyGraphConfig
     from pygraph_train.integrations.accelerate import Accelerator, PyGraph
+    from pygraph_train.integrations.fabric import PyGraphFabric
     from pygraph_train.integrations.lightning import PyGraphCallback
     from pygraph_train.integrations.transformers import PyGraphTrainer, PyGraphTrainerCallback
     from pygraph_train.problems import PyGraphError
@@ -32,6 +34,7 @@ __all__ = [
     "PyGraphCallback",
     "PyGraphConfig",
     "PyGraphError",
+    "PyGraphFabric",
     "PyGraphTrainer",
     "PyGraphTrainerCallback",
     "StepReport",
@@ -47,6 +50,7 @@ _HOMES = {
     "PyGraphCallback": "pygraph_train.integrations.lightning",
     "PyGraphConfig": "pygraph_train.config",
     "PyGraphError": "pygraph_train.problems",
+    "PyGraphFabric": "pygraph_train.integrations.fabric",
     "PyGraphTrainer": "pygraph_train.integrations.transformers",
     "PyGraphTrainerCallback": "pygraph_train.integrations.transformers",
     "StepReport": "pygraph_train.report.step_report",

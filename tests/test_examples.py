@@ -44,6 +44,21 @@ def test_digits():
     assert float(accuracy) > 0.9
 
 
+def test_fabric_in_whole_steps():
+    pytest.importorskip("sklearn")
+    output = run("fabric_loop.py", "--epochs", "3", "--whole")
+    assert replayed(output) >= 56
+    accuracies = re.findall(r"validation accuracy: (\d\.\d+)", output)
+    assert float(accuracies[-1]) > 0.9
+
+
+@pytest.mark.slow
+def test_fabric_in_phases():
+    pytest.importorskip("sklearn")
+    output = run("fabric_loop.py", "--epochs", "3")
+    assert replayed(output, share=0.7) >= 49  # the last batch of an epoch is smaller
+
+
 @pytest.mark.slow
 def test_gpt():
     output = run("lightning_gpt.py", "--size", "tiny", "--steps", "40")

@@ -1,0 +1,315 @@
+"""Lightning Fabric: `PyGraphFabric().attach(fabric)`.
+
+The user's loop stays as it is. Models that `fabric.setup` returns run forward and backward as regions of the compile
+backend, optimizers step from graphs of their own, and everything between is the user's Python. `graphed_step` makes
+one graph of it all, where that is legal.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+try:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+    from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+except ImportError as error:
+    raise ImportError("PyGraphFabric needs Lightning: pip install 'pygraph-train[lightning]'") from error
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.integrations.fabric.step import Clipping, FabricStep
+from pygraph_train.integrations.loop import Loop
+from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.integrations.patches import standing_in
+from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.parallel.spread import Spread
+from pygraph_train.problems import Problem
+
+__all__ = ["PyGraphFabric"]
+
+_KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+
+_CLOSED = "this PyGraphFabric serves no Fabric: call attach(fabric) first"
+
+
+class PyGraphFabric:
+    """Graphs the training loop of a Lightning Fabric, which stays as it is.
+
+    ```python
+    fabric = Fabric(accelerator="gpu", devices=1, precision="bf16-mixed")
+    pygraph = PyGraphFabric().attach(fabric)            # the one more line, before fabric.setup
+    model, optimizer = fabric.setup(model, optimizer)
+    ...
+    print(pygraph.report())
+    ```
+
+    Losses, parameters, optimizer state and checkpoints are those of the loop without it. As a context manager
+    it detaches at the end: `with PyGraphFabric().attach(fabric) as pygraph:`.
+
+    Args:
+        config: options; the defaults suit most runs.
+        **overrides: single options, as `PyGraphFabric(engine="emulated")`.
+
+    Raises:
+        ValueError, TypeError: an option is unknown or has a value that is not allowed.
+    """
+
+    def __init__(self, config: PyGraphConfig | None = None, **overrides: Any) -> None:
+        self.config = PyGraphConfig.of(config, overrides)
+        self._fabric: Fabric | None = None
+        self._loop: Loop | None = None
+        self._report = LoopReport()
+        self._graphs: dict[int, OptimizerGraph | None] = {}
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._steps: list[FabricStep] = []
+        self._accumulating: list[nn.Module] = []
+        self._patches = ExitStack()
+
+    def attach(self, fabric: Fabric) -> PyGraphFabric:
+        """Graph what this Fabric sets up from now on; `detach` undoes it.
+
+        Args:
+            fabric: a `lightning.fabric.Fabric` that has set up no model yet.
+        Returns:
+            This object.
+        Raises:
+            TypeError: it is no `lightning.fabric.Fabric`.
+            ValueError: it has a PyGraphFabric already, or models; this one serves another Fabric; or the engine
+                asked for cannot work on its device.
+            PyGraphError: nothing of its training can be graphed, and `on_failure="raise"` was asked for.
+        """
+        if not isinstance(fabric, Fabric):
+            raise TypeError(_no_fabric(fabric))
+        if self._fabric is not None:
+            raise ValueError("this PyGraphFabric serves a Fabric already: make one for each")
+        if "_pygraph" in vars(fabric):
+            raise ValueError("this Fabric has a PyGraphFabric already; keep one of them")
+        if fabric._models_setup:
+            raise ValueError(
+                "this Fabric has set up a model already, which PyGraphFabric did not see: call attach(fabric) "
+                "before fabric.setup"
+            )
+        loop = Loop(self.config, fabric.device, _unsupported(fabric))
+        self._fabric, self._loop, self._report = fabric, loop, loop.report
+        replaced: list[tuple[Any, str, Any]] = [
+            (fabric, "_pygraph", self),
+            (fabric, "no_backward_sync", self._no_backward_sync),
+        ]
+        if loop.active:
+            setups = ("setup", "setup_module", "setup_optimizers")
+            replaced += [(fabric, name, self._taking(getattr(fabric, name))) for name in setups]
+            step = functools.partial(self._optimizer_step, fabric.strategy.optimizer_step)
+            replaced.append((fabric.strategy, "optimizer_step", step))
+        self._patches.enter_context(standing_in(replaced))
+        return self
+
+    def detach(self) -> None:
+        """Release all graphs and give Fabric, models and optimizers back as they were. The report stays.
+
+        Graphed steps cannot be called any more.
+        """
+        for step in self._steps:
+            step.retire()
+        if self._loop is not None:
+            self._loop.release()
+        self._patches.close()
+        self._fabric, self._loop, self._steps, self._graphs = None, None, [], {}
+
+    def __enter__(self) -> PyGraphFabric:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+    def report(self) -> LoopReport:
+        """What became of the training steps so far. Prints as a table."""
+        return self._report
+
+    @overload
+    def graphed_step(
+        self,
+        fn: None = None,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+        clip_val: float | None = None,
+    ) -> Callable[[Callable[..., Any]], FabricStep]: ...
+
+    @overload
+    def graphed_step(
+        self,
+        fn: Callable[..., Any],
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+        clip_val: float | None = None,
+    ) -> FabricStep: ...
+
+    def graphed_step(
+        self,
+        fn: Callable[..., Any] | None = None,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+        clip_val: float | None = None,
+    ) -> Any:
+        """Run a whole training step as one graph, where that is legal; also as a decorator.
+
+        ```python
+        @pygraph.graphed_step(model=model, optimizer=optimizer, max_norm=1.0, error_if_nonfinite=False)
+        def step(batch):
+            return loss_fn(model(batch["x"]), batch["y"])
+
+        for batch in loader:
+            loss = step(batch)  # instead of zero_grad, forward, fabric.backward, fabric.clip_gradients, step
+            scheduler.step()
+        ```
+
+        Inside of `fabric.no_backward_sync(model)` a call adds up gradients and does not step. The first call
+        after that steps.
+
+        Args:
+            fn: computes the loss: a 0-dim tensor that requires grad, or a dict with such a tensor under "loss".
+                Tensors that it is called with are on the device.
+            model: as `fabric.setup` returned it.
+            optimizer: as `fabric.setup` returned it. Gradients are emptied before each step.
+            max_norm, norm_type, error_if_nonfinite, clip_val: as in `fabric.clip_gradients`; without `max_norm` and
+                `clip_val` nothing is clipped. With `error_if_nonfinite=True`, Fabric's default, the norm is read on
+                the host between backward and the optimizer, which is then a graph of its own.
+        Returns:
+            A callable that makes one step, and returns what `fn` returns, detached.
+        Raises:
+            TypeError: model or optimizer were not set up with Fabric.
+            ValueError: they were set up with another one, or both `max_norm` and `clip_val` were given.
+            RuntimeError: this object is not attached to a Fabric.
+        """
+        fabric, loop = self._attached()
+        clipping = Clipping(max_norm, norm_type, error_if_nonfinite, clip_val)
+        _check(fabric, model, optimizer)
+        if fn is None:
+            return lambda fn: self._make_step(fn, fabric, loop, model, optimizer, clipping)
+        return self._make_step(fn, fabric, loop, model, optimizer, clipping)
+
+    def _make_step(self, fn: Callable[..., Any], fabric: Fabric, loop: Loop, *rest: Any) -> FabricStep:
+        step = FabricStep(fn, fabric, loop, *rest, self._models, self._accumulating)
+        self._steps.append(step)
+        return step
+
+    def _attached(self) -> tuple[Fabric, Loop]:
+        if self._fabric is None or self._loop is None:
+            raise RuntimeError(_CLOSED)
+        return self._fabric, self._loop
+
+    # -- in the place of methods of Fabric and its strategy --------------------------------------------
+
+    def _taking(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that sets up, after which models and optimizers that it returns are taken over."""
+
+        @functools.wraps(setup)
+        def set_up(*args: Any, **kwargs: Any) -> Any:
+            made = setup(*args, **kwargs)
+            for one in made if isinstance(made, tuple) else (made,):
+                self._take(one)
+            return made
+
+        return set_up
+
+    def _take(self, made: Any) -> None:
+        _, loop = self._attached()
+        if isinstance(made, _FabricModule):
+            self._models.add(made)
+            loop.take_module(made._forward_module)
+        elif isinstance(made, _FabricOptimizer) and id(made.optimizer) not in self._graphs:
+            self._graphs[id(made.optimizer)] = loop.take_optimizer(made.optimizer, _scaler(made._strategy))
+
+    def _optimizer_step(self, stock: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
+        """`strategy.optimizer_step`, from the optimizer's own graph where it has one."""
+        graph = self._graphs.get(id(optimizer))
+        if graph is None or kwargs:  # a closure
+            return stock(optimizer, **kwargs)
+        _, loop = self._attached()
+        return loop.step(graph, functools.partial(stock, optimizer))
+
+    def _no_backward_sync(self, module: Any, enabled: bool = True) -> AbstractContextManager[Any]:
+        fabric, _ = self._attached()
+        stock = type(fabric).no_backward_sync(fabric, module, enabled)
+        return self._noting(module, stock) if enabled else stock
+
+    @contextmanager
+    def _noting(self, module: nn.Module, stock: AbstractContextManager[Any]) -> Iterator[None]:
+        self._accumulating.append(module)
+        try:
+            with stock:
+                yield
+        finally:
+            self._accumulating.pop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config}  # graphs live in this process only
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["config"])  # type: ignore[misc]
+
+
+def _scaler(strategy: Any) -> torch.amp.GradScaler | None:
+    return getattr(strategy.precision, "scaler", None)
+
+
+def _no_fabric(given: object) -> str:
+    module = type(given).__module__
+    if module.partition(".")[0] == "lightning_fabric":
+        return (
+            "this Fabric comes from `import lightning_fabric`, a copy that PyGraphFabric does not know: "
+            "use `from lightning.fabric import Fabric`"
+        )
+    return f"attach takes a lightning.fabric.Fabric, got {type(given).__name__}"
+
+
+def _check(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    """What `graphed_step` is given comes from this Fabric."""
+    how = "use what `model, optimizer = fabric.setup(model, optimizer)` returns"
+    if not isinstance(model, _FabricModule):
+        raise TypeError(
+            f"the model of graphed_step was not set up with Fabric, it is a {type(model).__name__}: {how}"
+        )
+    if not isinstance(optimizer, _FabricOptimizer):
+        raise TypeError(
+            f"the optimizer of graphed_step was not set up with Fabric, it is a {type(optimizer).__name__}: {how}"
+        )
+    for what, made in (("model", model), ("optimizer", optimizer)):
+        if made._strategy is not fabric.strategy:
+            raise ValueError(
+                f"the {what} of graphed_step was set up with another Fabric than the one that this PyGraphFabric "
+                "serves: attach one to each"
+            )
+
+
+def _unsupported(fabric: Fabric) -> Problem | None:
+    """Why nothing of this Fabric's training can be graphed."""
+    strategy = type(fabric.strategy)
+    problem = Spread(wrapper=None if strategy is SingleDeviceStrategy else strategy.__name__).problem
+    if problem is not None:
+        return Problem(problem.reason, fix="Graphs need Fabric(devices=1)")
+    if type(fabric.strategy.precision) not in _KNOWN_PRECISION:
+        return Problem(
+            f"the precision plugin {type(fabric.strategy.precision).__name__} is not known: steps run as they are",
+            fix="Fabric(precision=...) makes one that is",
+        )
+    return None

@@ -1,0 +1,232 @@
+"""`PyGraphFabric.graphed_step`: a whole training step of a Fabric loop as one graph."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from pygraph_train.graphs import make_engine
+from pygraph_train.integrations.loop import Loop
+from pygraph_train.integrations.patches import standing_in
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.problems import Problem, PyGraphError, defined_at
+from pygraph_train.report.step_report import Fallback
+from pygraph_train.step.loss_program import LossProgram, LossSteps
+from pygraph_train.step.program import Call
+from pygraph_train.torch_private.optim import count_optimizer_step
+
+__all__ = ["Clipping", "FabricStep"]
+
+log = logging.getLogger("pygraph_train")
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The arguments of `fabric.clip_gradients`; the default clips nothing.
+
+    Raises:
+        ValueError: both `max_norm` and `clip_val` were given.
+    """
+
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = True
+    clip_val: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and self.clip_val is not None:
+            raise ValueError("graphed_step clips either to max_norm or to clip_val: leave one of them out")
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is clipped."""
+        return self.max_norm is not None or self.clip_val is not None
+
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether Python looks at the norm, to raise an error, before the optimizer may step."""
+        return self.max_norm is not None and self.error_if_nonfinite
+
+    def apply(self, fabric: Fabric, model: nn.Module, optimizer: Any) -> None:
+        """Clip the gradients of the optimizer's parameters."""
+        if self.clip_val is not None:
+            fabric.clip_gradients(model, optimizer, clip_val=self.clip_val)
+        elif self.max_norm is not None:
+            fabric.clip_gradients(
+                model,
+                optimizer,
+                max_norm=self.max_norm,
+                norm_type=self.norm_type,
+                error_if_nonfinite=self.error_if_nonfinite,
+            )
+
+
+class FabricStep(LossSteps):
+    """A training step of a Fabric loop that replays itself. Made by `PyGraphFabric.graphed_step`.
+
+    Args:
+        fn: computes the loss.
+        fabric: whose `backward` and `clip_gradients` make the step.
+        loop: what else of this training is graphed; steps that cannot be graphed as a whole run in it.
+        model, optimizer: as Fabric returned them.
+        clipping: of gradients, before the optimizer.
+        models: all that Fabric returned.
+        accumulating: the models whose gradients are being added up now.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        fabric: Fabric,
+        loop: Loop,
+        model: nn.Module,
+        optimizer: Any,
+        clipping: Clipping,
+        models: Iterable[nn.Module],
+        accumulating: list[nn.Module],
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._fabric = fabric
+        self._loop = loop
+        self._model = model
+        self._fabric_optimizer = optimizer
+        self._accumulating = accumulating
+        self._retired = False
+        engine = make_engine(loop.config.engine, fabric.device) if loop.active else None
+        program = _FabricProgram(fn, fabric, model, optimizer, clipping, models)
+        super().__init__(program, loop.config, engine)
+        if engine is not None:
+            loop.report.whole_steps[self._name] = self._report
+            loop.give_up_optimizer(optimizer.optimizer)
+            problem = _not_whole(fabric)
+            if problem is not None:
+                self._leave(problem)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make one step; inside of `fabric.no_backward_sync(model)` only add up gradients.
+
+        Returns:
+            What the function returned, detached: tensors of their own.
+
+        Raises:
+            RuntimeError: the PyGraphFabric that made this step was detached.
+        """
+        if self._retired:
+            raise RuntimeError(
+                f"{self._name} belongs to a PyGraphFabric that was detached: make it anew with graphed_step"
+            )
+        update = not any(model is self._model for model in self._accumulating)
+        if self._runner is None:
+            result = self._make(args, kwargs, update=update)
+        else:
+            with self._loop.paused():
+                result = self._make(args, kwargs, update=update)
+            if self._runner.stopped or self._runner.hopeless:
+                self._leave(None)
+        if update:
+            optimizer = self._fabric_optimizer
+            count_optimizer_step(optimizer)
+            self._fabric.call(
+                "on_after_optimizer_step", strategy=self._fabric.strategy, optimizer=optimizer.optimizer
+            )
+        return result
+
+    def retire(self) -> None:
+        """Release all graphs. The step cannot be called any more: nobody says when gradients are added up."""
+        self.close()
+        self._retired = True
+
+    def _leave(self, problem: Problem | None) -> None:
+        """Further steps run as they are, forward, backward and optimizer apart."""
+        self.close()
+        self._loop.take_back_optimizer(self._fabric_optimizer.optimizer)
+        if problem is None:
+            return
+        self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))
+        log.warning("pygraph: %s is not graphed as a whole: %s", self._name, problem)
+        if self._loop.config.on_failure == "raise":
+            raise PyGraphError(str(problem))
+
+
+class _FabricProgram(LossProgram):
+    """`StepProgram` over a function that computes the loss of a Fabric loop."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        fabric: Fabric,
+        model: nn.Module,
+        optimizer: Any,
+        clipping: Clipping,
+        models: Iterable[nn.Module],
+    ) -> None:
+        scaler = getattr(fabric.strategy.precision, "scaler", None)
+        super().__init__(fn, model, optimizer.optimizer, fabric.device, scaler, None)
+        self._fabric = fabric
+        self._clipping = clipping
+        self._models = models
+
+    def context(self) -> Any:
+        """Fabric hooks every result of a model, to see that backward is its own: here it is."""
+        return standing_in((model, "_register_backward_hook", _as_it_is) for model in self._models)
+
+    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        with self.context():
+            return super().forward(call, args, kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        self._fabric.backward(loss)
+
+    def transform_gradients(self, *, in_kernels: bool = True) -> None:
+        if self._clipping.on:
+            self._clipping.apply(self._fabric, self.model, self.optimizer)  # this unscales
+        else:
+            self._scaling.unscale(in_kernels=in_kernels)
+
+    def update(self) -> None:
+        assert self.optimizer is not None
+        self._fabric.strategy.optimizer_step(self.optimizer)
+
+    def before_update(self) -> Callable[[], None]:
+        if not self._clipping.reads_on_host:
+            return super().before_update()
+        self.transform_gradients()
+        return self.update
+
+    def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
+        self._preparation = preparation
+        if self._scaling.on and self._clipping.reads_on_host:
+            return (
+                "the norm of gradients is read on the host between unscaling and the optimizer's step; "
+                "error_if_nonfinite=False does not need that"
+            )
+        return self._scaling.why_update_stays_outside(preparation)
+
+    def acts_before_update(self) -> str | None:
+        if not self._clipping.reads_on_host:
+            return None
+        return "clip_gradients reads the norm on the host; error_if_nonfinite=False does not need that"
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _not_whole(fabric: Fabric) -> Problem | None:
+    """Why no step of this Fabric can be graphed as a whole, seen before the first one."""
+    for name in ("backward", "clip_gradients"):
+        method = getattr(type(fabric), name)
+        if method is not getattr(Fabric, name) or name in vars(fabric):
+            return Problem(
+                f"{type(fabric).__name__}.{name} is not Fabric's own and runs in Python on every step",
+                defined_at(method),
+                "Leave graphed_step out: phases of the stock loop are graphed around it",
+            )
+    return None
