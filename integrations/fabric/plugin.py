@@ -129,6 +129,15 @@ class PyGraphFabric:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
+    def on_after_setup(self, fabric: Fabric) -> None:
+        """Called where somebody took this object for a callback of Fabric.
+
+        Raises:
+            TypeError: it is not attached, so nothing would be graphed.
+        """
+        if self._fabric is None:
+            raise TypeError("PyGraphFabric is no callback of Fabric: call PyGraphFabric().attach(fabric)")
+
     def report(self) -> LoopReport:
         """What became of the training steps so far. Prints as a table."""
         return self._report

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+try:
+    import lightning.pytorch  # noqa: F401  # here, to say what is missing
+except ImportError as error:
+    raise ImportError(
+        "PyGraphCallback needs the package `lightning` (`import lightning.pytorch as pl`; `pytorch_lightning` is a "
+        "copy that it does not know): pip install 'pygraph-train[lightning]'"
+    ) from error
+
 from pygraph_train.integrations.lightning.callback import PyGraphCallback
 from pygraph_train.problems import not_the_users
 

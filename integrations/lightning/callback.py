@@ -126,6 +126,16 @@ class PyGraphCallback(Callback):
                 "engine='auto' trains without graphs here"
             )
 
+    def on_after_setup(self, fabric: Any = None) -> None:
+        """Refuse to serve a Fabric, which calls this: it has no Trainer's loop.
+
+        Raises:
+            MisconfigurationException: always.
+        """
+        raise MisconfigurationException(
+            "PyGraphCallback is for Trainer(callbacks=[...]); in Lightning Fabric call PyGraphFabric().attach(fabric)"
+        )
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Optimizers exist and checkpoints are restored: take over the optimization of batches."""
         self._report, self._logged = StepReport(), -1
@@ -547,6 +557,14 @@ class _LightningProgram:
 
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     """Why nothing of this run can be replayed, seen before the first step."""
+    if not isinstance(trainer, Trainer):
+        package = next(c.__module__ for c in type(trainer).__mro__ if c.__name__ == "Trainer").partition(".")[
+            0
+        ]
+        return Problem(
+            f"the Trainer comes from `import {package}`, a copy of Lightning that PyGraphCallback does not know",
+            fix="Write `import lightning.pytorch as pl`: the same classes are there",
+        )
     if not module.automatic_optimization:
         return Problem("manual optimization: the order of its phases is known only to Python")
     strategy = type(trainer.strategy)
