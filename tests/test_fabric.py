@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import pickle
+import subprocess
+import sys
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -605,12 +608,60 @@ def test_a_fabric_of_the_other_package_is_refused_by_its_import() -> None:
         PyGraphFabric(engine="emulated").attach(other.Fabric(accelerator="cpu", devices=1))
 
 
-@pytest.mark.passes_without_graphs("nothing is trained")
-def test_an_attached_fabric_can_be_sent_to_processes() -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn")
-    PyGraphFabric(engine="emulated").attach(fabric)
-    sent = pickle.loads(pickle.dumps(fabric))
-    assert type(sent) is Fabric
+@pytest.mark.parametrize("loop", ["stock", "whole"])
+def test_an_attached_fabric_may_be_copied(loop: str) -> None:
+    """Launchers that spawn processes send it to them."""
+
+    def script(script: Script) -> None:
+        if script.pygraph is not None:
+            script.fabric = pickle.loads(pickle.dumps(script.fabric))
+            script.pygraph = vars(script.fabric)["_pygraph"]
+            copies.append(script.pygraph)
+        (stock if loop == "stock" else stepwise)(script)
+
+    copies: list[Any] = []
+    if loop == "stock":
+        both(script, replays=50)  # reports have all regions that ran
+        phases(copies[0].report())
+    else:
+        both(script, never="steps are in the report of the copy")
+        whole(copies[0].report())
+
+
+@pytest.mark.slow
+@pytest.mark.passes_without_graphs("several devices have none")
+def test_spawned_processes_train_as_before() -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from lightning.fabric import Fabric
+from fabric_training import Script, loss_of, setup
+from pygraph_train import PyGraphFabric
+
+def train(fabric):
+    torch.manual_seed(0)
+    script = Script(fabric, vars(fabric).get("_pygraph"))
+    model, optimizer, loader, _ = setup(script, dropout=0.0)
+    step = script.whole(lambda batch: loss_of(model, batch), model, optimizer, max_norm=0.5)
+    losses = [float(step(batch, update=index % 3 == 2)) for index, batch in enumerate(loader)]
+    if fabric.global_rank == 0:
+        print("LOSSES", losses)
+
+if __name__ == "__main__":
+    for attach in (False, True):
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn")
+        if attach:
+            PyGraphFabric(engine="emulated", warmup_steps=2).attach(fabric)
+        fabric.launch(train)
+"""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(script)
+        file.flush()
+        done = subprocess.run([sys.executable, file.name], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    plain, attached = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
+    assert plain == attached
 
 
 def test_a_compiled_model_is_left_to_its_compiler() -> None:

@@ -97,15 +97,16 @@ class PyGraphFabric:
                 "this Fabric has set up a model already, which PyGraphFabric did not see: call attach(fabric) "
                 "before fabric.setup"
             )
-        loop = Loop(self.config, fabric.device, _unsupported(fabric))
-        self._fabric, self._loop, self._report = fabric, loop, loop.report
+        loop = self._begin(fabric)
         replaced: list[tuple[Any, str, Any]] = [
             (fabric, "_pygraph", self),
             (fabric, "no_backward_sync", self._no_backward_sync),
         ]
         if loop.active:
             setups = ("setup", "setup_module", "setup_optimizers")
-            replaced += [(fabric, name, self._taking(getattr(fabric, name))) for name in setups]
+            replaced += [
+                (fabric, name, functools.partial(self._set_up, getattr(fabric, name))) for name in setups
+            ]
             step = functools.partial(self._optimizer_step, fabric.strategy.optimizer_step)
             replaced.append((fabric.strategy, "optimizer_step", step))
         self._patches.enter_context(standing_in(replaced))
@@ -221,24 +222,24 @@ class PyGraphFabric:
         self._steps.append(step)
         return step
 
+    def _begin(self, fabric: Fabric) -> Loop:
+        loop = Loop(self.config, fabric.device, _unsupported(fabric))
+        self._fabric, self._loop, self._report = fabric, loop, loop.report
+        return loop
+
     def _attached(self) -> tuple[Fabric, Loop]:
-        if self._fabric is None or self._loop is None:
+        if self._fabric is None:
             raise RuntimeError(_CLOSED)
-        return self._fabric, self._loop
+        return self._fabric, self._loop or self._begin(self._fabric)
 
     # -- in the place of methods of Fabric and its strategy --------------------------------------------
 
-    def _taking(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that sets up, after which models and optimizers that it returns are taken over."""
-
-        @functools.wraps(setup)
-        def set_up(*args: Any, **kwargs: Any) -> Any:
-            made = setup(*args, **kwargs)
-            for one in made if isinstance(made, tuple) else (made,):
-                self._take(one)
-            return made
-
-        return set_up
+    def _set_up(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One of Fabric's methods that set up; models and optimizers that it returns are taken over."""
+        made = stock(*args, **kwargs)
+        for one in made if isinstance(made, tuple) else (made,):
+            self._take(one)
+        return made
 
     def _take(self, made: Any) -> None:
         _, loop = self._attached()
@@ -271,10 +272,11 @@ class PyGraphFabric:
             self._accumulating.pop()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config}  # graphs live in this process only
+        return {"config": self.config, "fabric": self._fabric}  # graphs live in this process only
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["config"])  # type: ignore[misc]
+        self._fabric = state["fabric"]
 
 
 def _scaler(strategy: Any) -> torch.amp.GradScaler | None:
