@@ -444,7 +444,9 @@ def test_callbacks_of_the_optimizer_run_after_each_step() -> None:
 
 
 def test_schedulers_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    run(stepwise, PyGraphFabric(engine="emulated", warmup_steps=2))
+    pygraph = PyGraphFabric(engine="emulated", warmup_steps=2)
+    run(stepwise, pygraph)
+    whole(pygraph.report())
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
 
 
@@ -508,7 +510,6 @@ def test_several_devices_are_refused_in_one_sentence() -> None:
     assert "no_backward_sync" not in vars(fabric)
 
 
-@pytest.mark.passes_without_graphs("graphs are off")
 @pytest.mark.parametrize("script", [stock, stepwise])
 def test_switched_off(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYGRAPH_DISABLE", "1")
@@ -516,7 +517,6 @@ def test_switched_off(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.regions()
 
 
-@pytest.mark.passes_without_graphs("graphs are off")
 def test_switched_off_gradients_still_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYGRAPH_DISABLE", "1")
 
@@ -541,7 +541,6 @@ def test_a_precision_plugin_of_somebody_else() -> None:
 # -- taking over and giving back ----------------------------------------------------------------------
 
 
-@pytest.mark.passes_without_graphs("it is about what is given back")
 def test_detached_everything_is_as_it_was() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     before, strategy = dict(vars(fabric)), dict(vars(fabric.strategy))
@@ -551,6 +550,7 @@ def test_detached_everything_is_as_it_was() -> None:
         step = pygraph.graphed_step(functools.partial(loss_of, model), model=model, optimizer=optimizer)
         for batch in loader:
             step(batch)
+        whole(pygraph.report())
         raise KeyError("a fault of the user")
     assert vars(fabric) == {**before, "_models_setup": 1}
     assert vars(fabric.strategy) == strategy
@@ -565,7 +565,6 @@ def test_detached_everything_is_as_it_was() -> None:
         pygraph.graphed_step(lambda: None, model=model, optimizer=optimizer)
 
 
-@pytest.mark.passes_without_graphs("nothing is trained")
 def test_misuse_is_refused_in_one_sentence() -> None:
     fabric, other = (Fabric(accelerator="cpu", devices=1) for _ in range(2))
     pygraph = PyGraphFabric(engine="emulated").attach(fabric)
@@ -601,7 +600,6 @@ def test_misuse_is_refused_in_one_sentence() -> None:
         fabric.no_backward_sync(raw)
 
 
-@pytest.mark.passes_without_graphs("nothing is trained")
 def test_a_fabric_of_the_other_package_is_refused_by_its_import() -> None:
     other = pytest.importorskip("lightning_fabric")
     with pytest.raises(TypeError, match=r"use `from lightning\.fabric import Fabric`"):
@@ -629,7 +627,6 @@ def test_an_attached_fabric_may_be_copied(loop: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.passes_without_graphs("several devices have none")
 def test_spawned_processes_train_as_before() -> None:
     script = f"""
 import sys

@@ -54,7 +54,6 @@ def refused_by_name(report: StepReport, package: str) -> None:
     assert report.steps_replayed == 0
 
 
-@pytest.mark.passes_without_graphs("nothing is graphed")
 def test_the_trainer_of_the_other_package_is_refused_by_its_import() -> None:
     pl = pytest.importorskip("pytorch_lightning")
     callback = PyGraphCallback(engine="emulated", warmup_steps=2)
@@ -62,7 +61,6 @@ def test_the_trainer_of_the_other_package_is_refused_by_its_import() -> None:
     refused_by_name(callback.report(), "pytorch_lightning")
 
 
-@pytest.mark.passes_without_graphs("nothing is graphed")
 def test_a_trainer_of_a_subclass_is_refused_by_the_import_of_its_base() -> None:
     pl = pytest.importorskip("pytorch_lightning")
 
@@ -74,7 +72,6 @@ def test_a_trainer_of_a_subclass_is_refused_by_the_import_of_its_base() -> None:
     refused_by_name(callback.report(), "pytorch_lightning")
 
 
-@pytest.mark.passes_without_graphs("nothing is trained")
 def test_without_the_package_the_error_names_the_import() -> None:
     script = "import sys; sys.modules['lightning'] = None; from pygraph_train import PyGraphCallback"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
@@ -85,7 +82,6 @@ def test_without_the_package_the_error_names_the_import() -> None:
     )
 
 
-@pytest.mark.passes_without_graphs("nothing is trained")
 def test_callbacks_in_the_wrong_place_say_where_they_belong() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"in Lightning Fabric call PyGraphFabric\(\)\.attach"
