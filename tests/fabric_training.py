@@ -39,7 +39,8 @@ class Script(Diary):
     ) -> Callable[..., Tensor]:
         """A step of everything: `graphed_step`, or what a Fabric loop has in its place.
 
-        Its keyword `update` says whether the optimizer steps; otherwise gradients are added up.
+        Its keyword `update` says whether the optimizer steps; otherwise gradients are added up. The norm that is
+        clipped goes into the diary.
         """
         fabric, pending = self.fabric, False
         if self.pygraph is not None:
@@ -47,7 +48,10 @@ class Script(Diary):
 
             def step(*args: Any, update: bool = True) -> Tensor:
                 with fabric.no_backward_sync(model, enabled=not update):
-                    return graphed(*args)
+                    result = graphed(*args)
+                if update:
+                    self.write("norm", graphed.norm)
+                return result
 
             return step
 
@@ -59,9 +63,9 @@ class Script(Diary):
                 loss = fn(*args)
                 fabric.backward(loss)
             if update:
-                if clipping:
-                    fabric.clip_gradients(model, optimizer, **clipping)
+                norm = fabric.clip_gradients(model, optimizer, **clipping) if clipping else None
                 optimizer.step()
+                self.write("norm", norm)
             pending = not update
             return loss.detach()
 

@@ -204,7 +204,8 @@ class PyGraphFabric:
                 `clip_val` nothing is clipped. With `error_if_nonfinite=True`, Fabric's default, the norm is read on
                 the host between backward and the optimizer, which is then a graph of its own.
         Returns:
-            A callable that makes one step, and returns what `fn` returns, detached.
+            A callable that makes one step, and returns what `fn` returns, detached. Its `norm` is what
+            `fabric.clip_gradients` would have returned.
         Raises:
             TypeError: model or optimizer were not set up with Fabric.
             ValueError: they were set up with another one, or both `max_norm` and `clip_val` were given.

@@ -53,18 +53,17 @@ class Clipping:
         """Whether Python looks at the norm, to raise an error, before the optimizer may step."""
         return self.max_norm is not None and self.error_if_nonfinite
 
-    def apply(self, fabric: Fabric, model: nn.Module, optimizer: Any) -> None:
-        """Clip the gradients of the optimizer's parameters."""
+    def apply(self, fabric: Fabric, model: nn.Module, optimizer: Any) -> Tensor | None:
+        """Clip the gradients of the optimizer's parameters. Returns their norm before, a 0-dim tensor, if it counts."""
         if self.clip_val is not None:
-            fabric.clip_gradients(model, optimizer, clip_val=self.clip_val)
-        elif self.max_norm is not None:
-            fabric.clip_gradients(
-                model,
-                optimizer,
-                max_norm=self.max_norm,
-                norm_type=self.norm_type,
-                error_if_nonfinite=self.error_if_nonfinite,
-            )
+            return fabric.clip_gradients(model, optimizer, clip_val=self.clip_val)
+        return fabric.clip_gradients(
+            model,
+            optimizer,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            error_if_nonfinite=self.error_if_nonfinite,
+        )
 
 
 class FabricStep(LossSteps):
@@ -101,6 +100,7 @@ class FabricStep(LossSteps):
         self._retired = False
         engine = make_engine(loop.config.engine, fabric.device) if loop.active else None
         program = _FabricProgram(fn, fabric, model, optimizer, clipping, models)
+        self._fabric_program = program
         super().__init__(program, loop.config, engine)
         if engine is not None:
             loop.report.whole_steps[self._name] = self._report
@@ -138,6 +138,15 @@ class FabricStep(LossSteps):
             )
         return result
 
+    @property
+    def norm(self) -> Tensor | None:
+        """What `fabric.clip_gradients` returned in the last update: the norm of gradients before they were clipped.
+
+        A 0-dim tensor of its own on the device, in the type of the gradients; None without `max_norm`.
+        """
+        norm = self._fabric_program.norm
+        return None if norm is None else norm.clone()
+
     def retire(self) -> None:
         """Release all graphs. The step cannot be called any more: nobody says when gradients are added up."""
         self.close()
@@ -172,6 +181,7 @@ class _FabricProgram(LossProgram):
         self._fabric = fabric
         self._clipping = clipping
         self._models = models
+        self.norm: Tensor | None = None  # graphs write it where it lies
 
     def context(self) -> Any:
         """Fabric hooks every result of a model, to see that backward is its own: here it is."""
@@ -185,10 +195,13 @@ class _FabricProgram(LossProgram):
         self._fabric.backward(loss)
 
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
-        if self._clipping.on:
-            self._clipping.apply(self._fabric, self.model, self.optimizer)  # this unscales
-        else:
-            self._scaling.unscale(in_kernels=in_kernels)
+        if not self._clipping.on:
+            return self._scaling.unscale(in_kernels=in_kernels)
+        found = self._clipping.apply(self._fabric, self.model, self.optimizer)  # this unscales
+        if found is not None and self.norm is not None:
+            self.norm.copy_(found)
+        elif found is not None:  # the first time, when nothing is captured yet
+            self.norm = found.clone()
 
     def update(self) -> None:
         assert self.optimizer is not None
@@ -199,6 +212,11 @@ class _FabricProgram(LossProgram):
             return super().before_update()
         self.transform_gradients()
         return self.update
+
+    def extra_state(self) -> Iterable[Tensor]:
+        yield from super().extra_state()
+        if self.norm is not None:
+            yield self.norm
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
