@@ -6,8 +6,8 @@ try:
     import lightning.pytorch  # noqa: F401  # here, to say what is missing
 except ImportError as error:
     raise ImportError(
-        "PyGraphCallback needs the package `lightning` (`import lightning.pytorch as pl`; `pytorch_lightning` is a "
-        "copy that it does not know): pip install 'pygraph-train[lightning]'"
+        "PyGraphCallback needs the package `lightning`, also for the Trainer of `import pytorch_lightning`: "
+        "pip install 'pygraph-train[lightning]'"
     ) from error
 
 from pygraph_train.integrations.lightning.callback import PyGraphCallback

@@ -17,17 +17,15 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer import call as hooks
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning.log import LogBook, Recorder
+from pygraph_train.integrations.lightning.package import base_of, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -76,8 +74,6 @@ _INSIDE_UPDATE = (
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 """Those of them that clip."""
 
-_KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-
 
 class PyGraphCallback(Callback):
     """Replays the training step of a stock Trainer as one CUDA graph wherever that changes nothing.
@@ -117,11 +113,11 @@ class PyGraphCallback(Callback):
         """Refuse a second callback of this kind: two would capture each other."""
         others = [c for c in trainer.callbacks if isinstance(c, PyGraphCallback)]  # type: ignore[attr-defined]
         if len(others) > 1:
-            raise MisconfigurationException(
+            raise _misconfiguration(trainer)(
                 f"this Trainer has {len(others)} PyGraphCallbacks; keep one of them in Trainer(callbacks=[...])"
             )
         if self.config.engine == "cuda" and not torch.cuda.is_available():
-            raise MisconfigurationException(
+            raise _misconfiguration(trainer)(
                 "PyGraphCallback(engine='cuda') needs a CUDA device, and torch finds none; "
                 "engine='auto' trains without graphs here"
             )
@@ -370,8 +366,10 @@ class _AutomaticStep:
     def _after_backward(self, loss: Tensor) -> Tensor:
         """The closure of an optimizer step whose forward and backward were replayed."""
         if self._program.split_after_backward:
-            hooks._call_callback_hooks(self._trainer, "on_after_backward")
-            hooks._call_lightning_module_hook(self._trainer, "on_after_backward")
+            package = package_of(self._trainer)
+            assert package is not None
+            package.hooks._call_callback_hooks(self._trainer, "on_after_backward")
+            package.hooks._call_lightning_module_hook(self._trainer, "on_after_backward")
         return loss
 
 
@@ -557,27 +555,25 @@ class _LightningProgram:
 
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     """Why nothing of this run can be replayed, seen before the first step."""
-    if not isinstance(trainer, Trainer):
-        package = next(c.__module__ for c in type(trainer).__mro__ if c.__name__ == "Trainer").partition(".")[
-            0
-        ]
+    package = package_of(trainer)
+    if package is None:
         return Problem(
-            f"the Trainer comes from `import {package}`, a copy of Lightning that PyGraphCallback does not know",
-            fix="Write `import lightning.pytorch as pl`: the same classes are there",
+            f"the Trainer comes from `import {root_of(trainer)}`, which PyGraphCallback does not know",
+            fix="It knows those of `import lightning.pytorch as pl` and of `import pytorch_lightning as pl`",
         )
     if not module.automatic_optimization:
         return Problem("manual optimization: the order of its phases is known only to Python")
     strategy = type(trainer.strategy)
-    spread = Spread(wrapper=None if strategy is SingleDeviceStrategy else strategy.__name__)
+    spread = Spread(wrapper=None if strategy is package.single_device else strategy.__name__)
     if spread.problem is not None:
         return spread.problem
-    if type(trainer.precision_plugin) not in _KNOWN_PRECISION:
+    if type(trainer.precision_plugin) not in package.precisions:
         return Problem(f"the precision plugin {type(trainer.precision_plugin).__name__} is not known")
     if len(trainer.optimizers) != 1:
         return Problem(f"{len(trainer.optimizers)} optimizers under automatic optimization")
-    if type(trainer.fit_loop.epoch_loop.automatic_optimization) is not _AutomaticOptimization:
+    if type(trainer.fit_loop.epoch_loop.automatic_optimization) is not package.automatic_optimization:
         return Problem("the Trainer's loop for automatic optimization is not Lightning's own")
-    if isinstance(trainer.optimizers[0], _MockOptimizer):
+    if isinstance(trainer.optimizers[0], package.mock_optimizer):
         return Problem("there is no optimizer: configure_optimizers returned None")
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
         return Problem("LBFGS asks several times for the loss in one step")
@@ -602,7 +598,7 @@ def _overridden(trainer: Trainer, module: LightningModule, hook: str) -> str | N
 
 
 def _overrides(owner: Any, hook: str) -> bool:
-    parent = LightningModule if isinstance(owner, LightningModule) else Callback
+    parent = base_of(owner) or Callback
     if not hasattr(parent, hook):
         return False
     method = getattr(owner, hook)
@@ -651,8 +647,13 @@ def _announce(trainer: Trainer, text: str) -> None:
 def _steps_left(trainer: Trainer) -> float | None:
     try:
         total = trainer.estimated_stepping_batches
-    except MisconfigurationException:  # under GradientAccumulationScheduler Lightning cannot tell
+    except _misconfiguration(trainer):  # under GradientAccumulationScheduler Lightning cannot tell
         return None
     if total == float("inf"):
         return None
     return max(0, total - trainer.global_step) * trainer.accumulate_grad_batches
+
+
+def _misconfiguration(trainer: Trainer) -> type[Exception]:
+    package = package_of(trainer)
+    return MisconfigurationException if package is None else package.misconfiguration

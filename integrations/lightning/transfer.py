@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.hooks import DataHooks
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from pygraph_train.integrations.lightning.package import package_of
 from pygraph_train.step.inputs import Transfer
 
 __all__ = ["overlapped_transfer"]
@@ -39,7 +39,9 @@ def overlapped_transfer(trainer: Trainer) -> Callable[[], None]:
 
 
 def _has_transfer_hooks(trainer: Trainer) -> bool:
-    owners: list[tuple[Any, type]] = [(trainer.lightning_module, LightningModule)]
+    package = package_of(trainer)
+    assert package is not None
+    owners: list[tuple[Any, type]] = [(trainer.lightning_module, package.module)]
     if trainer.datamodule is not None:  # type: ignore[attr-defined]
-        owners.append((trainer.datamodule, DataHooks))  # type: ignore[attr-defined]
+        owners.append((trainer.datamodule, package.data_hooks))  # type: ignore[attr-defined]
     return any(is_overridden(hook, owner, parent=parent) for owner, parent in owners for hook in _HOOKS)

@@ -1,0 +1,71 @@
+"""Lightning has two names: `lightning.pytorch`, and `pytorch_lightning`, a copy of it with classes of its own."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Package", "base_of", "package_of", "root_of"]
+
+_ROOTS = ("lightning.pytorch", "pytorch_lightning")
+
+
+@dataclass(frozen=True)
+class Package:
+    """What the adapter uses of one of them where it has to be that of the Trainer."""
+
+    module: type
+    data_hooks: type
+    single_device: type
+    automatic_optimization: type
+    mock_optimizer: type
+    misconfiguration: type[Exception]
+    precisions: tuple[type, ...]
+    hooks: ModuleType
+
+
+def package_of(trainer: Any) -> Package | None:
+    """The package that a Trainer comes from, None where that is neither."""
+    root = root_of(trainer)
+    return _package(root) if root in _ROOTS else None
+
+
+def root_of(trainer: Any) -> str:
+    """The name under which the Trainer was imported, or that its base class was."""
+    modules = [cls.__module__ for cls in type(trainer).__mro__ if cls.__name__ == "Trainer"]
+    known = (root for module in modules for root in _ROOTS if _inside(module, root))
+    return next(known, (modules or [type(trainer).__module__])[-1].partition(".")[0])
+
+
+def base_of(owner: Any) -> type | None:
+    """Lightning's class under a module or a callback, of whichever package; None for anything else."""
+    for name in ("LightningModule", "Callback"):
+        for cls in type(owner).__mro__:
+            if cls.__name__ == name and any(_inside(cls.__module__, root) for root in _ROOTS):
+                return cls
+    return None
+
+
+def _inside(module: str, root: str) -> bool:
+    return module.startswith(root + ".")
+
+
+@functools.cache
+def _package(root: str) -> Package:
+    def of(module: str, name: str) -> Any:
+        return getattr(import_module(f"{root}.{module}"), name)
+
+    names = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+    return Package(
+        module=of("core.module", "LightningModule"),
+        data_hooks=of("core.hooks", "DataHooks"),
+        single_device=of("strategies", "SingleDeviceStrategy"),
+        automatic_optimization=of("loops.optimization.automatic", "_AutomaticOptimization"),
+        mock_optimizer=of("core.optimizer", "_MockOptimizer"),
+        misconfiguration=of("utilities.exceptions", "MisconfigurationException"),
+        precisions=tuple(of("plugins.precision", name) for name in names),
+        hooks=import_module(f"{root}.trainer.call"),
+    )
