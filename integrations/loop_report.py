@@ -40,6 +40,14 @@ class LoopReport(StepReport):
         before = self._before
         return [r for r in backend.report().regions if r.replays + r.plain_runs > before.get(id(r), 0)]
 
+    def whole_step(self, name: str, report: StepReport) -> None:
+        """A step is graphed as a whole from now on; another one of that name keeps its rows."""
+        number, unique = 1, name
+        while unique in self.whole_steps:
+            number += 1
+            unique = f"{name} ({number})"
+        self.whole_steps[unique] = report
+
     def region_counts(self) -> tuple[int, int]:
         """Replays, and runs without a graph, of all regions."""
         regions = self.regions()

@@ -275,6 +275,23 @@ def test_two_graphed_steps_for_two_optimizers() -> None:
     assert [step.steps_replayed > 15 for step in report.whole_steps.values()] == [True, True], str(report)
 
 
+def test_two_graphed_steps_of_one_name_share_an_optimizer() -> None:
+    def script(script: Script) -> None:
+        model, optimizer, loader, schedule = setup(script, steps=60)
+        steps = [
+            script.whole(lambda batch: loss_of(model, batch), model, optimizer),
+            script.whole(lambda batch: model(batch[0]).square().mean(), model, optimizer),
+        ]
+        for index, batch in enumerate(loader):
+            script.write("loss", steps[index % 2](batch))
+            schedule.step()
+        script.write_state(model, optimizer)
+
+    report = both(script, replays=50)
+    assert list(report.whole_steps) == ["<lambda>", "<lambda> (2)"]
+    assert [step.steps_replayed >= 25 for step in report.whole_steps.values()] == [True, True], str(report)
+
+
 def test_a_scaler_clips_no_optimizer_that_unscales_itself() -> None:
     def script(script: Script) -> None:
         with pytest.raises(NotImplementedError) as error:

@@ -76,7 +76,7 @@ class GraphedStepFunction:
         self._on = loop.active
         if self._on:
             name = getattr(fn, "__name__", type(fn).__name__)
-            loop.report.whole_steps[name] = self._report
+            loop.report.whole_step(name, self._report)
         else:
             self._report.note("graphs are off: steps run as they are")
 

@@ -103,7 +103,7 @@ class FabricStep(LossSteps):
         self._fabric_program = program
         super().__init__(program, loop.config, engine)
         if engine is not None:
-            loop.report.whole_steps[self._name] = self._report
+            loop.report.whole_step(self._name, self._report)
             loop.give_up_optimizer(optimizer.optimizer)
             problem = _not_whole(fabric)
             if problem is not None:

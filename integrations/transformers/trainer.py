@@ -229,7 +229,7 @@ class _WholeStep:
             self._report,
             lambda: (state.max_steps - state.global_step) * trainer.args.gradient_accumulation_steps,
         )
-        loop.report.whole_steps["training_step"] = self._report
+        loop.report.whole_step("training_step", self._report)
         self._undo = route_step(trainer.optimizer, self._optimizer_step)
 
     def _optimizer_step(self, body: Callable[[], None]) -> None:
