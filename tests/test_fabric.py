@@ -292,6 +292,33 @@ def test_two_graphed_steps_of_one_name_share_an_optimizer() -> None:
     assert [step.steps_replayed >= 25 for step in report.whole_steps.values()] == [True, True], str(report)
 
 
+def test_layers_frozen_for_a_while() -> None:
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script, steps=60)
+        step = script.whole(functools.partial(loss_of, model), model, optimizer, **NORM)
+        for index, batch in enumerate(loader):
+            model.module.first.requires_grad_(not 20 <= index < 40)
+            script.write("loss", step(batch))
+        script.write_state(model, optimizer)
+
+    whole(both(script, precision="bf16-mixed", replays=30), least=30)
+
+
+def test_a_hook_on_the_model_that_comes_in_mid_run_is_called() -> None:
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script)
+        step = script.whole(functools.partial(loss_of, model), model, optimizer)
+        seen: list[int] = []
+        for index, batch in enumerate(loader):
+            if index == 20:
+                model.register_forward_hook(lambda module, args, output: seen.append(1))
+            script.write("loss", step(batch))
+        script.write("seen", len(seen))
+        script.write_state(model, optimizer)
+
+    both(script, replays=15)
+
+
 def test_a_scaler_clips_no_optimizer_that_unscales_itself() -> None:
     def script(script: Script) -> None:
         with pytest.raises(NotImplementedError) as error:
