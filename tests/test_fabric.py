@@ -292,6 +292,27 @@ def test_two_graphed_steps_of_one_name_share_an_optimizer() -> None:
     assert [step.steps_replayed >= 25 for step in report.whole_steps.values()] == [True, True], str(report)
 
 
+def test_a_step_that_is_given_up_leaves_the_optimizer_to_another_one() -> None:
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script, steps=80)
+        seen: list[int] = []
+
+        def writes(batch: list[Tensor]) -> Tensor:
+            seen.append(len(seen))
+            return loss_of(model, batch)
+
+        steps = [
+            script.whole(writes, model, optimizer),
+            script.whole(functools.partial(loss_of, model), model, optimizer),
+        ]
+        for index, batch in enumerate(loader):
+            script.write("loss", steps[index < 20 or index % 2](batch))
+        script.write_state(model, optimizer)
+
+    report = both(script, replays=30)
+    assert [step.steps_replayed >= 30 for step in report.whole_steps.values()] == [False, True], str(report)
+
+
 def test_layers_frozen_for_a_while() -> None:
     def script(script: Script) -> None:
         model, optimizer, loader, _ = setup(script, steps=60)

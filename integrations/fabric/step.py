@@ -126,6 +126,8 @@ class FabricStep(LossSteps):
         if self._runner is None:
             result = self._make(args, kwargs, update=update)
         else:
+            # another step of this optimizer may have been given up in the meantime
+            self._loop.give_up_optimizer(self._fabric_optimizer.optimizer)
             with self._loop.paused():
                 result = self._make(args, kwargs, update=update)
             if self._runner.stopped or self._runner.hopeless:
