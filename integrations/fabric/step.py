@@ -198,7 +198,7 @@ class _FabricProgram(LossProgram):
 
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         if not self._clipping.on:
-            return self._scaling.unscale(in_kernels=in_kernels)
+            return self.scaling.unscale(in_kernels=in_kernels)
         found = self._clipping.apply(self._fabric, self.model, self.optimizer)  # this unscales
         if found is not None and self.norm is not None:
             self.norm.copy_(found)
@@ -222,12 +222,12 @@ class _FabricProgram(LossProgram):
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        if self._scaling.on and self._clipping.reads_on_host:
+        if self.scaling.on and self._clipping.reads_on_host:
             return (
                 "the norm of gradients is read on the host between unscaling and the optimizer's step; "
                 "error_if_nonfinite=False does not need that"
             )
-        return self._scaling.why_update_stays_outside(preparation)
+        return self.scaling.why_update_stays_outside(preparation)
 
     def acts_before_update(self) -> str | None:
         if not self._clipping.reads_on_host:
