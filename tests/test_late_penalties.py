@@ -128,6 +128,28 @@ class Convolutions(nn.Module):
         return self.last(self.net(x))
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        ctx.save_for_backward(a)
+        return a * a
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * g * ctx.saved_tensors[0]
+
+
+class WithFunction(Critic):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Square.apply(torch.tanh(self.norm(self.first(x)))))
+
+
+@pytest.mark.parametrize("when", [lambda n: n == 40, lambda n: True], ids=["40", "always"])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_penalty_goes_through_the_backward_of_a_custom_function(penalty: Any, when: Any) -> None:
+    both(script(penalty, when, WithFunction), replays=40)
+
+
 @pytest.mark.parametrize("model_of", [Parts, Normalized, Convolutions])
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_late_penalties_of_other_models(penalty: Any, model_of: Any) -> None:

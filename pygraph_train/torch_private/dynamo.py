@@ -17,6 +17,7 @@ from pygraph_train.problems import is_user_file
 
 __all__ = [
     "CHECKPOINT",
+    "CUSTOM_FUNCTION",
     "asked_expression",
     "assign_data",
     "compiled_call",
@@ -42,6 +43,7 @@ __all__ = [
     "uncompiled_call",
     "untraced",
     "with_place",
+    "without_grad_mode",
     "writes_to_inputs",
 ]
 
@@ -248,6 +250,26 @@ def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
 
 CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 """What Dynamo makes of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` and the like. (2.11, 2.13)"""
+
+
+CUSTOM_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
+"""What Dynamo makes of `autograd.Function.apply`. Its second argument is the graph of the backward. (2.11, 2.13)"""
+
+
+def without_grad_mode(backward: torch.fx.GraphModule) -> bool:
+    """Let the backward of a custom function be differentiated itself, and return whether that changed anything.
+
+    Dynamo switches gradients off at the start of its graph and on at the end. Autograd has them on where somebody
+    differentiates the backward (create_graph=True), and off otherwise. (2.11, 2.13)
+    """
+    operations = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output")]
+    switches = [node for node in operations if node.target is torch._C._set_grad_enabled]
+    if [node.args for node in switches] != [(False,), (True,)] or switches != [operations[0], operations[-1]]:
+        return False
+    for node in switches:
+        backward.graph.erase_node(node)
+    backward.recompile()
+    return True
 
 
 def raised_while_tracing(error: BaseException) -> bool:

@@ -13,7 +13,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from pygraph_train.torch_private.dispatch import TorchDispatchMode
-from pygraph_train.torch_private.dynamo import CHECKPOINT, assign_data, writes_to_inputs
+from pygraph_train.torch_private.dynamo import (
+    CHECKPOINT,
+    CUSTOM_FUNCTION,
+    assign_data,
+    without_grad_mode,
+    writes_to_inputs,
+)
 
 __all__ = ["CHANGED_AGAIN", "as_eager", "checkpoint_that_adds", "eager_copy", "write_in_checkpoint"]
 
@@ -24,9 +30,15 @@ CHANGED_AGAIN = (
 
 
 def as_eager(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Let checkpoints, and `x.data = y`, do what they do in plain Python. Changes the graph and returns it."""
+    """Let checkpoints, custom functions and `x.data = y` do what they do in plain Python.
+
+    Changes the graph and returns it.
+    """
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target is CUSTOM_FUNCTION:
+                    without_grad_mode(getattr(module, node.args[1].target))
             nodes = [node for node in module.graph.nodes if node.target is CHECKPOINT]
             for node in nodes:
                 node.target = _checkpoint
