@@ -473,9 +473,10 @@ def test_replay_does_not_depend_on_the_callers_grad_mode(engine: EmulatedEngine)
     assert same([p.grad for p in parameters], list(torch.autograd.grad(lstm(x)[0].sum(), parameters)))
 
     with torch.inference_mode():
+        expected = lstm(x)[0] + 1  # some processors have other kernels where gradients are wanted
         graph, y = engine.capture(lambda: lstm(x)[0].add_(1))
     graph.replay()
-    assert torch.equal(y, lstm(x)[0] + 1)
+    assert torch.equal(y, expected)
 
 
 def test_replay_runs_no_user_python(engine: EmulatedEngine) -> None:

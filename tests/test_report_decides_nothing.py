@@ -15,7 +15,7 @@ from training import Net, adamw, batches, loss_of
 import pygraph_train.backend as backend
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 from pygraph_train.selection import timing
-from pygraph_train.step import graphed
+from pygraph_train.step import loss_program
 from pygraph_train.step.flight import StepInFlight
 
 EVENTS = (
@@ -75,7 +75,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch, report: type[StepReport], make: A
 
     costs = random.Random(1)
     with monkeypatch.context() as patch:
-        patch.setattr(graphed, "StepReport", report)
+        patch.setattr(loss_program, "StepReport", report)
         patch.setattr(StepInFlight, "finish", finish_and_look)
         patch.setattr(timing, "declared_seconds", lambda arm: costs.choice([1e-3, 2e-3, 3e-3]))
         model: nn.Module = make()
