@@ -132,6 +132,55 @@ def test_saved_tensors_hooks_get_what_is_saved() -> None:
     assert any("saved_tensors_hooks" in fallback.reason for fallback in report.fallbacks)
 
 
+class _Packs:
+    """A forward under hooks that lose bits of what eager kernels save, and that count it."""
+
+    def __init__(self) -> None:
+        self.packed: list[tuple[int, ...]] = []
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.packed.append(tuple(tensor.shape))
+        return tensor.bfloat16() if tensor.dtype is torch.float32 else tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            return model(x)  # type: ignore[no-any-return]
+
+
+class _Scaled(nn.Module):
+    """What `torch.compile` saves of a number that changes is a tensor, and eager kernels save none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.factor = nn.Linear(6, 8), nn.Linear(8, 3), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * self.factor)  # type: ignore[no-any-return]
+
+
+def test_saved_tensors_hooks_inside_of_the_step_get_what_eager_kernels_save() -> None:
+    def script(diary: Diary) -> None:
+        model, packs = _Scaled(), _Packs()
+        optimizer = sgd(model)
+
+        def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+            return nn.functional.cross_entropy(packs(model, batch[0]), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            model.factor = 1.0 + 0.01 * index
+            diary.write("loss", step(batch))
+            diary.write("packed", packs.packed)
+            diary.write_state(model, optimizer)
+
+    report = both(script, replays=20)
+    rows = [note for note in report.notes if "saved_tensors_hooks" in note]
+    assert len(rows) == 1 and "test_switches.py" in rows[0], str(report)
+
+
 class _Doubling(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -26,8 +26,8 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem, PyGraphError, user_line_in, user_location
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.late_leaves import LATE_LEAVES, RegionKernels, is_leaf
 from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.region_kernels import LATE_LEAVES, RegionKernels, is_leaf
 from pygraph_train.torch_private.autograd import (
     backward_ends_at,
     backward_keeps_graph,
@@ -130,7 +130,7 @@ class Regions:
         report.began(engine.name, regions=functools.partial(list, self.records))
         self._retains = False  # a backward was seen that may be called again
         self._leaves = False  # inputs were seen whose gradient is wanted, though they are no parameters
-        self._kernels = RegionKernels()
+        self._kernels = RegionKernels(report.note, compile=config.compile is True)
         self._activations: list[list[Tensor]] = []  # one in each, for the hooks of the present step
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[_Backend], _Level]] = iter((_WholeFunction, self._modules))

@@ -18,6 +18,7 @@ __all__ = [
     "hooks_on_accumulation",
     "module_hook_tables",
     "saved_tensors_hooks_active",
+    "user_hooks_on_saved_tensors",
 ]
 
 
@@ -90,3 +91,9 @@ def _no_hook(*_: Any) -> None:
 def saved_tensors_hooks_active() -> bool:
     """Whether hooks get what is saved for a backward just now. (2.11, 2.13)"""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def user_hooks_on_saved_tensors() -> bool:
+    """Whether hooks that torch did not write itself, as for checkpoints, get what is saved just now. (2.11, 2.13)"""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")

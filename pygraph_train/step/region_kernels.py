@@ -1,0 +1,76 @@
+"""Regions that run with eager kernels in some steps: for gradients of inputs, and for hooks on saved tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from pygraph_train.problems import user_location
+from pygraph_train.torch_private.hooks import user_hooks_on_saved_tensors
+
+__all__ = ["LATE_LEAVES", "RegionKernels", "is_leaf"]
+
+LATE_LEAVES = (
+    "a step that asks for the gradient of an input runs the rest with eager kernels: the first steps asked for no such "
+    "gradient"
+)
+
+WATCHED_SAVES = (
+    "a forward under saved_tensors_hooks runs with eager kernels: the hooks get what those save for the backward, and "
+    "compiled kernels save other tensors"
+)
+
+
+class RegionKernels:
+    """Which kernels the regions of a step run with.
+
+    A step that asks for the gradient of an input, when the first steps did not, is most often a step with a gradient
+    penalty, which differentiates that gradient. Compiled kernels cannot do that, so the rest of that step is eager.
+
+    Hooks on saved tensors get what eager kernels save, unless the user asked for compiled ones: compiled kernels
+    save other tensors, and such hooks may round what they get.
+
+    Args:
+        note: tells the user once that such hooks were met.
+        compile: whether the user asked for compiled kernels.
+
+    Attributes:
+        eager: whether it is such a step.
+    """
+
+    def __init__(self, note: Callable[[str], None], *, compile: bool) -> None:
+        self.eager = False
+        self._note: Callable[[str], None] | None = note
+        self._compile = compile
+
+    def either(self, compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+        """A region of every step."""
+        if self._compile:
+            return lambda *args: (eager if self.eager else compiled)(*args)
+        return lambda *args: (eager if self.eager or self._are_saves_watched() else compiled)(*args)
+
+    def _are_saves_watched(self) -> bool:
+        if not user_hooks_on_saved_tensors():
+            return False
+        if self._note is not None:
+            where = user_location()
+            self._note(f"{WATCHED_SAVES}{f' ({where})' if where else ''}")
+            self._note = None
+        return True
+
+    def eager_from_here(self, eager: Callable[..., Any]) -> Callable[..., Any]:
+        """A region whose inputs make the step such a step."""
+
+        def run(*args: Any) -> Any:
+            self.eager = True
+            return eager(*args)
+
+        return run
+
+
+def is_leaf(value: object) -> bool:
+    """Whether somebody may ask for the gradient of an input that is no parameter."""
+    wanted = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+    return wanted and not isinstance(value, nn.Parameter)
