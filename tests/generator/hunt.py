@@ -247,6 +247,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", type=Path, help="a folder for one self-contained script per cause")
     args = parser.parse_args()
+    if args.processes < 1:
+        parser.error(f"--processes {args.processes}: at least one process has to work")
     names = {name for name in args.without.split(",") if name} | (set() if args.all else set(KNOWN))
     only = frozenset(name for name in args.only.split(",") if name)
     hunt = Hunt(
