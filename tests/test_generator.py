@@ -117,6 +117,7 @@ _OF_TORCH_COMPILE = [
 ]
 
 
+@pytest.mark.passes_without_graphs("tracing alone makes these differences")
 @pytest.mark.parametrize("case", _OF_TORCH_COMPILE)
 def test_what_every_backend_of_torch_compile_does_is_no_difference(case: Case) -> None:
     outcome = compare(case)

@@ -164,6 +164,7 @@ def test_a_loss_that_is_logged_as_a_number_is_told_as_a_read_on_the_host(read: C
     assert "read it after the step" in row.fix
 
 
+@pytest.mark.passes_without_graphs("what changes on every step is found by tracing")
 def test_a_value_that_changes_in_a_module_of_torch_has_the_line_of_the_user_that_calls_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_value_that_changes_in_a_module_of_torch_has_the_line_of_the_user_that
     assert row.where == line_of(step_fn, "# here") and ".p == " in row.reason, row
 
 
+@pytest.mark.passes_without_graphs("what changes on every step is found by tracing")
 def test_a_value_that_changes_has_its_line_in_a_folder_with_a_space(tmp_path: Path) -> None:
     file = tmp_path / "my project" / "train.py"
     file.parent.mkdir()

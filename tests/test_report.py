@@ -129,6 +129,7 @@ def test_phases_of_a_split_plan_and_of_no_graphs(report):
     ]
 
 
+@pytest.mark.passes_without_graphs("it looks at the times of steps that run as they are")
 def test_phase_times_of_the_warm_up_add_up():
     model = Net()
     step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), config=CONFIG)
