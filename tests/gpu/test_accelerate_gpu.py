@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,15 @@ def test_memory_of_a_released_loop_is_returned() -> None:
     assert torch.cuda.memory_allocated() <= before + (16 << 20)
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Without it two plain runs of an embedding differ in their gradients."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("whole", [False, True])
 def test_transformers_trainer_logs_the_same_losses(
     whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
