@@ -315,6 +315,42 @@ def illegal(body: Callable[..., Any], *, replays: int = 50, **options: Any) -> s
     return fallback.reason
 
 
+@pytest.mark.parametrize("prepared", ["nothing", "model", "optimizer"])
+def test_a_step_that_trains_what_was_not_prepared(prepared: str) -> None:
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        if prepared == "model":
+            model = accelerator.prepare(model)
+        if prepared == "optimizer":
+            optimizer = accelerator.prepare(optimizer)
+
+        @script.graphed
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        for x in torch.randn(30, 8, 6):
+            script.write("loss", step(x))
+            script.write_state(model, optimizer)
+
+    if prepared == "nothing":
+        report = both(script, refused="6 tensors that this Accelerator did not prepare")
+    else:
+        report = both(script, replays=20)
+    (step,) = report.whole_steps.values()
+    if prepared == "nothing":
+        assert "accelerator.prepare(model, optimizer)" in step.fallbacks[0].fix
+    elif prepared == "optimizer":
+        assert step.steps_replayed > 15, str(report)
+    else:
+        assert "uses gradients or parameters after backward" in step.fallbacks[0].reason, str(report)
+
+
 def test_step_without_backward_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "pygraph_train"):
         reason = illegal(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pygraph_train.integrations.patches import standing_in
 from pygraph_train.problems import Problem
+from pygraph_train.torch_private.autograd import leaves_of
 from pygraph_train.torch_private.dispatch import TorchDispatchMode
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.signature import map_leaves
@@ -186,6 +187,8 @@ class Observation:
                     kwargs = {}
                 else:
                     self._note(kind, index, args, kwargs)
+                if kind == "backward":
+                    self._note_leaves(*args)
                 result = call(*args, **kwargs)
             finally:
                 if mode is not None:
@@ -212,6 +215,19 @@ class Observation:
         elif kwargs or args:
             self._problem = Problem(f"the step calls {kind} with further arguments")
         self.events.append(Event(kind, index, constants))
+
+    def _note_leaves(self, loss: Any, *_: Any) -> None:
+        """The step may do anything with parameters that the Accelerator does not know: nobody puts that off."""
+        accelerator = self._accelerator
+        known = {id(p) for model in accelerator._models for p in model.parameters()}
+        known |= {id(p) for o in accelerator._optimizers for g in o.param_groups for p in g["params"]}
+        leaves = leaves_of(loss) if isinstance(loss, Tensor) else []
+        unknown = [leaf for leaf in leaves if id(leaf) not in known]
+        if unknown:
+            self._problem = self._problem or Problem(
+                f"backward writes gradients of {len(unknown)} tensors that this Accelerator did not prepare",
+                fix="Prepare what is trained: model, optimizer = accelerator.prepare(model, optimizer)",
+            )
 
     def _note_clip(self, kind: str, parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         parameters = _listed(parameters)

@@ -18,6 +18,7 @@ __all__ = [
     "backwards_called_again",
     "compiled_autograd_wanted",
     "compiled_kernels_refuse",
+    "leaves_of",
     "refuse_retaining",
     "refuse_second_backward",
 ]
@@ -33,6 +34,20 @@ def backward_ends_at(tensor: torch.Tensor) -> bool:
     sources = [node for node, _ in tensor.grad_fn.next_functions if node is not None]  # type: ignore[union-attr]
     inner = [node for node in sources if not hasattr(node, "variable")]  # a leaf's may not be asked for
     return bool(inner) and not any(map(torch._C._will_engine_execute_node, inner))
+
+
+def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors whose `.grad` a backward from this one writes to. (2.11, 2.13)"""
+    seen, left, leaves = set(), [tensor.grad_fn], []
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        left += [source for source, _ in node.next_functions]
+    return leaves
 
 
 def compiled_kernels_refuse(error: RuntimeError) -> bool:
