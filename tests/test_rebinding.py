@@ -200,5 +200,5 @@ def test_a_batch_that_is_changed_through_its_data() -> None:
 
     report = both(script, replays=35)
     assert report.steps_replayed == 0, str(report)
-    assert report.fallbacks[0].reason.startswith("args[0][0]: the step changes its batch")
+    assert report.fallbacks[0].reason.startswith("batch[0]: the step changes its batch")
     assert report.fallbacks[0].where == line_of(test_a_batch_that_is_changed_through_its_data, ".data.mul_")

@@ -182,6 +182,7 @@ _GUARDS = (
     (r"len\((.+)\) != (\d+)", r"len(\1) is no longer \2"),
     (r"tensor '(.+?)' (.+)", r"\1 is another tensor than before (\2)"),
     (r"___check_type_id\((.+), \d+\), type=<class '(.+)'>", r"\1 is no longer of the class \2"),
+    (r"([^=]+) == ([^=]+)", r"\1 is no longer \2"),
     (r"___check_obj_id\((.+), \d+\)(?:, type=.*)?", r"\1 is no longer the same object"),
 )
 """Texts of Dynamo's that are no expressions, or name what a value is not, and sentences for them. (2.11, 2.13)"""
@@ -207,4 +208,16 @@ def readable(expression: str, fn: Any = None) -> str:
     text = expression.replace("L['fn'].__self__", "self").replace("L['fn']", "step")
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
     text = re.sub(r"\.__dict__\['([^']+)'\]", r".\1", text)
+    arguments = _argument_names(fn)
+    text = re.sub(r"L\['args'\]\[(\d+)\]", lambda found: arguments.get(found[1], found[0]), text)
+    text = re.sub(r"L\['kwargs'\]\['(\w+)'\]", r"\1", text)
     return text.replace("L['args']", "args").replace("L['kwargs']", "kwargs")
+
+
+def _argument_names(fn: Any) -> dict[str, str]:
+    """Names of the positional arguments of a function, by their place in a call."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return {}
+    bound = int(getattr(fn, "__self__", None) is not None)
+    return {str(place): name for place, name in enumerate(code.co_varnames[bound : code.co_argcount])}
