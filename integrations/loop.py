@@ -23,6 +23,7 @@ from pygraph_train.integrations.first_calls import FirstCalls, in_words, watch_b
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
+from pygraph_train.report.announcements import DISABLED, NO_DEVICE, tell_once
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.torch_private.autocast import State, present
@@ -254,10 +255,13 @@ class Loop:
         self.active = False
         if disabled_by_environment() or config.engine == "off":
             self.report.note("graphs are off: training runs as it is")
+            if disabled_by_environment():
+                tell_once(DISABLED)
             return
         self._engine = make_engine(config.engine, device)
         if self._engine is None:
             self.report.note("no CUDA device: training runs as it is (engine='emulated' shows the mechanism)")
+            tell_once(NO_DEVICE)
             return
         if refused is not None:
             self.refuse(refused.reason, refused.fix)

@@ -14,6 +14,12 @@ from pygraph_train.report.step_report import StepReport
 __all__ = ["LoopReport"]
 
 
+_NO_OPTIMIZER = (
+    "no step of a prepared optimizer was seen, and steps are counted there: give the optimizer to accelerator.prepare "
+    "(in Fabric: fabric.setup)"
+)
+
+
 @dataclass
 class LoopReport(StepReport):
     """A `StepReport` whose forwards and backwards are regions of the compile backend.
@@ -85,6 +91,8 @@ class LoopReport(StepReport):
         """The lines of the table."""
         self.plan = self.present_plan()
         rows = [] if self.whole_steps and not self.steps else super().rows()
+        if self.engine != "off" and not self.steps and not self.whole_steps:
+            rows.append(("note", _NO_OPTIMIZER))
         for name, report in self.whole_steps.items():
             rows += [("graphed step", name), *report.rows()]
         return rows

@@ -6,9 +6,9 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-__all__ = ["PyGraphConfig", "check_values", "disabled_by_environment"]
+__all__ = ["PyGraphConfig", "PyGraphOptions", "StepOptions", "check_values", "disabled_by_environment"]
 
 AutoOnOff = Literal["auto", "on", "off"]
 
@@ -23,6 +23,28 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "engine": ("auto", "cuda", "emulated", "off"),
     "on_failure": ("fallback", "raise"),
 }
+
+
+class StepOptions(TypedDict, total=False):
+    """Single options of a `PyGraphConfig` as keyword arguments, where `optimizer` is the optimizer itself."""
+
+    forward: AutoOnOff
+    backward: AutoOnOff
+    fuse: AutoOnOff
+    compile: bool | Literal["auto"]
+    warmup_steps: int
+    max_signatures: int
+    indirection: Literal["auto", "device", "host", "copy"]
+    verify: Literal["off", "first", "sample", "always"]
+    engine: Literal["auto", "cuda", "emulated", "off"]
+    on_failure: Literal["fallback", "raise"]
+    cache_dir: str | os.PathLike[str] | None
+
+
+class PyGraphOptions(StepOptions, total=False):
+    """Single options of a `PyGraphConfig` as keyword arguments: type checkers see their names and values."""
+
+    optimizer: AutoOnOff
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,7 @@ class PyGraphConfig:
         return "forward" if self.backward == "off" else "both"
 
     @classmethod
-    def of(cls, config: PyGraphConfig | None, overrides: dict[str, Any]) -> PyGraphConfig:
+    def of(cls, config: PyGraphConfig | None, overrides: Mapping[str, Any]) -> PyGraphConfig:
         """`config` (or the defaults) with `overrides` applied.
 
         Raises:

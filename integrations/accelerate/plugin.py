@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 
@@ -43,6 +43,11 @@ from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from pygraph_train.config import PyGraphOptions
 
 __all__ = ["Accelerator", "PyGraph"]
 
@@ -77,7 +82,7 @@ class PyGraph:
         ValueError, TypeError: an option is unknown or has a value that is not allowed.
     """
 
-    def __init__(self, config: PyGraphConfig | None = None, **overrides: Any) -> None:
+    def __init__(self, config: PyGraphConfig | None = None, **overrides: Unpack[PyGraphOptions]) -> None:
         self.config = PyGraphConfig.of(config, overrides)
         self._accelerator: accelerate.Accelerator | None = None
         self._stock_class: type | None = None

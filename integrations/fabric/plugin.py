@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -32,6 +32,11 @@ from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from pygraph_train.config import PyGraphOptions
 
 __all__ = ["PyGraphFabric"]
 
@@ -62,7 +67,7 @@ class PyGraphFabric:
         ValueError, TypeError: an option is unknown or has a value that is not allowed.
     """
 
-    def __init__(self, config: PyGraphConfig | None = None, **overrides: Any) -> None:
+    def __init__(self, config: PyGraphConfig | None = None, **overrides: Unpack[PyGraphOptions]) -> None:
         self.config = PyGraphConfig.of(config, overrides)
         self._fabric: Fabric | None = None
         self._loop: Loop | None = None

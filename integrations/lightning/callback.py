@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -33,7 +33,7 @@ from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
-from pygraph_train.random_state import random_numbers_kept
+from pygraph_train.report.announcements import DISABLED, NO_DEVICE, show, tell_once
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.selection.arms import (
     BACKWARD,
@@ -55,6 +55,11 @@ from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.memory import tensor_version
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from pygraph_train.config import PyGraphOptions
+
 __all__ = ["PyGraphCallback"]
 
 log = logging.getLogger("pygraph_train")
@@ -73,6 +78,10 @@ _INSIDE_UPDATE = (
 
 _CLIPPING = ("configure_gradient_clipping", "clip_gradients")
 """Those of them that clip."""
+
+
+def _ignored(switch: Switch) -> None:
+    """Nobody asked to be told of decisions."""
 
 
 class PyGraphCallback(Callback):
@@ -96,8 +105,8 @@ class PyGraphCallback(Callback):
         self,
         config: PyGraphConfig | None = None,
         *,
-        on_decision: Callable[[Switch], None] = lambda switch: None,
-        **overrides: Any,
+        on_decision: Callable[[Switch], None] = _ignored,
+        **overrides: Unpack[PyGraphOptions],
     ) -> None:
         self.config = PyGraphConfig.of(config, overrides)
         self._on_decision = on_decision
@@ -122,6 +131,21 @@ class PyGraphCallback(Callback):
                 "engine='auto' trains without graphs here"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but graphs and their report, which are those of one process: `ddp_spawn` sends callbacks to others."""
+        return {**vars(self), "_report": StepReport(), "_step": None, "_logged": -1}
+
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        """Refuse to serve the Trainer of transformers, which calls this.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "PyGraphCallback is for the Trainer of Lightning; give the Trainer of transformers "
+            "callbacks=[pygraph_train.PyGraphTrainerCallback()]"
+        )
+
     def on_after_setup(self, fabric: Any = None) -> None:
         """Refuse to serve a Fabric, which calls this: it has no Trainer's loop.
 
@@ -137,6 +161,8 @@ class PyGraphCallback(Callback):
         self._report, self._logged = StepReport(), -1
         if disabled_by_environment() or self.config.engine == "off":
             self._report.note("graphs are off: training ran as it is")
+            if disabled_by_environment():
+                tell_once(DISABLED)
             return
         problem = _unsupported(trainer, pl_module)
         if problem is not None:
@@ -148,6 +174,7 @@ class PyGraphCallback(Callback):
         engine = make_engine(self.config.engine, trainer.strategy.root_device)
         if engine is None:
             self._report.note("no CUDA device: training ran as it is (engine='emulated' shows the mechanism)")
+            tell_once(NO_DEVICE)
             return
         program = _LightningProgram(trainer, pl_module)
         runner = StepRunner(
@@ -188,10 +215,7 @@ class PyGraphCallback(Callback):
         """Give everything back, and show what happened."""
         self._detach()
         if stage == "fit" and trainer.is_global_zero and (self._report.steps or self._report.fallbacks):
-            with random_numbers_kept():
-                import rich
-
-                rich.print(self._report)
+            show(self._report)
 
     def _detach(self) -> None:
         if self._step is not None:

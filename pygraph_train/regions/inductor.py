@@ -156,7 +156,8 @@ def _region(
     device, reason = _device(gm)
     arena = _arena(options, device) if device is not None else None
     if device is None or arena is None:
-        record.decision, record.reason = "plain", reason or "no CUDA device"
+        why = "no CUDA device: engine='emulated' shows the mechanism"
+        record.decision, record.reason = "plain", reason if device is None else why
         return compile_kernels(gm, example_inputs)
     replaced = without_replacements(gm, traced.saved_from)
     gm, targets = replaced.gm, frozenset(replaced.targets)

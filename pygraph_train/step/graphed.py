@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,11 @@ from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
 from pygraph_train.tracing.signature import flattened, map_leaves
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from pygraph_train.config import StepOptions
 
 __all__ = ["GraphedStep"]
 
@@ -44,9 +49,12 @@ class GraphedStep(LossSteps):
         move_inputs: move CPU tensors among the arguments to the model's CUDA device before `step_fn` sees
             them, while the device still works on the step before (pinned memory helps). False when
             `step_fn` wants tensors on the CPU.
+        **overrides: single options, as `GraphedStep(..., engine="emulated")`; whether the optimizer runs from a
+            graph is said in `config`.
 
     Raises:
-        ValueError: the engine asked for cannot work on the model's device.
+        ValueError: an option has a value that is not allowed, or the engine cannot work on the model's device.
+        TypeError: an option is unknown.
     """
 
     def __init__(
@@ -59,8 +67,9 @@ class GraphedStep(LossSteps):
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
         move_inputs: bool = True,
+        **overrides: Unpack[StepOptions],
     ) -> None:
-        self._config = PyGraphConfig.of(config, {})
+        self._config = PyGraphConfig.of(config, overrides)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         program = LossProgram(step_fn, model, optimizer, device, scaler, max_grad_norm)
         engine = None if disabled_by_environment() else make_engine(self._config.engine, device)
