@@ -87,11 +87,11 @@ def test_accelerate_says_how_it_spreads_a_training() -> None:
 
 
 def test_transformers_says_how_it_spreads_a_training() -> None:
-    trainer = pytest.importorskip("pygraph_train.integrations.transformers.trainer")
+    callback = pytest.importorskip("pygraph_train.integrations.transformers.callback")
 
     def why(**told: Any) -> str | None:
         plain = {"world_size": 1, "n_gpu": 1, "deepspeed": None, "fsdp": []}
-        return reason(trainer._unsupported(SimpleNamespace(**{**plain, **told})))
+        return reason(callback.unsupported(SimpleNamespace(**{**plain, **told})))
 
     assert why() is None and why(n_gpu=0) is None
     for told in ({"world_size": 2}, {"n_gpu": 4}):

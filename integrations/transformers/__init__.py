@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from pygraph_train.integrations.transformers.trainer import PyGraphTrainer, PyGraphTrainerCallback
+try:
+    import transformers  # noqa: F401  # here, to say what is missing
+except ImportError as error:
+    raise ImportError(
+        "PyGraphTrainer and PyGraphTrainerCallback need transformers: pip install 'pygraph-train[transformers]'"
+    ) from error
+
+from pygraph_train.integrations.transformers.callback import PyGraphTrainerCallback
+from pygraph_train.integrations.transformers.trainer import PyGraphTrainer
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerCallback"]

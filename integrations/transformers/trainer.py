@@ -1,8 +1,4 @@
-"""transformers: `Trainer(callbacks=[PyGraphTrainerCallback()])`, or `PyGraphTrainer` in place of `Trainer`.
-
-The callback runs forward and backward as regions of the compile backend and the optimizer as a graph; the
-Trainer's own code stays between them. `PyGraphTrainer` makes one graph of the whole step where that is legal.
-"""
+"""`PyGraphTrainer` in the place of `transformers.Trainer`: one graph of the whole step, where that is legal."""
 
 from __future__ import annotations
 
@@ -13,25 +9,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-
-try:
-    import transformers
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError(
-        "PyGraphTrainer and PyGraphTrainerCallback need transformers: pip install 'pygraph-train[transformers]'"
-    ) from error
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.integrations.transformers.callback import show_report, unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed, StepInFlight
@@ -39,62 +28,9 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
 
-__all__ = ["PyGraphTrainer", "PyGraphTrainerCallback", "PyGraphTrainerMixin"]
+__all__ = ["PyGraphTrainer", "PyGraphTrainerMixin"]
 
 log = logging.getLogger("pygraph_train")
-
-
-class PyGraphTrainerCallback(TrainerCallback):
-    """Graphs forward, backward and optimizer of a stock `transformers.Trainer`, each by itself.
-
-    Losses, logs and checkpoints are those of `Trainer(torch_compile=True)` on CUDA: graphs hold Inductor's
-    kernels. `report()` says what ran from graphs.
-
-    Args:
-        config: options; the defaults suit most runs.
-        **overrides: single options, as `PyGraphTrainerCallback(engine="emulated")`.
-
-    Raises:
-        ValueError, TypeError: an option is unknown or has a value that is not allowed.
-    """
-
-    def __init__(self, config: PyGraphConfig | None = None, **overrides: Any) -> None:
-        self.config = PyGraphConfig.of(config, overrides)
-        self._report = LoopReport()
-        self._loop: Loop | None = None
-        self._undo: Callable[[], None] = lambda: None
-
-    def report(self) -> LoopReport:
-        """What became of the training steps so far. Prints as a table."""
-        return self._report
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Model and optimizer are prepared: take them over."""
-        self._release()  # of a training that ended with an exception
-        loop = self._loop = Loop(self.config, args.device, _unsupported(args))
-        self._report = loop.report
-        if not loop.active:
-            return
-        if args.torch_compile:
-            loop.refuse(
-                "torch_compile=True: forward and backward are left to that",
-                "Leave torch_compile out: pygraph-train uses Inductor's kernels. Or use PyGraphTrainer",
-            )
-        else:
-            loop.take_module(kwargs["model"])
-        optimizer = kwargs["optimizer"]
-        graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
-        self._undo = route_step(optimizer, functools.partial(loop.step, graph))
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give everything back."""
-        self._release()
-
-    def _release(self) -> None:
-        if self._loop is not None:
-            self._undo()
-            self._loop.release()
-            self._loop = None
 
 
 class PyGraphTrainerMixin(transformers.Trainer):
@@ -117,16 +53,18 @@ class PyGraphTrainerMixin(transformers.Trainer):
         return self._pygraph_report
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._pygraph_loop = Loop(self._pygraph_config, self.args.device, _unsupported(self.args))
+        self._pygraph_loop = Loop(self._pygraph_config, self.args.device, unsupported(self.args))
         self._pygraph_report = self._pygraph_loop.report
         try:
-            return super()._inner_training_loop(*args, **kwargs)
+            result = super()._inner_training_loop(*args, **kwargs)
         finally:
             if self._whole is not None:
                 self._whole.close()
             self._whole = None
             self._pygraph_loop.release()
             self._pygraph_loop = None
+        show_report(self._pygraph_report, self.args)
+        return result
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         loop = self._pygraph_loop
@@ -340,18 +278,12 @@ class _TrainerProgram:
     def acts_before_update(self) -> str | None:
         for callback in self._trainer.callback_handler.callbacks:
             method = type(callback).on_pre_optimizer_step
-            if method is not TrainerCallback.on_pre_optimizer_step:
+            if method is not transformers.TrainerCallback.on_pre_optimizer_step:
                 return f"{type(callback).__name__}.on_pre_optimizer_step runs in Python on every step"
         return None
 
     def extra_state(self) -> Iterable[Tensor]:
         return self.scaling.tensors()
-
-
-def _unsupported(args: Any) -> Problem | None:
-    """Why nothing of this training can be graphed."""
-    wrapper = "DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else None
-    return Spread(wrapper, processes=args.world_size, devices=args.n_gpu).problem
 
 
 def _not_whole(trainer: transformers.Trainer) -> Problem | None:

@@ -1,0 +1,113 @@
+"""The callback for a stock `transformers.Trainer`: forward, backward and optimizer from graphs of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.integrations.accelerate.plugin import route_step
+from pygraph_train.integrations.loop import Loop
+from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.parallel.spread import Spread
+from pygraph_train.problems import Problem
+from pygraph_train.report.announcements import show
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from pygraph_train.config import PyGraphOptions
+
+__all__ = ["PyGraphTrainerCallback", "show_report", "unsupported"]
+
+
+def _nothing() -> None:
+    """Nothing is to be undone."""
+
+
+class PyGraphTrainerCallback(TrainerCallback):
+    """Graphs forward, backward and optimizer of a stock `transformers.Trainer`, each by itself.
+
+    Losses, logs and checkpoints are those of `Trainer(torch_compile=True)` on CUDA: graphs hold Inductor's
+    kernels. `report()` says what ran from graphs.
+
+    Args:
+        config: options; the defaults suit most runs.
+        **overrides: single options, as `PyGraphTrainerCallback(engine="emulated")`.
+
+    Raises:
+        ValueError, TypeError: an option is unknown or has a value that is not allowed.
+    """
+
+    def __init__(self, config: PyGraphConfig | None = None, **overrides: Unpack[PyGraphOptions]) -> None:
+        self.config = PyGraphConfig.of(config, overrides)
+        self._report = LoopReport()
+        self._loop: Loop | None = None
+        self._undo: Callable[[], None] = _nothing
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but graphs and their report, which are those of one process."""
+        return {**vars(self), "_report": LoopReport(), "_loop": None, "_undo": _nothing}
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        """Refuse to serve the Trainer of Lightning, which calls this.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "PyGraphTrainerCallback is for the Trainer of transformers; give the Trainer of Lightning "
+            "callbacks=[pygraph_train.PyGraphCallback()]"
+        )
+
+    on_exception = setup
+    state_key = "PyGraphTrainerCallback"  # Lightning asks for it on the way
+
+    def report(self) -> LoopReport:
+        """What became of the training steps so far. Prints as a table."""
+        return self._report
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Model and optimizer are prepared: take them over."""
+        self._release()  # of a training that ended with an exception
+        loop = self._loop = Loop(self.config, args.device, unsupported(args))
+        self._report = loop.report
+        if not loop.active:
+            return
+        if args.torch_compile:
+            loop.refuse(
+                "torch_compile=True: forward and backward are left to that",
+                "Leave torch_compile out: pygraph-train uses Inductor's kernels. Or use PyGraphTrainer",
+            )
+        else:
+            loop.take_module(kwargs["model"])
+        optimizer = kwargs["optimizer"]
+        graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
+        self._undo = route_step(optimizer, functools.partial(loop.step, graph))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give everything back, and show what happened."""
+        self._release()
+        show_report(self._report, args)
+
+    def _release(self) -> None:
+        if self._loop is not None:
+            self._undo()
+            self._loop.release()
+            self._loop = None
+            self._undo = _nothing
+
+
+def show_report(report: LoopReport, args: Any) -> None:
+    """Print the report, as the Trainer prints its own last line: in the first process."""
+    if args.process_index == 0 and (report.steps or report.fallbacks or report.whole_steps):
+        show(report)
+
+
+def unsupported(args: Any) -> Problem | None:
+    """Why nothing of this training can be graphed."""
+    wrapper = "DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else None
+    return Spread(wrapper, processes=args.world_size, devices=args.n_gpu).problem
