@@ -17,6 +17,7 @@ from training import CONFIG, Diary, batches, both, line_of
 
 from pygraph_train import GraphedStep
 from pygraph_train.report.step_report import Fallback
+from pygraph_train.tracing.dry_trace import DryTrace
 
 
 def nonzero(model: nn.Module, x: Tensor) -> Tensor:
@@ -292,3 +293,14 @@ def test_a_value_of_any_kind_that_changes_is_told_in_words(
 
     row = row_of_changes(change, factor)
     assert words in row.reason and "___" not in row.reason and row.fix, row
+
+
+@pytest.mark.passes_without_graphs("it only traces")
+def test_a_trace_that_runs_nothing_names_arguments_as_the_function_does() -> None:
+    def step_fn(x: Tensor, factor: float) -> Tensor:
+        return x * factor if factor > 1 else x
+
+    trace, x = DryTrace(torch.device("cpu")), torch.ones(3)
+    trace.look(step_fn, x, 2.0)
+    assert trace.refused is None and trace.still_holds(step_fn, x, 2.0)
+    assert trace.what_changed(step_fn, x, 3.0).reason.startswith("factor is no longer 2.0")

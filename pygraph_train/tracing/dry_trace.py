@@ -46,7 +46,7 @@ class DryTrace(Trace):
 
     def look(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Trace `fn(*args, **kwargs)`."""
-        arguments = (self._probe, *args)
+        arguments = (*args, self._probe)
         try:
             self(fn, arguments, kwargs)
         except _Traced:
@@ -69,11 +69,11 @@ class DryTrace(Trace):
 
     def still_holds(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
         """Whether this call is the one that was traced. Hot path."""
-        return self.traced and self.holds(fn, (self._probe, *args), kwargs)
+        return self.traced and self.holds(fn, (*args, self._probe), kwargs)
 
     def what_changed(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
         """The guard that does not hold for this call."""
-        return self.why_not(fn, (self._probe, *args), kwargs)
+        return self.why_not(fn, (*args, self._probe), kwargs)
 
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         super()._backend(graph, example_inputs)
@@ -99,9 +99,9 @@ def _call_and_probe(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     for group in getattr(getattr(fn, "__self__", None), "param_groups", ()):
         for p in group["params"]:  # where Dynamo meets a gradient first elsewhere, it wants the same object
             p.grad  # noqa: B018
-    fn(*args[1:], **kwargs)
+    fn(*args[:-1], **kwargs)
     # without any operation Dynamo would execute the frame and ask no backend
-    probe: Tensor = args[0] + 1
+    probe: Tensor = args[-1] + 1
     return probe
 
 
