@@ -7,226 +7,31 @@ from __future__ import annotations
 
 import logging
 import time
-import types
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from pygraph_train import backend
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import Engine, make_engine
-from pygraph_train.integrations.first_calls import FirstCalls, in_words, watch_backward
+from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.integrations.regioned_call import RegionedCall, begins
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.problems import Problem, PyGraphError, user_line_in
+from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import DISABLED, NO_DEVICE, tell_once
 from pygraph_train.report.step_report import Fallback
-from pygraph_train.step.activations import explained, handed_out
-from pygraph_train.torch_private.autocast import State, present
-from pygraph_train.torch_private.dynamo import (
-    compiled_call,
-    dynamo_side_effects,
-    is_optimized_module,
-    set_compiled_call,
-    uncompiled_call,
-)
-from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
-from pygraph_train.torch_private.tracing import dynamo_region_config
-from pygraph_train.tracing.dry_trace import DryTrace
-from pygraph_train.tracing.reasons import compiler_failed, innermost
-from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
-from pygraph_train.tracing.refusals import GLOBAL_HOOK, SAVED_TENSORS_HOOKS
+from pygraph_train.torch_private.dynamo import compiled_call, is_optimized_module
 
-__all__ = ["Loop", "RegionedCall"]
+__all__ = ["Loop"]
 
 log = logging.getLogger("pygraph_train")
 
 
 _SILENCE = 20
 """Steps in which no region of forward or backward came from a graph, and none says why, after which it is found out."""
-
-
-class RegionedCall:
-    """Calls a module through the compile backend while gradients are wanted, and as it is otherwise.
-
-    The module stays the object that the user made: same type, same parameter names, same attributes.
-    Evaluation and generation run without compiled code, on whatever shapes they bring.
-
-    Args:
-        module: called like this from now on, until `remove`.
-        options: of the backend.
-        first: makes what watches the first calls, which run as they are: once for calls whose inputs require a
-            gradient (a penalty on it often comes in few steps only), and once for the others; for each autocast.
-        tell: called with the reason why calls run as they are later on.
-        **compile_options: further arguments of `torch.compile`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        options: dict[str, Any],
-        first: Callable[[str], FirstCalls],
-        tell: Callable[[Problem], None],
-        **compile_options: Any,
-    ) -> None:
-        self.module = module
-        self._tell = tell
-        self._hooks_on_all = global_module_hook_tables()
-        self._watch = first
-        self._first: dict[tuple[bool, State], FirstCalls | None] = {}
-        self._autocast: dict[tuple[bool, State], State | None] = {}  # around the backwards of these calls
-        self.paused = False
-        # a code object of its own: Dynamo counts compiled variants per code object
-        code = _call.__code__.replace(co_name="regions_of_module")
-        function = types.FunctionType(code, _call.__globals__)
-        self._compiled: Any = torch.compile(
-            function, backend=_backend(type(module).__name__, tell), options=options, **compile_options
-        )
-        set_compiled_call(module, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return _call(self.module, args, kwargs)
-        kind = any(map(_requires_grad, args)) or any(map(_requires_grad, kwargs.values())), present()
-        first = self._first_of(kind)
-        if first is not None:
-            if not first.over:
-                result = _call(self.module, args, kwargs)
-                first.look_at(result)
-                return result
-            self._first[kind], self._autocast[kind] = None, first.backward
-        if any(self._hooks_on_all):
-            self._tell(_without_graphs(self.module, GLOBAL_HOOK))
-            return _call(self.module, args, kwargs)
-        if saved_tensors_hooks_active():  # a compiled forward saves other tensors
-            self._tell(_without_graphs(self.module, SAVED_TENSORS_HOOKS))
-            return _call(self.module, args, kwargs)
-        known = self._autocast[kind]
-        around = kind[1] if known is None else known
-        with dynamo_region_config(around) as failures:
-            result = self._compiled(self.module, args, kwargs)
-        watch_backward(result, around, type(self.module).__name__, self._late)
-        if failures:
-            reason = getattr(failures[0], "inner_exception", None)
-            if isinstance(reason, PyGraphError):  # it was asked for
-                raise reason
-            self._tell(_without_graphs(self.module, compiler_failed(failures[0])))
-        return result
-
-    def _first_of(self, kind: tuple[bool, State]) -> FirstCalls | None:
-        """What watches the first calls of a kind, None where they are over."""
-        if kind not in self._first:
-            differentiated, around = kind
-            name = type(self.module).__name__
-            name += ", where its inputs require a gradient," if differentiated else ""
-            name += f", under {in_words(around)}," if around else ""
-            self._first[kind] = self._watch(name)
-        return self._first[kind]
-
-    def _late(self, problem: Problem) -> None:
-        """What compiled code cannot do comes in mid-run: whoever goes on after that gets the module as it is."""
-        self.remove()
-        self._tell(problem)
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside, calls run the module as it is."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
-
-    def explain(self, device: torch.device, tell: Callable[[Problem], None]) -> None:
-        """Find out from the next calls why nothing of the module becomes a graph."""
-        compiled, module = self._compiled, self.module
-        call = uncompiled_call(module)
-        trace = DryTrace(device)
-
-        def looked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not trace.traced and trace.refused is None:
-                trace.look(call, *args, **kwargs)
-                done = trace.refused is not None
-            else:  # traced anew on every call, or nobody knows
-                done = True
-            if done:
-                self._compiled = compiled
-                changed = trace.traced and not trace.still_holds(call, *args, **kwargs)
-                why = trace.what_changed(call, *args, **kwargs) if changed else trace.refused
-                tell(_without_graphs(module, why))
-            return compiled(module, args, kwargs)
-
-        self._compiled = looked
-
-    def remove(self) -> None:
-        """Give the module back as it was."""
-        if compiled_call(self.module) is self:
-            set_compiled_call(self.module, None)
-
-
-def _without_graphs(module: nn.Module, why: Problem | None) -> Problem:
-    """The row for a module that never came from a graph."""
-    begins = _begins(type(module).__name__)
-    if why is None:
-        return Problem(f"{begins}: Dynamo makes none of what it traces, and gives no reason")
-    reason = why.reason.replace("the step is not one graph", "Dynamo cannot trace it as one graph")
-    reason = reason.replace("the step depends on", "it depends on")
-    return Problem(f"{begins}: {reason}", why.where, why.fix)
-
-
-def _begins(name: str) -> str:
-    return f"forward and backward of {name} get no graphs"
-
-
-def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callable[..., Any]]:
-    """The compile backend, but for graphs that compiled functions would not do justice.
-
-    These are checkpoints that change buffers, and activations whose gradient somebody may ask for.
-
-    Args:
-        name: of the module.
-        tell: called with the reason why something is not compiled; Dynamo keeps backends, and must not keep its owner.
-    """
-    teller = weakref.WeakMethod(tell)
-
-    def eager(gm: torch.fx.GraphModule, problem: Problem) -> Callable[..., Any]:
-        if (now := teller()) is not None:
-            now(problem)
-        return as_eager(gm).forward
-
-    def regions(gm: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
-        write = write_in_checkpoint(gm)
-        if write is not None:
-            where = user_line_in(write.meta.get("stack_trace"))
-            return eager(gm, Problem(f"{_begins(name)}: {CHANGED_AGAIN}", where))
-        activations = handed_out(gm)
-        kept = dynamo_side_effects() if activations else []
-        if not kept:
-            return explained(backend.pygraph(gm, inputs, **kwargs), activations, name)
-        _, _, stack = kept[0]
-        return eager(
-            gm,
-            Problem(
-                f"{_begins(name)}: it stores an activation that its results are "
-                "computed from, and compiled ones have no gradient",
-                innermost(stack),
-                "Store it detached, where nobody asks for its gradient",
-            ),
-        )
-
-    return regions
-
-
-def _requires_grad(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return uncompiled_call(module)(*args, **kwargs)
 
 
 class Loop:
@@ -384,8 +189,8 @@ class Loop:
         if any(region.reason for region in self.report.regions()):
             return
         for call in self._calls:
-            begins = _begins(type(call.module).__name__)
-            if not any(row.reason.startswith(begins) for row in self.report.fallbacks):
+            start = begins(type(call.module).__name__)
+            if not any(row.reason.startswith(start) for row in self.report.fallbacks):
                 call.explain(self._device, self._tell)
 
     def _tell(self, problem: Problem) -> None:
