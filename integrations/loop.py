@@ -57,6 +57,7 @@ class Loop:
         self._counts = (0, 0)
         self._silent = 0
         self._last: float | None = None
+        self._replayed: list[bool] = []  # for each update of the present step
         self.active = False
         if disabled_by_environment() or config.engine == "off":
             self.report.note("graphs are off: training runs as it is")
@@ -158,16 +159,30 @@ class Loop:
     # -- while training -----------------------------------------------------------------------------
 
     def step(self, graph: OptimizerGraph | None, body: Callable[[], None], constants: Any = ()) -> None:
-        """Make the step of one optimizer, and count it."""
+        """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""
         if graph is None:
             return body()
         graph.run(body, constants)
         counted = [g for g in self._optimizers if not g.suspended]
         if counted and graph is counted[-1]:
-            self._count(counted)
+            self._count(all(g.replayed for g in counted))
 
-    def _count(self, optimizers: list[OptimizerGraph]) -> None:
-        """One round of all optimizers is one training step. Looks at clocks and counters only."""
+    def update(self, graph: OptimizerGraph, body: Callable[[], None]) -> None:
+        """Make the step of one optimizer, in a training step that ends with `step_ended`."""
+        graph.run(body)
+        self._replayed.append(graph.replayed)
+
+    def step_ended(self) -> None:
+        """Count a training step, in which any number of optimizers made any number of steps."""
+        replayed, self._replayed = self._replayed, []
+        self._count(all(replayed))
+
+    def _count(self, updates: bool) -> None:
+        """Count a training step. Looks at clocks and counters only.
+
+        Args:
+            updates: whether all updates of the step were replayed.
+        """
         report, now = self.report, time.perf_counter()
         self._steps += 1
         report.step_began()
@@ -177,7 +192,7 @@ class Loop:
             self._break_the_silence()
         regions = (replays > self._counts[0]) and plain == self._counts[1]
         self._counts = (replays, plain)
-        if not regions or not all(graph.replayed for graph in optimizers):
+        if not regions or not updates:
             self._last = None
             return
         interval = None if self._last is None else now - self._last

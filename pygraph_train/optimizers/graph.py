@@ -72,7 +72,7 @@ class OptimizerGraph:
         """
         self.runs += 1
         self.replayed = False
-        if self._off or self.suspended or self._refused():
+        if not self.serves():
             return body()
         assert self._preparation is not None
         if self._program.scaling.unscaled:
@@ -82,6 +82,10 @@ class OptimizerGraph:
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
         self._run_phase(body, constants)
+
+    def serves(self) -> bool:
+        """Whether `run` may replay the next step. It is found out before the first one."""
+        return not (self._off or self.suspended or self._refused())
 
     def suspend(self) -> None:
         """Release the graph and give the optimizer back as it was, until `resume`."""
@@ -136,7 +140,8 @@ class OptimizerGraph:
         self._note(problem)
 
     def _note(self, problem: Problem) -> None:
-        if self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self.runs)):
+        step = max(self.runs, 1)  # what is found out before the first one is about it
+        if self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, step)):
             level = logging.WARNING if self._config.optimizer == "on" else logging.INFO
             log.log(level, "pygraph: %s", problem)
         if self._config.on_failure == "raise":
