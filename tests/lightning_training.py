@@ -27,7 +27,15 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-PATCHED = {"log", "training_step", "run", "batch_to_device", "metrics"}
+PATCHED = {
+    "log",
+    "training_step",
+    "run",
+    "batch_to_device",
+    "metrics",
+    "optimizer_step",
+    "_compiled_call_impl",
+}
 
 
 class Module(pl.LightningModule):
@@ -277,10 +285,12 @@ def refused(fits: tuple[Fit, Fit] | Fit, *parts: str, where: str | None = None) 
 def assert_nothing_left(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Assert that no patch of the callback is left on Lightning's or the user's objects."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    owners = (module, trainer, trainer.strategy, epoch_loop, epoch_loop.automatic_optimization)
-    for owner in (*owners, epoch_loop._results):
+    loops = (epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization)
+    owners = (trainer, trainer.strategy, trainer.precision_plugin, *loops, epoch_loop._results)
+    for owner in (*module.modules(), *owners):
         assert not PATCHED & set(vars(owner)), f"{type(owner).__name__}: {PATCHED & set(vars(owner))}"
     for optimizer in trainer.optimizers:
+        assert "step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched")
         for group in optimizer.param_groups:
             assert not isinstance(group.get("lr"), Tensor)
 

@@ -461,7 +461,10 @@ def test_manual_optimization_with_two_optimizers():
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(m.parameters(), lr=0.01) for m in (self.net.first, self.net.second)]
 
-    parity(Manual, refused="manual optimization")
+    report = parity(Manual, replays=60, plan="{F} {B} O")[1].report
+    assert any(
+        "the optimizer runs outside of graphs: SGD's CPU kernels" in f.reason for f in report.fallbacks
+    )
 
 
 def test_an_optimizer_that_asks_several_times_for_the_loss():

@@ -110,6 +110,30 @@ def test_the_same_training_under_the_other_name(options: dict[str, Any]) -> None
     assert report.plan == "{F B O}", str(report)
 
 
+class Manual(Module):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+        return loss
+
+
+def test_manual_optimization_under_the_other_name() -> None:
+    report = same(Manual)
+    assert report.steps_replayed >= 60, str(report)
+    assert report.plan == "{F} {B} {O}", str(report)
+
+
 def test_a_hook_after_backward_runs_on_every_step() -> None:
     report = same(AfterBackward)
     assert report.plan == "{F B} {O}", str(report)

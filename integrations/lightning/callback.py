@@ -25,8 +25,10 @@ from torch import Tensor
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning.log import LogBook, Recorder
-from pygraph_train.integrations.lightning.package import base_of, package_of, root_of
+from pygraph_train.integrations.lightning.manual import ManualOptimization
+from pygraph_train.integrations.lightning.package import Package, base_of, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
+from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
@@ -88,7 +90,8 @@ class PyGraphCallback(Callback):
     """Replays the training step of a stock Trainer as one CUDA graph wherever that changes nothing.
 
     Losses, logged values, parameters and checkpoints are those of a run without the callback. What cannot
-    be replayed runs as before, and `report()` says why.
+    be replayed runs as before, and `report()` says why. Under manual optimization forward, backward and each
+    optimizer's step are graphs of their own.
 
     Args:
         config: options; the defaults suit most runs.
@@ -111,7 +114,7 @@ class PyGraphCallback(Callback):
         self.config = PyGraphConfig.of(config, overrides)
         self._on_decision = on_decision
         self._report = StepReport()
-        self._step: _AutomaticStep | None = None
+        self._step: _AutomaticStep | ManualOptimization | None = None
         self._logged = -1
 
     def report(self) -> StepReport:
@@ -176,6 +179,10 @@ class PyGraphCallback(Callback):
             self._report.note("no CUDA device: training ran as it is (engine='emulated' shows the mechanism)")
             tell_once(NO_DEVICE)
             return
+        if not pl_module.automatic_optimization:
+            self._step = manual = ManualOptimization(trainer, pl_module, self.config)
+            self._report = manual.report
+            return manual.attach()
         program = _LightningProgram(trainer, pl_module)
         runner = StepRunner(
             program,
@@ -186,8 +193,8 @@ class PyGraphCallback(Callback):
             announce=lambda text: _announce(trainer, text),
             on_decision=self._on_decision,
         )
-        self._step = _AutomaticStep(trainer, pl_module, program, runner)
-        self._step.attach()
+        self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner)
+        automatic.attach()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -585,14 +592,28 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
             f"the Trainer comes from `import {root_of(trainer)}`, which PyGraphCallback does not know",
             fix="It knows those of `import lightning.pytorch as pl` and of `import pytorch_lightning as pl`",
         )
-    if not module.automatic_optimization:
-        return Problem("manual optimization: the order of its phases is known only to Python")
     strategy = type(trainer.strategy)
     spread = Spread(wrapper=None if strategy is package.single_device else strategy.__name__)
     if spread.problem is not None:
         return spread.problem
     if type(trainer.precision_plugin) not in package.precisions:
         return Problem(f"the precision plugin {type(trainer.precision_plugin).__name__} is not known")
+    automatic = module.automatic_optimization
+    problem = _not_automatic(trainer, module, package) if automatic else _not_manual(trainer, package)
+    if problem is not None:
+        return problem
+    if "training_step" in vars(module):
+        return Problem(
+            "training_step was replaced on the module object (torch.compile(module) does that)",
+            fix="Give the Trainer the module itself; PyGraphCallback(compile=True) compiles the step",
+        )
+    if torch.is_anomaly_enabled() or trainer._detect_anomaly:
+        return Problem("detect_anomaly reads every gradient on the host", fix="Trainer(detect_anomaly=False)")
+    return None
+
+
+def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) -> Problem | None:
+    """Why steps under automatic optimization cannot be replayed."""
     if len(trainer.optimizers) != 1:
         return Problem(f"{len(trainer.optimizers)} optimizers under automatic optimization")
     if type(trainer.fit_loop.epoch_loop.automatic_optimization) is not package.automatic_optimization:
@@ -601,15 +622,15 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
         return Problem("there is no optimizer: configure_optimizers returned None")
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
         return Problem("LBFGS asks several times for the loss in one step")
-    if "training_step" in vars(module):
-        return Problem(
-            "training_step was replaced on the module object (torch.compile(module) does that)",
-            fix="Give the Trainer the module itself; PyGraphCallback(compile=True) compiles the step",
-        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return Problem("training_step(dataloader_iter) fetches its batches in Python")
-    if torch.is_anomaly_enabled() or trainer._detect_anomaly:
-        return Problem("detect_anomaly reads every gradient on the host", fix="Trainer(detect_anomaly=False)")
+    return None
+
+
+def _not_manual(trainer: Trainer, package: Package) -> Problem | None:
+    """Why nothing of steps under manual optimization can be replayed."""
+    if type(trainer.fit_loop.epoch_loop.manual_optimization) is not package.manual_optimization:
+        return Problem("the Trainer's loop for manual optimization is not Lightning's own")
     return None
 
 
@@ -650,6 +671,10 @@ _PLAN_NUMBERS = {str(plan): number for number, plan in enumerate(_PLANS)}
 def _metrics(report: StepReport) -> dict[str, float]:
     """What loggers get: nothing that was not measured."""
     metrics: dict[str, float] = {}
+    if isinstance(report, LoopReport):
+        ms = report.ms_with_graph
+        plan = float(_PLAN_NUMBERS[report.present_plan()])
+        return {} if ms is None else {"pygraph/step_ms": ms, "pygraph/plan": plan}
     last = next((t for arm, t in report.latest.items() if str(arm.plan) == report.plan), None)
     if last is not None:
         metrics["pygraph/step_ms"] = last.seconds * 1e3

@@ -21,6 +21,7 @@ class Package:
     data_hooks: type
     single_device: type
     automatic_optimization: type
+    manual_optimization: type
     mock_optimizer: type
     misconfiguration: type[Exception]
     precisions: tuple[type, ...]
@@ -64,6 +65,7 @@ def _package(root: str) -> Package:
         data_hooks=of("core.hooks", "DataHooks"),
         single_device=of("strategies", "SingleDeviceStrategy"),
         automatic_optimization=of("loops.optimization.automatic", "_AutomaticOptimization"),
+        manual_optimization=of("loops.optimization.manual", "_ManualOptimization"),
         mock_optimizer=of("core.optimizer", "_MockOptimizer"),
         misconfiguration=of("utilities.exceptions", "MisconfigurationException"),
         precisions=tuple(of("plugins.precision", name) for name in names),

@@ -1,0 +1,138 @@
+"""Lightning's manual optimization: forward and backward from regions, and a graph for each optimizer's step.
+
+The user's `training_step` runs in Python on every batch, and with it `manual_backward`, toggling, clipping, logging and
+all hooks. Lightning's own loop calls it, and counts what the optimizers do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.integrations.lightning.package import base_of
+from pygraph_train.integrations.loop import Loop
+from pygraph_train.integrations.patches import standing_in
+from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.optimizers.scaling import Scaling
+
+__all__ = ["ManualOptimization"]
+
+_BATCHES = 20
+"""After so many batches in which nobody stepped an optimizer of Lightning's, a row of the report says so."""
+
+
+class ManualOptimization:
+    """Graphs the phases of a `training_step` that optimizes by itself, from `attach` to `detach`.
+
+    Args:
+        trainer: its optimizers exist, and checkpoints are restored.
+        module: under manual optimization.
+        config: options.
+
+    Attributes:
+        report: filled while training.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, config: PyGraphConfig) -> None:
+        self._module = module
+        self._precision = trainer.precision_plugin
+        self._batches = trainer.fit_loop.epoch_loop.manual_optimization
+        self._scaler: torch.amp.GradScaler | None = getattr(self._precision, "scaler", None)
+        self._loop = Loop(config, trainer.strategy.root_device)
+        self._optimizers: dict[int, tuple[OptimizerGraph, Scaling]] = {}
+        self._unused = 0  # batches so far, while no optimizer was stepped
+        self._patches = ExitStack()
+        self._logs: list[tuple[Any, str, Any]] = []
+        self.report = self._loop.report
+
+    def attach(self) -> None:
+        """Take over calls of the module's parts, and steps of the optimizers."""
+        if not self._loop.active:
+            return
+        for module in _called(self._module):
+            self._loop.take_module(module)
+        # Dynamo would trace Lightning's loggers where a forward that is compiled calls these
+        self._logs = [
+            (self._module, name, torch.compiler.disable(getattr(self._module, name)))
+            for name in ("log", "log_dict")
+        ]
+        run = functools.partial(self._run, self._batches.run)
+        step = functools.partial(self._optimizer_step, self._precision.optimizer_step)
+        self._patches.enter_context(
+            standing_in([(self._batches, "run", run), (self._precision, "optimizer_step", step)])
+        )
+
+    def detach(self) -> None:
+        """Release all graphs and give modules, optimizers and Lightning's objects back as they were."""
+        self._patches.close()
+        self._loop.release()
+
+    def _run(self, stock: Callable[[Any], Any], kwargs: Any) -> Any:
+        """In the place of `run` of Lightning's loop for manual optimization: one batch."""
+        with standing_in(self._logs):
+            output = stock(kwargs)
+        self._loop.step_ended()
+        if not self._optimizers and self._unused < _BATCHES:
+            self._unused += 1
+            if self._unused == _BATCHES:
+                self._loop.refuse(
+                    f"the optimizers run outside of graphs: in {_BATCHES} batches training_step stepped none that "
+                    "self.optimizers() returns",
+                    "Return them from configure_optimizers, and step what self.optimizers() returns",
+                )
+        return output
+
+    def _optimizer_step(
+        self,
+        stock: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        model: Any,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """In the place of the precision plugin's: what it does, with the end of it from a graph."""
+        graph, scaling = self._of(optimizer)
+        if not graph.serves():
+            results: list[Any] = []
+            body = functools.partial(stock, optimizer, model=model, closure=closure, **kwargs)
+            self._loop.update(graph, lambda: results.append(body()))
+            return results[0]
+        if kwargs:
+            return stock(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()  # torch's optimizers, which graphs serve, call it once and first
+        scaling.unscale(in_kernels=True)
+        self._precision._after_closure(model, optimizer)
+        self._loop.update(graph, scaling.step)
+        return result if self._scaler is None else None
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> tuple[OptimizerGraph, Scaling]:
+        """The graph of an optimizer, and what the scaler does for it. New ones may come in mid-training."""
+        known = self._optimizers.get(id(optimizer))
+        if known is None:
+            graph = self._loop.take_optimizer(optimizer, self._scaler)
+            assert graph is not None  # the loop is active
+            known = self._optimizers[id(optimizer)] = graph, Scaling(self._scaler, optimizer)
+        return known
+
+
+def _called(module: LightningModule) -> Iterator[nn.Module]:
+    """What `training_step` may call: the module, where it has a forward, and its parts. Nested calls are one region."""
+    if type(module).forward is not getattr(base_of(module), "forward", None):
+        yield module
+    yield from _parts(module)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules directly inside of one that hold parameters, and those inside of lists and dicts of modules."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:  # nobody calls a list or a dict
+            yield from _parts(child)
+        elif any(True for _ in child.parameters()):
+            yield child
