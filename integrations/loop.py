@@ -203,6 +203,12 @@ class Loop:
         """A long time without a graph of forward and backward has a row that says why."""
         if any(region.reason for region in self.report.regions()):
             return
+        if self._calls and not any(call.called for call in self._calls):
+            names = ", ".join(type(call.module).__name__ for call in self._calls)
+            self.refuse(
+                f"forward and backward get no graphs: in {_SILENCE} steps nobody called any of {names} with gradients",
+                "Call the module, as in module(x), not a method of it",
+            )
         for call in self._calls:
             start = begins(type(call.module).__name__)
             if not any(row.reason.startswith(start) for row in self.report.fallbacks):

@@ -99,6 +99,11 @@ class RegionedCall:
             self._tell(_without_graphs(self.module, compiler_failed(failures[0])))
         return result
 
+    @property
+    def called(self) -> bool:
+        """Whether the module was called while gradients were wanted."""
+        return bool(self._first)
+
     def _first_of(self, kind: tuple[bool, State]) -> FirstCalls | None:
         """What watches the first calls of a kind, None where they are over."""
         if kind not in self._first:

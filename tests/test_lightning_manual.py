@@ -449,6 +449,18 @@ def test_a_forward_that_logs_and_counts():
     assert plain.module.calls == graphed.module.calls == 44
 
 
+def test_a_forward_called_by_its_name_runs_as_it_is():
+    class Named(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.cross_entropy(self.net.forward(batch[0]), batch))
+            optimizer.step()
+
+    _, graphed = parity(Named, replays=20, plan="F B {O}")
+    assert any("nobody called any of Net with gradients" in f.reason for f in graphed.report.fallbacks)
+
+
 def test_optimizers_that_lightning_does_not_wrap():
     class Raw(Gan):
         def optimizers(self, use_pl_optimizer: bool = True) -> Any:
