@@ -44,6 +44,15 @@ def test_digits():
     assert float(accuracy) > 0.9
 
 
+@pytest.mark.slow
+def test_gan():
+    pytest.importorskip("sklearn")
+    output = run("lightning_gan.py", "--epochs", "5")
+    assert replayed(output) >= 115
+    (distance,) = re.findall(r"distance of the mean images: (\d\.\d+)", output)
+    assert float(distance) < 0.15
+
+
 def test_fabric_in_whole_steps():
     pytest.importorskip("sklearn")
     output = run("fabric_loop.py", "--epochs", "3", "--whole")
