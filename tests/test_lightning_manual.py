@@ -316,7 +316,7 @@ def test_closures():
                     self.adversarial(self.discriminator(torch.cat([x, self(z).detach()])), True)
                 )
 
-            with first.toggle_model():
+            with first.toggle_model(), torch.no_grad():  # closures run with gradients
                 returned = first.step(generator)
             with second.toggle_model():
                 assert second.step(closure=discriminator) is None

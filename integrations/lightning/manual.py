@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -106,9 +106,11 @@ class ManualOptimization:
             return results[0]
         if kwargs:
             return stock(optimizer, model=model, closure=closure, **kwargs)
-        result = closure()  # torch's optimizers, which graphs serve, call it once and first
-        scaling.unscale(in_kernels=True)
-        self._precision._after_closure(model, optimizer)
+        # torch's optimizers, which graphs serve, call the closure once and first; only a scaler calls it before that
+        with torch.enable_grad() if self._scaler is None else nullcontext():
+            result = closure()
+            scaling.unscale(in_kernels=True)
+            self._precision._after_closure(model, optimizer)
         self._loop.update(graph, scaling.step)
         return result if self._scaler is None else None
 
