@@ -379,3 +379,39 @@ def test_parameters_may_be_swapped() -> None:
 
     assert same(trained(lambda m: m), trained(compiled))
     assert sum(r.replays for r in regions("forward")) >= 10, backend.report()
+
+
+@pytest.mark.parametrize("used", ["nowhere", "as a factor", "as a size", "as a size elsewhere"])
+def test_a_counter_keeps_its_graph_where_no_tensor_depends_on_it(used: str) -> None:
+    def trained(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        model, seen = nn.Linear(6, 3), []
+        count, doubled = 3, 0
+
+        def forward(x: torch.Tensor, size: int) -> tuple[torch.Tensor, int]:
+            nonlocal count, doubled
+            count += 1
+            doubled = (count - 1) * 2
+            if used == "as a factor":
+                x = x * count
+            elif used == "as a size":
+                x = x[:count]
+            elif used == "as a size elsewhere":
+                x = x[:size]
+            return model(x).sum(), count * size
+
+        call = wrap(forward)
+        for x, _ in batches(16, size=32):
+            loss, product = call(x, count)
+            loss.backward()
+            seen.append((loss.detach(), *gradients(model), count, doubled, product))
+            model.zero_grad()
+        return seen
+
+    for plain, mine in zip(trained(lambda f: f), trained(compiled), strict=True):
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, mine, strict=True)
+        )
+    for phase in ("forward", "backward"):
+        replays = sum(r.replays for r in regions(phase))
+        assert replays >= 8 if used == "nowhere" else replays == 0, backend.report()

@@ -132,6 +132,46 @@ def test_phases_that_may_not_share_a_graph():
     assert "fuse='off'" in report.fallbacks[0].reason
 
 
+class Counting(Net):
+    """Counts its calls; `used` says whether a tensor is computed from the count, `breaks` whether it is read."""
+
+    def __init__(self, used: str, breaks: bool) -> None:
+        super().__init__()
+        self.calls, self.pairs, self.used, self.breaks = 0, 0, used, breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.pairs = self.calls // 2
+        if self.breaks:
+            print(x.sum().item(), file=io.StringIO())
+        if self.used == "as a factor":
+            x = x * self.calls
+        elif self.used == "as a size":
+            x = x - x[: self.calls].sum(0)
+        return super().forward(x)
+
+
+@pytest.mark.notices("inputs of regions are not copied")
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("used", ["nowhere", "as a factor", "as a size"])
+def test_a_counter_in_the_forward_of_a_module(used, breaks):
+    """Graphs are for any count where no tensor depends on it."""
+
+    def script(diary: Diary) -> None:
+        model = Counting(used, breaks)
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(40, size=64):
+            diary.write("loss", step(batch))
+            diary.write("counts", (model.calls, model.pairs))
+            diary.write_state(model, optimizer)
+
+    report = both(script, fuse="off", replays=10)  # the optimizer has a graph in any case
+    ran = [r for r in report.regions() if r.ran]
+    assert {r.phase for r in ran} >= {"forward", "backward"}
+    assert all(r.replays >= 20 for r in ran) == (used == "nowhere"), str(report)
+
+
 ONE_PHASE = pytest.mark.parametrize(
     ("switches", "plan"),
     [

@@ -14,6 +14,7 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.problems import user_line_in
 from pygraph_train.regions.absent import Absent, Backward, Noting
 from pygraph_train.regions.arena import Arena
+from pygraph_train.regions.counters import Counting, counters
 from pygraph_train.regions.direct import Direct
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.pair import Pair, Tangent
@@ -183,10 +184,12 @@ def _region(
     region = Region(compiled, spec, arena, options, pair, record)
     if replaced.refused is not None:
         region.give_up(replaced.refused)
-    if changed.staged or changed.late or changed.passthrough or targets:
+    counted = counters(gm)
+    if changed.staged or changed.late or changed.passthrough or targets or counted:
         pair.direct = False
-        staged = Staged(region, changed, device)
-        return Replacing(staged, replaced.targets) if targets else staged
+        run = Staged(region, changed, device)
+        wrapped = Replacing(run, replaced.targets) if targets else run
+        return Counting(wrapped, counted) if counted else wrapped
     _name_ends(gm, traced.phase, traced.saved_from, pair)
     return region
 

@@ -25,6 +25,7 @@ __all__ = [
     "no_torch_function",
     "replaces_memory",
     "schema",
+    "symbols_of",
     "writes_arguments",
 ]
 
@@ -75,6 +76,13 @@ def has_symbols(values: Iterable[Any]) -> bool:
     """Whether the size of a tensor is not a number. (2.11, 2.13)"""
     tensors = (x for x in values if isinstance(x, torch.Tensor))
     return any(not isinstance(n, int) for x in tensors for n in (*x.size(), *x.stride()))
+
+
+def symbols_of(values: Iterable[Any]) -> set[Any]:
+    """Symbols in numbers, and in sizes, strides and offsets of tensors. (2.11, 2.13)"""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    return set().union(*map(free_symbols, values))
 
 
 def autocast_enabled() -> bool:

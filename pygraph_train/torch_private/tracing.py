@@ -308,6 +308,7 @@ def _tracing_regions(failures: list[BaseException], settings: dict[str, Any]) ->
         "skip_nnmodule_hook_guards": False,
         "skip_tensor_guards_with_matching_dict_tags": False,  # `p.data = p.data[:n]` changes no dict
         "skip_no_tensor_aliasing_guards_on_parameters": False,  # two weights may become one
+        "allow_unspec_int_on_nn_module": True,  # a counter in a module need not be traced anew on every step
         "suppress_errors": True,
         **settings,
     }
