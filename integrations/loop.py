@@ -128,7 +128,7 @@ class Loop:
                 graph.suspend()
 
     def take_back_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing else graphs it any more."""
+        """One that graphed it does so no longer; the loop does again where no other one is left."""
         for graph in self._optimizers:
             if graph.optimizer is optimizer:
                 graph.resume()

@@ -295,6 +295,51 @@ def test_two_graphed_steps_for_two_optimizers() -> None:
     assert [step.steps_replayed > 15 for step in report.whole_steps.values()] == [True, True], str(report)
 
 
+@pytest.mark.parametrize("leaves", ["first", "second", "both"])
+def test_two_graphed_steps_share_an_optimizer_and_one_is_given_up(
+    leaves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop takes the optimizer back when no graphed step is left that has it."""
+    owners: list[bool] = []  # whether the loop has the optimizer, before each step
+
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        model, optimizer, loader, schedule = setup(script, count=480)
+        clips = {"first": False, "second": False}
+
+        def made(name: str, factor: float) -> Callable[..., Any]:
+            def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+                loss = loss_of(model, batch) * factor
+                accelerator.backward(loss)
+                if clips[name]:  # another call than when the step was watched
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                return loss
+
+            step.__name__ = name
+            return script.graphed(step)
+
+        one, two = made("first", 1.0), made("second", 0.5)
+        for k, batch in enumerate(loader):
+            clips["first"] = k >= 20 and leaves != "second"
+            clips["second"] = k >= 24 and leaves != "first"
+            script.write("loss", (two if k % 2 else one)(batch))
+            script.write("rate", [group["lr"] for group in optimizer.optimizer.param_groups])
+            plugin = getattr(accelerator, "pygraph", None)
+            if plugin is not None:
+                owners.append(not plugin._the_loop()._optimizers[0].suspended)
+        script.write_state(model, optimizer)
+
+    report = both(script, replays=12)
+    rows = {name: [row.reason for row in step.fallbacks] for name, step in report.whole_steps.items()}
+    given_up = [name for name, reasons in rows.items() if any("other calls" in why for why in reasons)]
+    assert given_up == (["first", "second"] if leaves == "both" else [leaves]), rows
+    assert not any(owners[4:20])
+    assert owners[-1] == (leaves == "both"), owners
+
+
 def illegal(body: Callable[..., Any], *, replays: int = 50, **options: Any) -> str:
     """Train with a step that cannot be graphed as a whole. Returns the reason that the report gives.
 

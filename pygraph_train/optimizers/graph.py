@@ -39,7 +39,7 @@ class OptimizerGraph:
     Attributes:
         runs: steps made so far.
         replayed: whether the last one ran from a graph.
-        suspended: whether something else looks after this optimizer.
+        suspended: whether something else looks after this optimizer, or several others do.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class OptimizerGraph:
         self.optimizer = optimizer
         self.runs = 0
         self.replayed = False
-        self.suspended = False
+        self._others = 0  # that look after the optimizer
         self._engine = engine
         self._config = config
         self._report = report
@@ -87,14 +87,18 @@ class OptimizerGraph:
         """Whether `run` may replay the next step. It is found out before the first one."""
         return not (self._off or self.suspended or self._refused())
 
+    @property
+    def suspended(self) -> bool:
+        return self._others > 0
+
     def suspend(self) -> None:
-        """Release the graph and give the optimizer back as it was, until `resume`."""
-        self.suspended = True
+        """Release the graph and give the optimizer back as it was, until `resume` was called as often."""
+        self._others += 1
         self._give_back()
 
     def resume(self) -> None:
-        """Look after the optimizer again."""
-        self.suspended = False
+        """One of the others looks after the optimizer no longer."""
+        self._others -= 1
 
     def close(self) -> None:
         """Release the graph and give the optimizer back as it was. Later steps run as they are."""
