@@ -94,7 +94,53 @@ def to_numpy(model: nn.Module, x: Tensor) -> dict[str, Any]:
     return {"loss": loss, "value": float(loss.detach().numpy())}  # here
 
 
+def printed(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    print(loss)  # here
+    return loss
+
+
+def printed_with_words(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    print("loss", loss.item())  # here
+    return loss
+
+
+def made_a_string(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    str(loss)  # here
+    return loss
+
+
+def percent(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    "%.2f" % loss.item()  # noqa: UP031  # here
+    return loss
+
+
+def percent_of_float(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    "loss %s" % float(loss)  # noqa: UP031  # here
+    return loss
+
+
+def percent_of_count(model: nn.Module, x: Tensor) -> Tensor:
+    "%d" % int((x > 0).sum())  # noqa: UP031  # here
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def percent_of_several(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    "%d: %.2f" % (1, loss.item())  # noqa: UP031  # here
+    return loss
+
+
 def row_of(model: nn.Module, fn: Callable[[nn.Module, Tensor], Any]) -> tuple[str, str | None]:
+    row = whole_row_of(model, fn)
+    return row.reason, row.where
+
+
+def whole_row_of(model: nn.Module, fn: Callable[[nn.Module, Tensor], Any]) -> Fallback:
     torch.compiler.reset()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = GraphedStep(lambda x: fn(model, x), model=model, optimizer=optimizer, config=CONFIG)
@@ -103,8 +149,42 @@ def row_of(model: nn.Module, fn: Callable[[nn.Module, Tensor], Any]) -> tuple[st
     if fn is transformed and not step.report().fallbacks:  # torch 2.11 traces it
         assert step.report().steps_replayed
         pytest.skip("this torch traces transforms of torch.func")
-    row = step.report().fallbacks[0]
-    return row.reason, row.where
+    return step.report().fallbacks[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (printed, "print() reads the value of a tensor on the host"),
+        (printed_with_words, "print() reads the value of a tensor on the host"),
+        (made_a_string, "str() reads the value of a tensor on the host"),
+        (percent, "puts a tensor into a text, which reads its values on the host"),
+        (percent_of_float, "puts a tensor into a text, which reads its values on the host"),
+        (percent_of_count, "puts a tensor into a text, which reads its values on the host"),
+        (percent_of_several, "makes a text with %"),
+    ],
+)
+def test_a_value_that_is_shown_is_told_as_a_read_on_the_host(
+    fn: Callable[[nn.Module, Tensor], Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = whole_row_of(nn.Linear(4, 3), fn)
+    assert words in row.reason, row
+    assert "read it after the step" in row.fix, row
+    file, _, line = str(row.where).rpartition(":")
+    assert file == __file__ and "# here" in linecache.getline(file, int(line)), row
+    assert len(capsys.readouterr().out.splitlines()) == (6 if fn in (printed, printed_with_words) else 0)
+
+
+@pytest.mark.passes_without_graphs("what is printed is found by tracing")
+def test_a_text_that_is_printed_is_told_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def greets(model: nn.Module, x: Tensor) -> Tensor:
+        print("hello")  # here
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    row = whole_row_of(nn.Linear(4, 3), greets)
+    assert "it calls print()" in row.reason and "outside of the step" in row.fix, row
+    assert "# here" in linecache.getline(__file__, int(str(row.where).rpartition(":")[2])), row
+    assert capsys.readouterr().out == "hello\n" * 6
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,10 @@ __all__ = [
 ]
 
 
+READ_LATER = "Let the step return the tensor, read it after the step"
+"""How a fix begins for a value that is read where no graph can be."""
+
+
 def problem_of_break(error: BaseException) -> Problem:
     stack = getattr(error, "real_stack", None)
     message = str(error)
@@ -41,14 +45,35 @@ def problem_of_break(error: BaseException) -> Problem:
             innermost(stack),
             "Call it outside of the step",
         )
-    if _computes_with_number(error):
-        return _number_on_device(innermost(stack), stack)
-    if "StringFormatVariable" in message:
+    told = re.search(r"debug context: builtin (print|str|repr|format) (\[.*\])", message)
+    if told is not None and ("TensorVariable" in told[2] or "SymNodeVariable" in told[2]):
+        return Problem(
+            f"the step is not one graph: {told[1]}() reads the value of a tensor on the host",
+            innermost(stack),
+            f"{READ_LATER}, and call {told[1]}() there",
+        )
+    if told is not None:
+        return Problem(
+            f"the step is not one graph: it calls {told[1]}(), which Dynamo does not trace, and a replay runs no Python",
+            innermost(stack),
+            "Call it outside of the step",
+        )
+    if _makes_text(error):
         return Problem(
             "the step is not one graph: it puts a tensor into a text, which reads its values on the host",
             innermost(stack),
-            "Make the text after the step",
+            f"{READ_LATER}, and make the text there",
         )
+    if "builtin mod [<class 'torch._dynamo.variables.constant.ConstantVariable'>" in message or (
+        "unsupported operand type(s) for %: 'str' and 'tuple'" in message
+    ):
+        return Problem(
+            "the step is not one graph: it makes a text with %, of values that Dynamo does not know",
+            innermost(stack),
+            f"{READ_LATER}, and make the text there",
+        )
+    if _computes_with_number(error):
+        return _number_on_device(innermost(stack), stack)
     if "`Tensor.numpy()` was called" in message:
         return Problem(
             "the step is not one graph: Tensor.numpy() gives the host a tensor's values",
@@ -82,6 +107,18 @@ def problem_of_break(error: BaseException) -> Problem:
         "",
     )
     return Problem(f"the step is not one graph: {explanation.rstrip('.')}", innermost(stack), hint)
+
+
+def _makes_text(error: BaseException) -> bool:
+    """Whether a number that the step has computed, or a tensor, goes into a text. (2.11, 2.13)"""
+    message, before = str(error), str(error.__context__)
+    percent = re.search(r"unsupported operand type\(s\) for %: 'str' and '(float|int|bool)'", message)
+    return (
+        percent is not None
+        or "StringFormatVariable" in message
+        or "example_value type: str; op: call_function; target: <built-in function mod>" in message
+        or re.search(r"call_function <built-in function mod>\(\*\(['\"]", before) is not None
+    )
 
 
 def _computes_with_number(error: BaseException) -> bool:
