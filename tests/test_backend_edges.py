@@ -401,7 +401,7 @@ def test_a_counter_keeps_its_graph_where_no_tensor_depends_on_it(used: str) -> N
             return model(x).sum(), count * size
 
         call = wrap(forward)
-        for x, _ in batches(16, size=32):
+        for x, _ in batches(40, size=64):
             loss, product = call(x, count)
             loss.backward()
             seen.append((loss.detach(), *gradients(model), count, doubled, product))
@@ -415,3 +415,5 @@ def test_a_counter_keeps_its_graph_where_no_tensor_depends_on_it(used: str) -> N
     for phase in ("forward", "backward"):
         replays = sum(r.replays for r in regions(phase))
         assert replays >= 8 if used == "nowhere" else replays == 0, backend.report()
+    why = regions("forward")[-1].reason
+    assert ("a number that is another one in every run" in why) == (used != "nowhere"), backend.report()

@@ -18,7 +18,7 @@ from torch import fx
 
 from pygraph_train.torch_private.dispatch import OpOverload, symbols_of
 
-__all__ = ["Counters", "Counting", "counters"]
+__all__ = ["Counters", "Counting", "counters", "numbers_that_are_no_sizes"]
 
 _Number = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
@@ -67,6 +67,16 @@ def counters(gm: fx.GraphModule) -> Counters | None:
     compute = _function(gm, numbers, [outputs[i] for i in results])
     places = {node: i for i, node in enumerate(placeholders)}
     return Counters(tuple(places[n] for n in inputs), results, tuple(places[n] for n in numbers), compute)
+
+
+def numbers_that_are_no_sizes(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Inputs that are numbers, and no sizes or strides of its other inputs."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    numbers = [i for i, node in enumerate(inputs) if isinstance(node.meta.get("val"), torch.SymInt)]
+    if not numbers:
+        return ()
+    sizes = symbols_of(node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), torch.Tensor))
+    return tuple(i for i in numbers if not symbols_of([inputs[i].meta["val"]]) & sizes)
 
 
 def _alone(gm: fx.GraphModule, computed: set[fx.Node]) -> set[fx.Node]:

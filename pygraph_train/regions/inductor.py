@@ -14,7 +14,7 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.problems import user_line_in
 from pygraph_train.regions.absent import Absent, Backward, Noting
 from pygraph_train.regions.arena import Arena
-from pygraph_train.regions.counters import Counting, counters
+from pygraph_train.regions.counters import Counting, counters, numbers_that_are_no_sizes
 from pygraph_train.regions.direct import Direct
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.pair import Pair, Tangent
@@ -180,6 +180,7 @@ def _region(
         traced.saved_from,
         record.where,
         len(targets),
+        numbers_that_are_no_sizes(gm),
     )
     region = Region(compiled, spec, arena, options, pair, record)
     if replaced.refused is not None:

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_VERSIONS = 4  # graphs of one region for the same shapes, for different things alive in the pool
 SHAPES = 1024  # sets of shapes remembered
+NUMBERS = 32  # values of the numbers that a region computes with, and no graph for any of them
 BLOCKED = 32  # runs in a row that no version could make, before they make room for others
 PATIENCE = 3  # runs without a graph that wait for gradients in the way to be emptied
 MISSES = 2  # runs with an input elsewhere before it counts as one that moves
@@ -54,6 +55,7 @@ class RegionSpec:
         mutations: so many outputs at the front are new values of inputs, for AOTAutograd to copy there.
         saved_from: outputs from this index on go to the backward only (len(outputs) for "inference").
         replaced: so many outputs at the end become the memory of inputs: each run returns others.
+        numbers: inputs that are numbers, and no sizes of other inputs.
         where: `file:line` of the user's code, or None.
     """
 
@@ -65,6 +67,7 @@ class RegionSpec:
     saved_from: int
     where: str | None
     replaced: int = 0
+    numbers: tuple[int, ...] = ()
 
 
 class _Key:
@@ -185,6 +188,8 @@ class Region:
             key = self._keys[values] = _Key()
             while len(self._keys) > SHAPES:  # those that never came back must not pile up
                 self._drop(self._keys.popitem(last=False)[1])
+            if self.spec.numbers and len(self._keys) == NUMBERS + 1:
+                self._refuse_counter(self._constants)
         if len(self._keys) > 1:
             self._keys.move_to_end(values)
         key.runs += 1
@@ -202,6 +207,13 @@ class Region:
                     self.give_up(f"input {i} is not a strided tensor")
             elif x is not None and not isinstance(x, (int, float, bool)):
                 self.give_up(f"input {i} is a {type(x).__name__}")
+
+    def _refuse_counter(self, constants: tuple[int, ...]) -> None:
+        """A number that is another one in every run would need a graph for each."""
+        places = [constants.index(i) for i in self.spec.numbers]
+        found = {tuple([values[place] for place in places]) for values in self._keys}
+        if len(found) == len(self._keys) and not any(k.captures or k.evicted for k in self._keys.values()):
+            self.give_up("it computes with a number that is another one in every run, and a graph has one")
 
     def _make_room(self) -> None:
         used = [values for values, key in self._keys.items() if key.captures]

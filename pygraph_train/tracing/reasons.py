@@ -54,7 +54,7 @@ def problem_of_break(error: BaseException) -> Problem:
         )
     if told is not None:
         return Problem(
-            f"the step is not one graph: it calls {told[1]}(), which Dynamo does not trace, and a replay runs no Python",
+            f"the step is not one graph: it calls {told[1]}(), and a replay runs no Python",
             innermost(stack),
             "Call it outside of the step",
         )
