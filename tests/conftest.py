@@ -24,9 +24,10 @@ def _settings() -> tuple[object, ...]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of all combinations of parameters `make test` runs so many that each value is there; the others are slow.
+    """Of each test's combinations of parameters `make test` runs one, and the others are slow.
 
-    A test that is marked `slow_after(count)` has `count` of these cases in `make test`.
+    A test that is marked `slow_after(count)` has so many in `make test`, and one that is marked `quick` so many that
+    each value is there.
     """
     values: dict[tuple[str, int], list[str]] = {}
     for item in items:
@@ -38,9 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         found = [(values[place].index(value), len(values[place])) for place, value in _values(item)]
         rounds = range(max((count for _, count in found), default=1))
         mark, test = item.get_closest_marker("slow_after"), item.nodeid.partition("[")[0]
-        if not any(all(index == n % count for index, count in found) for n in rounds) or (
-            mark is not None and kept[test] >= mark.args[0]
-        ):
+        quick = mark is None and item.get_closest_marker("quick") is not None
+        most = len(items) if quick else mark.args[0] if mark is not None else 1
+        if kept[test] >= most or not any(all(index == n % count for index, count in found) for n in rounds):
             item.add_marker(pytest.mark.slow)
         else:
             kept[test] += 1

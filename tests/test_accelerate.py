@@ -878,7 +878,6 @@ class LayerDrop(nn.Module):
 
 
 @pytest.mark.passes_without_graphs("the one that draws random numbers has no graph of forward and backward")
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("counts", [False, True], ids=["random", "counter"])
 def test_a_model_that_never_becomes_a_graph_has_a_row_with_the_line(counts):
     models: list[LayerDrop] = []

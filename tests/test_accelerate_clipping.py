@@ -113,7 +113,6 @@ def test_what_is_clipped_after_a_change(
     assert replays(report) >= 40, str(report)  # of 60: after the change, too
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_clipped_after_a_change_between_micro_batches(change: Callable[[Any, Any], None]) -> None:
     report = both(

@@ -429,7 +429,6 @@ def test_validation_after_training_and_training_again_pytorch_128218() -> None:
     assert replays("inference") >= 10 and replays("forward") >= 10
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_shape_that_never_returns_is_not_captured_pytorch_196385(dynamic: bool) -> None:
     model = net()
@@ -698,6 +697,7 @@ def test_settings_of_inductor_hold_for_forward_and_backward() -> None:
     assert not config.combo_kernels
 
 
+@pytest.mark.slow
 def test_without_cuda_the_default_engine_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYGRAPH_DISABLE", "1")
     model = net().eval()
@@ -799,7 +799,6 @@ class Handed(Net):
         return super().forward(x * HandsOut.apply(self.scale) + self.shift)
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("phases", ["both", "forward", "backward"])
 def test_what_a_forward_saved_may_be_a_gradient(phases: str) -> None:
     def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -18,6 +18,8 @@ from pygraph_train.regions.transform import Transformed
 from pygraph_train.report.backend_report import RegionRecord
 from pygraph_train.torch_private.memory import borrow_memory
 
+pytestmark = pytest.mark.quick
+
 
 class Clock:
     """Time that passes when it is told to."""

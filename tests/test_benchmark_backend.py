@@ -21,6 +21,8 @@ from benchmarks.backend_trial import Trial
 from benchmarks.graph_coverage import coverage_of
 from benchmarks.paper_workloads import PAPER_WORKLOADS, build, density
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 

@@ -10,6 +10,8 @@ from training import Net
 
 from pygraph_train import GraphedStep, PyGraphConfig
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

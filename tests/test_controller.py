@@ -12,6 +12,8 @@ from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, OPTIMIZER, S
 from pygraph_train.selection.controller import Controller, Estimate, Rules, Switch, Window
 from pygraph_train.selection.samples import summary, surely_faster
 
+pytestmark = pytest.mark.quick
+
 ARMS = [
     Arm(WHOLE),
     Arm(SPLIT),

@@ -16,6 +16,8 @@ from pygraph_train.graphs.emulated import EmulatedEngine, is_capturing
 from pygraph_train.graphs.engine import CaptureError, Engine, Graph
 from pygraph_train.problems import user_location
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def engine() -> Iterator[EmulatedEngine]:

@@ -74,7 +74,6 @@ def training(steps: int = 45, accumulate: int = 1, make_optimizer: Any = adamw, 
     return script
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_gradients_of_regions_are_not_copied(make_optimizer, clip, seen):
@@ -84,7 +83,6 @@ def test_gradients_of_regions_are_not_copied(make_optimizer, clip, seen):
     assert seen.copies == []
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_sums_of_micro_batches_are_not_copied(accumulate, seen):
     report = in_regions(both(training(45 * accumulate, accumulate, max_grad_norm=0.05), replays=155))
@@ -164,7 +162,6 @@ def test_gradients_that_settle_elsewhere_are_found_again(seen):
     assert seen.copies == []
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", [{}, {"forward": "off"}, {"optimizer": "off"}], ids=str)
 @pytest.mark.parametrize("every", [1, 7])
 def test_gradients_that_the_user_keeps_keep_their_values(every, config):
@@ -233,7 +230,6 @@ def test_parameters_that_move_all_the_time_end_it():
     assert any("parameters live at new addresses" in f.reason for f in report.fallbacks), str(report)
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("optimizer", ["auto", "off"])
 def test_parameters_with_the_same_gradient_get_one_each(optimizer):
     """The backward returns one tensor for two parameters; clipping must not scale it twice."""

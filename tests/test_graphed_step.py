@@ -634,7 +634,6 @@ def _changed_after_a_refused_trace(make: Any, change: Any, index: int) -> Any:
     return script
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("index", [1, 9])
 def test_tensors_swapped_after_a_refused_trace(index):
     report = both(_changed_after_a_refused_trace(Net, _swapped, index), replays=3)

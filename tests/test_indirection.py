@@ -27,6 +27,8 @@ from pygraph_train.graphs.memory import AddressRange, copy_elsewhere
 from pygraph_train.graphs.nodes import Node, from_json, to_json
 from pygraph_train.graphs.prove import prove
 
+pytestmark = pytest.mark.quick
+
 FIXTURES = sorted((Path(__file__).parent / "fixtures" / "graph_nodes").glob("*.json"))
 
 OLD, NEW = 0x7F12_3400_0000, 0x7F56_7800_0000  # where input 0 lies in the two captures

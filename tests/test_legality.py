@@ -287,6 +287,7 @@ def test_branch_on_the_batch_index():
     )
 
 
+@pytest.mark.slow
 def test_global_number_read():
     def make(model):
         def step_fn(batch):
@@ -301,6 +302,7 @@ def test_global_number_read():
     refused(train(make, between=between, replays=50), "COUNT", line_of(make, "COUNT"))
 
 
+@pytest.mark.slow
 def test_list_read_that_grows_outside_of_the_step():
     def make(model):
         def step_fn(batch):
@@ -596,7 +598,6 @@ HOOKS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow_after(1)
 @HOOKS
 def test_hooks_run_on_every_step(register):
     calls: list[int] = []
@@ -617,7 +618,7 @@ def test_hooks_run_on_every_step(register):
     assert report.fallbacks[0].where is None or __file__ in report.fallbacks[0].where
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @HOOKS
 def test_hooks_registered_in_mid_run(register):
     calls: list[int] = []

@@ -16,7 +16,7 @@ LENGTHS = StageLengths(met=2, watched=3, prepared=2)
 MOST = 24
 """Steps of one stage that the walk looks at: more than any stage takes."""
 
-pytestmark = pytest.mark.passes_without_graphs("a table, without torch")
+pytestmark = [pytest.mark.quick, pytest.mark.passes_without_graphs("a table, without torch")]
 
 
 def possible(life: Life) -> dict[LifeEvent, Life]:

@@ -187,7 +187,6 @@ class Logs(Module):
         self.log("at the end", 1.0)
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize(
     "options",
@@ -457,7 +456,7 @@ def without_paths(state: Any, folder: Path) -> Any:
     return state
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @OPTIMIZERS
 def test_checkpoints_are_the_same_and_can_be_exchanged(optimizer, tmp_path):
     def train(name: str, graphed: bool, **options: Any) -> Any:

@@ -111,7 +111,7 @@ class Between(Module):
         self.write("before the step", *[p.grad for p in self.parameters()])
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_hooks_between_all_phases_see_and_change_what_is_there(accumulate, precision, monkeypatch):
@@ -237,6 +237,7 @@ def test_optimizer_stepped_only_now_and_then():
     parity(Rare, replays=36, plan="{F B} {O}")
 
 
+@pytest.mark.slow
 def test_optimizer_step_hook_of_the_user_is_called_once_a_step_also_while_tracing_fails():
     calls: list[int] = []
 
@@ -254,6 +255,7 @@ def test_optimizer_step_hook_of_the_user_is_called_once_a_step_also_while_tracin
     assert len(calls) == 88
 
 
+@pytest.mark.slow
 def test_hook_given_as_an_object():
     class Hook:
         calls = 0
@@ -381,7 +383,6 @@ def test_python_in_the_step_runs_on_every_step_and_is_named(module, parts, capsy
         assert len(lines) == 88 and lines[:44] == lines[44:]
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("make", [LoggedRate, lambda: LoggedRate("sgd", "step"), LoggedStep])
 @pytest.mark.filterwarnings("ignore")
 def test_values_of_python_logged_in_the_step_are_right(make):
@@ -395,6 +396,7 @@ def test_training_step_that_returns_none():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.notices("guards always hold")
 def test_epoch_read_in_the_step_is_read_in_every_epoch():
     class Warm(Module):
@@ -833,7 +835,6 @@ def test_an_activation_may_be_used_in_another_loss():
     in_regions(refused(parity(Auxiliary, replays=85), "Auxiliary.backward"))
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("late", [AsksInAHook, "penalty"])
 def test_what_compiled_kernels_cannot_do_is_told_when_it_comes_late(late):
     class AsksLate(AsksInAHook):

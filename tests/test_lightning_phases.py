@@ -123,7 +123,6 @@ class Measures(Module):
         return loss
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}],
@@ -205,7 +204,6 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     return table
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("best", [SPLIT, FORWARD_BACKWARD, OPTIMIZER, NOTHING], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_any_plan_may_win_and_nothing_that_is_computed_changes(best, accumulate, declared):

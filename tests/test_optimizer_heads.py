@@ -49,7 +49,6 @@ def train(made: type, heads: int, *, steps: int = 120, momentum: int = 0, **opti
     return seen, step
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("forward", ["off", "auto"])
 @pytest.mark.parametrize("heads", [2, 3])
 def test_the_optimizer_replays_a_graph_for_each_head(heads: int, forward: str) -> None:

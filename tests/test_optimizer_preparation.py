@@ -37,6 +37,8 @@ from pygraph_train.optimizers.kernels import GroupPlan, host_state_keys, plan_gr
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.torch_private.optim import fused_adagrad_on_cuda
 
+pytestmark = pytest.mark.quick
+
 FUSED_CPU: dict[str, Callable[..., Optimizer]] = {
     "adam": functools.partial(Adam, lr=1e-2, fused=True),
     "adam-amsgrad": functools.partial(Adam, lr=1e-2, amsgrad=True, weight_decay=0.1, fused=True),

@@ -99,7 +99,6 @@ def train(
     return both(script, **config)
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", [{}, {"forward": "off"}, {"fuse": "off"}], ids=str)
 def test_tensor_math_of_another_library_is_graphed(config):
     report = train(Lion, **config, replays=30)

@@ -128,7 +128,7 @@ def test_state_replaced_right_before_the_capture_of_another_shape(best, replaced
     assert len({c.step for c in report.captures}) >= 2
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"fuse": "off"}, OFF], ids=str)
 @OPTIMIZERS
 def test_state_cleared_at_any_step(make_optimizer, options):
@@ -176,7 +176,6 @@ def test_the_optimizer_alone(make_optimizer, clip):
     assert "forward='off', backward='off'" in report.fallbacks[0].reason
 
 
-@pytest.mark.slow_after(1)
 @OPTIMIZERS
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_optimizer_alone_under_accumulation_and_a_read_on_the_host(make_optimizer, accumulate):
@@ -396,7 +395,6 @@ def test_any_plan_may_win_and_nothing_that_is_computed_changes(best, make_optimi
     assert 0 < controller.exploration_steps <= controller.rules.exploration
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("accumulate", [2, 3])
 @pytest.mark.parametrize("best", [SPLIT, SEPARATE, OPTIMIZER, NOTHING], ids=str)
 def test_plans_are_switched_between_whole_steps_of_an_accumulation(best, accumulate, declared):
@@ -405,7 +403,7 @@ def test_plans_are_switched_between_whole_steps_of_an_accumulation(best, accumul
     assert report.plan == str(best), str(report)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_costs_that_change_all_the_time_change_no_parameter(seed, declared):
     """The first loss that differs by a bit fails."""
@@ -427,6 +425,7 @@ def test_costs_that_change_all_the_time_change_no_parameter(seed, declared):
     assert len({s.arm for s in report.switches}) >= 2, report.switches
 
 
+@pytest.mark.slow
 def test_a_drift_in_mid_run_switches_and_switches_back(declared):
     def script(diary: Diary) -> None:
         declared.update({plan: {WHOLE: 1.0, NOTHING: 3.0}.get(plan, 4.0) for plan in PLANS})
@@ -447,6 +446,7 @@ def test_a_drift_in_mid_run_switches_and_switches_back(declared):
     assert report.plan == "{F B O}"
 
 
+@pytest.mark.slow
 def test_other_layers_learn_another_question(declared):
     def script(diary: Diary) -> None:
         declared[NOTHING] = 0.5

@@ -103,7 +103,6 @@ MAKERS = pytest.mark.parametrize("make_step", [with_metric, with_host_read, with
 
 
 @pytest.mark.notices("inputs of regions are not copied")
-@pytest.mark.slow_after(1)
 @MAKERS
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 def test_python_in_the_step_runs_and_the_rest_is_in_graphs(make_step, make_optimizer):
@@ -112,14 +111,14 @@ def test_python_in_the_step_runs_and_the_rest_is_in_graphs(make_step, make_optim
     assert report.steps_replayed == 0
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @MAKERS
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulation_in_regions(make_step, accumulate):
     in_regions(both(training(make_step, steps=60 * accumulate, accumulate=accumulate), replays=205))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @MAKERS
 def test_the_optimizer_outside(make_step):
     report = in_regions(both(training(make_step), optimizer="off", replays=70), plan="{F} {B} O")
@@ -151,7 +150,6 @@ class Counting(Net):
         return super().forward(x)
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("used", ["nowhere", "as a factor", "as a size"])
 def test_a_counter_in_the_forward_of_a_module(used, breaks):
@@ -187,7 +185,7 @@ ONE_PHASE = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @ONE_PHASE
 @pytest.mark.parametrize("make_step", [with_metric, with_host_read, lambda model, diary: loss_of(model)])
 def test_a_phase_that_is_off_has_no_graph(make_step, switches, plan):
@@ -197,7 +195,7 @@ def test_a_phase_that_is_off_has_no_graph(make_step, switches, plan):
     assert (report.optimizer_steps_replayed >= 20) == plan.endswith("{O}"), str(report)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @ONE_PHASE
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulation_with_one_phase_off(accumulate, switches, plan):
@@ -249,6 +247,7 @@ def test_a_step_that_differentiates_its_gradients_stays_as_it_is():
     assert report.plan == "F B {O}" and __file__ in note, str(report)
 
 
+@pytest.mark.slow
 def test_other_shapes_and_frozen_layers():
     def script(diary: Diary) -> None:
         model = Net()
@@ -298,7 +297,6 @@ def test_gradients_asked_for_in_the_step_do_not_have_dynamo_trace_the_library(mo
     assert not {name for name in traced if name.startswith(str(library))} - outermost
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dropout_in_half_precision_rounds_as_without_a_graph(autocast: bool) -> None:
     def script(diary: Diary) -> None:
@@ -447,6 +445,7 @@ def used_several_times(model_of: Callable[[], nn.Module], change: Callable[[Any,
     in_regions(both(script, replays=40))
 
 
+@pytest.mark.slow
 def test_a_weight_used_several_times_under_autocast_beside_a_number_that_changes() -> None:
     def change(model: Any, index: int, batch: Any) -> Any:
         model.slope = 1.0 + 0.01 * index  # Dynamo makes a tensor of it, and reads that
@@ -455,6 +454,7 @@ def test_a_weight_used_several_times_under_autocast_beside_a_number_that_changes
     used_several_times(Sloped, change)
 
 
+@pytest.mark.slow
 def test_a_weight_used_several_times_under_autocast_with_any_number_of_rows() -> None:
     def change(model: Any, index: int, batch: Any) -> Any:
         rows = 8 - index % 2 * 3  # Dynamo makes a symbol of it, and an input of that
@@ -463,6 +463,7 @@ def test_a_weight_used_several_times_under_autocast_with_any_number_of_rows() ->
     used_several_times(SeveralUses, change)
 
 
+@pytest.mark.slow
 def test_weights_that_become_one_in_mid_run() -> None:
     def script(diary: Diary) -> None:
         model = SeveralUses()
@@ -617,7 +618,7 @@ def test_a_model_that_changes_on_every_step_stays_as_it_is():
     assert all(region.settled for region in report.regions()), str(report)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("best", [SEPARATE, REGIONS], ids=str)
 def test_a_step_that_could_be_fused_may_be_faster_in_regions(best, monkeypatch):
     monkeypatch.setattr(timing, "declared_seconds", lambda arm: 0.5 if arm.plan == best else 1.0)
@@ -626,12 +627,14 @@ def test_a_step_that_could_be_fused_may_be_faster_in_regions(best, monkeypatch):
     in_regions(report, plan=str(best))
 
 
+@pytest.mark.slow
 def test_no_graphs_may_win_over_regions(monkeypatch):
     monkeypatch.setattr(timing, "declared_seconds", lambda arm: 0.5 if arm.plan == NOTHING else 1.0)
     monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())
     assert both(training(with_metric, steps=160), replays=50).plan == "F B O"
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_costs_no_step(monkeypatch):
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no compiler")
@@ -680,7 +683,6 @@ def test_steps_leave_nothing_behind():
     assert left[1] == left[2], left
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("what", ["random", "item"])
 def test_dynamo_gives_no_advice_to_a_loop_that_never_asked_for_it(what, caplog):
     model = Net()

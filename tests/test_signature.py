@@ -13,6 +13,8 @@ from training import differs, frozen
 
 from pygraph_train.tracing.signature import flatten, key_of, leaf_paths, map_leaves
 
+pytestmark = pytest.mark.quick
+
 Pair = namedtuple("Pair", "a b")
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from pygraph_train import StepReport
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 
 LEVELS = (

@@ -14,6 +14,8 @@ from pygraph_train.torch_private.cuda import accumulators_of_other_streams, begi
 from pygraph_train.torch_private.hooks import hook_registrations, hooks_on_accumulation
 from pygraph_train.torch_private.inductor import small_ends, small_ends_together
 
+pytestmark = pytest.mark.quick
+
 
 class GraphOnTheCpu:
     """Does what torch.cuda.CUDAGraph does when a capture begins."""

@@ -18,6 +18,8 @@ from pygraph_train.regions.passes import batch, items, relocate
 from pygraph_train.regions.passes.draft import Draft
 from pygraph_train.regions.transform import Transformed, transform
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 
 

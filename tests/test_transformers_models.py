@@ -16,7 +16,6 @@ from pygraph_train import GraphedStep, PyGraphConfig
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("model", "config"),
     [

@@ -108,7 +108,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_callback_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     report: Any = both(with_callback, tmp_path, replays=60, **options).report()
@@ -116,7 +115,6 @@ def test_callback_trains_the_same(options: dict[str, Any], tmp_path: Path) -> No
     assert report.steps_replayed > 18, str(report)
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_trainer_that_fuses_the_step_trains_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     report: Any = both(whole(), tmp_path, replays=20, **options).report()
