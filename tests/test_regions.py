@@ -166,10 +166,11 @@ def test_a_counter_in_the_forward_of_a_module(used, breaks):
 
     report = both(script, fuse="off", replays=10)  # the optimizer has a graph in any case
     ran = [r for r in report.regions() if r.ran]
-    assert {r.phase for r in ran} >= {"forward", "backward"}
-    assert all(r.replays >= 20 for r in ran) == (used == "nowhere"), str(report)
-    told = [r for r in ran if "a number that is another one in every run" in r.reason]
-    assert [r.phase for r in told] == ([] if used == "nowhere" else ["forward"]), str(report)
+    if used == "nowhere":
+        assert {r.phase for r in ran} >= {"forward", "backward"}
+        assert all(r.replays >= 20 for r in ran), str(report)
+    else:  # the model is left as it is, as if it were traced anew on every step
+        assert breaks or not any(r.replays for r in ran), str(report)
 
 
 ONE_PHASE = pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import fx
 
 from pygraph_train.torch_private.dispatch import OpOverload, symbols_of
 
-__all__ = ["Counters", "Counting", "counters", "numbers_that_are_no_sizes"]
+__all__ = ["Counters", "Counting", "baked_numbers", "counters", "numbers_that_are_no_sizes"]
 
 _Number = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
@@ -44,10 +44,10 @@ def counters(gm: fx.GraphModule) -> Counters | None:
     """Look for numbers that no tensor depends on, None where there are none. `gm` itself is not changed.
 
     Args:
-        gm: from AOTAutograd.
+        gm: from AOTAutograd, or from Dynamo.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    numbers = [node for node in placeholders if isinstance(node.meta.get("val"), torch.SymInt)]
+    numbers = [node for node in placeholders if isinstance(_value(node), torch.SymInt)]
     if not numbers:
         return None
     computed = set(numbers)
@@ -69,14 +69,21 @@ def counters(gm: fx.GraphModule) -> Counters | None:
     return Counters(tuple(places[n] for n in inputs), results, tuple(places[n] for n in numbers), compute)
 
 
+def baked_numbers(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Inputs that are numbers and no sizes, and that tensors depend on: a captured graph has one value of each."""
+    found = counters(gm)
+    free = () if found is None else found.inputs
+    return tuple(i for i in numbers_that_are_no_sizes(gm) if i not in free)
+
+
 def numbers_that_are_no_sizes(gm: fx.GraphModule) -> tuple[int, ...]:
     """Inputs that are numbers, and no sizes or strides of its other inputs."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    numbers = [i for i, node in enumerate(inputs) if isinstance(node.meta.get("val"), torch.SymInt)]
+    numbers = [i for i, node in enumerate(inputs) if isinstance(_value(node), torch.SymInt)]
     if not numbers:
         return ()
-    sizes = symbols_of(node.meta["val"] for node in inputs if isinstance(node.meta.get("val"), torch.Tensor))
-    return tuple(i for i in numbers if not symbols_of([inputs[i].meta["val"]]) & sizes)
+    sizes = symbols_of(_value(node) for node in inputs if isinstance(_value(node), torch.Tensor))
+    return tuple(i for i in numbers if not symbols_of([_value(inputs[i])]) & sizes)
 
 
 def _alone(gm: fx.GraphModule, computed: set[fx.Node]) -> set[fx.Node]:
@@ -88,14 +95,18 @@ def _alone(gm: fx.GraphModule, computed: set[fx.Node]) -> set[fx.Node]:
             alone.add(node)
     while True:  # a kernel takes a number, such as a size, from any input that has its symbol
         others = symbols_of(x for node in gm.graph.nodes if node not in alone for x in _values(node))
-        taken = {n for n in alone if n.op == "placeholder" and others & symbols_of([n.meta["val"]])}
+        taken = {n for n in alone if n.op == "placeholder" and others & symbols_of([_value(n)])}
         if not taken:
             return alone
         alone -= taken
 
 
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
 def _values(node: fx.Node) -> list[Any]:
-    value = node.meta.get("val")
+    value = _value(node)
     values = value if isinstance(value, (list, tuple)) else [value]
     return [x for x in values if isinstance(x, (torch.Tensor, *_Number))]
 
@@ -106,7 +117,7 @@ def _is_computed(node: fx.Node) -> bool:
         return False
     known = getattr(operator, getattr(node.target, "__name__", ""), None) is node.target
     known = known or getattr(math, getattr(node.target, "__name__", ""), None) is node.target
-    return known and bool(node.all_input_nodes) and isinstance(node.meta.get("val"), _Number)
+    return known and bool(node.all_input_nodes) and isinstance(_value(node), _Number)
 
 
 def _function(gm: fx.GraphModule, numbers: list[fx.Node], results: list[fx.Node]) -> Callable[..., Any]:

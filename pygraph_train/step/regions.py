@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem, PyGraphError, user_line_in, user_location
+from pygraph_train.regions.counters import baked_numbers
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.program import Call, StepProgram, plain_call
@@ -213,18 +214,22 @@ class Regions:
         self._notes += tracing_notes(graph)
         self._level.called = True
         self._leaves |= any(map(is_leaf, example_inputs))
-        graph = as_eager(graph)
+        baked = baked_numbers(graph)
+        graph, seen = as_eager(graph), set[tuple[Any, ...]]()
         look = held_weakly(self._look_at_backward)
 
         def run(*args: Any) -> Any:
+            numbers, known = tuple([args[i] for i in baked]), len(seen)
+            seen.add(numbers)  # others need another graph, as if it were traced anew
             outputs = graph.forward(*args)
-            look(args, outputs)
+            look(args, outputs, bool(baked) and len(seen) > known)
             return outputs
 
         return run
 
-    def _look_at_backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _look_at_backward(self, inputs: Sequence[Any], outputs: Sequence[Any], anew: bool) -> None:
         """Note what eager kernels allow between a forward and the end of its backward, and compiled ones do not."""
+        self._traced += anew
         parameters = [x for x in inputs if isinstance(x, nn.Parameter)]
         versions = list(map(tensor_version, parameters))
         results = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
