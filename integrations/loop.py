@@ -173,9 +173,12 @@ class Loop:
         self._replayed.append(graph.replayed)
 
     def step_ended(self) -> None:
-        """Count a training step, in which any number of optimizers made any number of steps."""
+        """Count a training step, in which any number of optimizers made any number of steps.
+
+        While no optimizer was taken over nobody knows whether the step made an update.
+        """
         replayed, self._replayed = self._replayed, []
-        self._count(all(replayed))
+        self._count(all(replayed) and bool(self._optimizers))
 
     def _count(self, updates: bool) -> None:
         """Count a training step. Looks at clocks and counters only.

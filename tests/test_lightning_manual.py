@@ -468,6 +468,7 @@ def test_optimizers_that_lightning_does_not_wrap():
 
     _, graphed = parity(Raw, logger=MemoryLogger(), replays=100, plan="{F} {B} O")
     assert any("stepped none that self.optimizers() returns" in f.reason for f in graphed.report.fallbacks)
+    assert graphed.report.steps_replayed == 0, str(graphed.report)
 
 
 def test_no_optimizer():
@@ -484,6 +485,7 @@ def test_no_optimizer():
 
     _, graphed = parity(Without, replays=60, plan="{F} {B} O")
     assert any("stepped none that self.optimizers() returns" in f.reason for f in graphed.report.fallbacks)
+    assert graphed.report.steps_replayed == 0, str(graphed.report)
 
 
 def test_optimizers_replaced_in_mid_run():
