@@ -6,7 +6,8 @@
     python examples/hf_trainer.py --engine off               # the same training without PyGraph
 
 `PyGraphTrainer` replays the whole step as one graph; the callback replays forward, backward and optimizer each by
-itself. Nothing is downloaded: weights are random, and the tokenizer is built from the text.
+itself. Both print their report at the end. Nothing is downloaded: weights are random, and the tokenizer is built from
+the text.
 """
 
 from __future__ import annotations
@@ -109,7 +110,6 @@ def main() -> None:
         trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     print(f"last loss: {losses[-1]:.3f}")
-    print(callback.report() if args.callback else trainer.report())
 
 
 if __name__ == "__main__":
