@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from pygraph_train.problems import Problem, PyGraphError, user_location
-from pygraph_train.torch_private.autograd import backward_ends_at, refuse_second_backward
+from pygraph_train.torch_private.autograd import backward_ends_at, nodes_behind, refuse_second_backward
 from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.torch_private.hooks import gradient_hooks
 
@@ -60,15 +60,9 @@ def activations_among(results: Iterable[Tensor]) -> list[Tensor]:
     nodes = {result.grad_fn: result for result in results if result.grad_fn is not None}
     found: dict[Any, Tensor] = {}
     for node in nodes:
-        seen, left = set(), [source for source, _ in node.next_functions]
-        while left:
-            source = left.pop()
-            if source is None or source in seen:
-                continue
-            seen.add(source)
+        for source in nodes_behind(*(source for source, _ in node.next_functions)):
             if source in nodes:
                 found[source] = nodes[source]
-            left += [further for further, _ in source.next_functions]
     return list(found.values())
 
 

@@ -34,6 +34,7 @@ from pygraph_train.torch_private.autograd import (
     backward_keeps_graph,
     backwards_called_again,
     compiled_kernels_refuse,
+    nodes_behind,
 )
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.dynamo import (
@@ -236,7 +237,7 @@ class Regions:
         thread = threading.get_ident()
         for result in results:
             others = [x.grad_fn for x in results if x is not result]
-            activation = [result] if any(_depends(x, result.grad_fn) for x in others) else []
+            activation = [result] if any(node is result.grad_fn for node in nodes_behind(*others)) else []
             self._activations.append(activation)
             hooks = len(gradient_hooks(result) or ()) + 1  # and the one that is registered here
 
@@ -298,19 +299,6 @@ class Regions:
             if self._engine == "cuda":
                 self._tell_compiled(time.perf_counter() - started)
         return compiled if eager is None else self._kernels.either(compiled, eager.forward)
-
-
-def _depends(node: Any, on: Any) -> bool:
-    """Whether a node of an autograd graph is computed from another one."""
-    seen, left = set(), [node]
-    while left:
-        node = left.pop()
-        if node is on:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [source for source, _ in node.next_functions]
-    return False
 
 
 def _is_asked_for(activation: Tensor, hooks: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "compiled_autograd_wanted",
     "compiled_kernels_refuse",
     "leaves_of",
+    "nodes_behind",
     "refuse_retaining",
     "refuse_second_backward",
 ]
@@ -36,18 +37,21 @@ def backward_ends_at(tensor: torch.Tensor) -> bool:
     return bool(inner) and not any(map(torch._C._will_engine_execute_node, inner))
 
 
-def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors whose `.grad` a backward from this one writes to. (2.11, 2.13)"""
-    seen, left, leaves = set(), [tensor.grad_fn], []
+def nodes_behind(*nodes: Any) -> Iterator[Any]:
+    """These nodes of an autograd graph and all those that they are computed from, each once. (2.11, 2.13)"""
+    seen, left = set(), list(nodes)
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.append(node.variable)  # type: ignore[attr-defined]
-        left += [source for source, _ in node.next_functions]
-    return leaves
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [source for source, _ in node.next_functions]
+
+
+def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors whose `.grad` a backward from this one writes to. (2.11, 2.13)"""
+    nodes = nodes_behind(tensor.grad_fn)
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
 def compiled_kernels_refuse(error: RuntimeError) -> bool:
