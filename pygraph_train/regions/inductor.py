@@ -11,7 +11,7 @@ import torch
 
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs import make_engine
-from pygraph_train.problems import user_line_in
+from pygraph_train.problems import Problem, user_line_in
 from pygraph_train.regions.absent import Absent, Backward, Noting
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting, counters, numbers_that_are_no_sizes
@@ -216,7 +216,7 @@ def compile_whole(
         if device is None:
             return compile_kernels(gm, example_inputs)
         gm, failures = batched(gm, device)
-        left.extend(_told(f"{failure.op}: {failure.why}", failure.where) for failure in failures)
+        left.extend(str(Problem(f"{failure.op}: {failure.why}", failure.where)) for failure in failures)
         return _with_small_ends_together(compile_kernels, gm, example_inputs, left)
 
     def compile_function(gm: torch.fx.GraphModule, look: Callable[[], None]) -> Callable[..., Any]:
@@ -307,8 +307,8 @@ def _transform(
     changed = transform(gm, example_inputs, device, arriving=pair.handed_over, hand_over=phase == "forward")
     if phase == "forward":
         pair.handed_over = changed.handed_over
-    record.changes = [_told(change.what, change.where) for change in changed.changes]
-    record.left = [_told(f"{left.op}: {left.why}", left.where) for left in changed.left]
+    record.changes = [str(Problem(change.what, change.where)) for change in changed.changes]
+    record.left = [str(Problem(f"{left.op}: {left.why}", left.where)) for left in changed.left]
     return changed
 
 
@@ -331,10 +331,6 @@ def _memory(node: Any) -> Any:
     """What tells whether two values of a graph share memory; None for what has none."""
     value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     return storage_key(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
-
-
-def _told(what: str, where: str | None) -> str:
-    return f"{what} ({where})" if where else what
 
 
 def _device(gm: torch.fx.GraphModule) -> tuple[torch.device | None, str]:

@@ -252,9 +252,9 @@ class Regions:
                 elif activation and _is_asked_for(activation[0], hooks):
                     why = "the gradient of an activation is asked for, and compiled ones have none"
                 if why is not None:
+                    why = f"forward and backward get no graphs of their own: {why}"
                     where = user_location(thread=thread)
-                    why = f"{why} ({where})" if where else why  # a note has nothing but the reason
-                    self.problem = Problem(f"forward and backward get no graphs of their own: {why}")
+                    self.problem = Problem(str(Problem(why, where)))  # a note has nothing but the reason
 
             result.register_hook(look)
 
@@ -280,7 +280,7 @@ class Regions:
         if self.problem is not None:
             return as_eager(graph).forward
         if not self._leaves and any(map(is_leaf, example_inputs)):
-            self._note(f"{LATE_LEAVES}{f' ({where})' if (where := user_location()) else ''}")
+            self._note(str(Problem(LATE_LEAVES, user_location())))
             return self._kernels.eager_from_here(as_eager(graph).forward)
         started, eager = time.perf_counter(), eager_copy(graph)
         retains = self._retains or self._program.acts_before_backward() is not None
