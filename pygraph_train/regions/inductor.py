@@ -163,6 +163,7 @@ def _region(
     replaced = without_replacements(gm, traced.saved_from)
     gm, targets = replaced.gm, frozenset(replaced.targets)
     traced = traced._replace(static=traced.static - targets, mutated=traced.mutated - targets)
+    counted, numbers = counters(gm), numbers_that_are_no_sizes(gm)  # before Inductor rewrites the graph
     static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
     if options.transform:
         changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
@@ -180,12 +181,11 @@ def _region(
         traced.saved_from,
         record.where,
         len(targets),
-        numbers_that_are_no_sizes(gm),
+        numbers,
     )
     region = Region(compiled, spec, arena, options, pair, record)
     if replaced.refused is not None:
         region.give_up(replaced.refused)
-    counted = counters(gm)
     if changed.staged or changed.late or changed.passthrough or targets or counted:
         pair.direct = False
         run = Staged(region, changed, device)
