@@ -21,7 +21,7 @@ from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.integrations.regioned_call import RegionedCall, begins
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.announcements import DISABLED, NO_DEVICE, tell_once
+from pygraph_train.report.announcements import NO_DEVICE, tell_why_off
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.torch_private.dynamo import compiled_call, is_optimized_module
 
@@ -61,13 +61,12 @@ class Loop:
         self.active = False
         if disabled_by_environment() or config.engine == "off":
             self.report.note("graphs are off: training runs as it is")
-            if disabled_by_environment():
-                tell_once(DISABLED)
+            tell_why_off(config)
             return
         self._engine = make_engine(config.engine, device)
         if self._engine is None:
-            self.report.note("no CUDA device: training runs as it is (engine='emulated' shows the mechanism)")
-            tell_once(NO_DEVICE)
+            self.report.note(NO_DEVICE)
+            tell_why_off(config)
             return
         if refused is not None:
             self.refuse(refused.reason, refused.fix)

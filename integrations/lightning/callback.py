@@ -35,7 +35,7 @@ from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
-from pygraph_train.report.announcements import DISABLED, NO_DEVICE, show, tell_once
+from pygraph_train.report.announcements import show, tell_why_off
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.selection.arms import (
     BACKWARD,
@@ -164,8 +164,7 @@ class PyGraphCallback(Callback):
         self._report, self._logged = StepReport(), -1
         if disabled_by_environment() or self.config.engine == "off":
             self._report.note("graphs are off: training ran as it is")
-            if disabled_by_environment():
-                tell_once(DISABLED)
+            tell_why_off(self.config)
             return
         problem = _unsupported(trainer, pl_module)
         if problem is not None:
@@ -177,7 +176,7 @@ class PyGraphCallback(Callback):
         engine = make_engine(self.config.engine, trainer.strategy.root_device)
         if engine is None:
             self._report.note("no CUDA device: training ran as it is (engine='emulated' shows the mechanism)")
-            tell_once(NO_DEVICE)
+            tell_why_off(self.config)
             return
         if not pl_module.automatic_optimization:
             self._step = manual = ManualOptimization(trainer, pl_module, self.config)

@@ -1,15 +1,16 @@
-"""What a user is told at once, beside the report."""
+"""What the library prints or logs by itself: a report at the end of training, a line where graphs are off."""
 
 from __future__ import annotations
 
 import functools
 import logging
 
+from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.random_state import random_numbers_kept
 
-__all__ = ["DISABLED", "NO_DEVICE", "show", "tell_once"]
+__all__ = ["NO_DEVICE", "show", "tell_once", "tell_why_off"]
 
-DISABLED = "PYGRAPH_DISABLE is set: training runs as it is"
+_DISABLED = "PYGRAPH_DISABLE is set: training runs as it is"
 NO_DEVICE = "no CUDA device: training runs as it is (engine='emulated' shows the mechanism)"
 
 
@@ -17,6 +18,14 @@ NO_DEVICE = "no CUDA device: training runs as it is (engine='emulated' shows the
 def tell_once(text: str) -> None:
     """Warn on the library's logger, once in a process."""
     logging.getLogger("pygraph_train").warning("pygraph: %s", text)
+
+
+def tell_why_off(config: PyGraphConfig) -> None:
+    """Warn that graphs are off, unless `engine="off"` was asked for."""
+    if disabled_by_environment():
+        tell_once(_DISABLED)
+    elif config.engine != "off":
+        tell_once(NO_DEVICE)
 
 
 def show(report: object) -> None:

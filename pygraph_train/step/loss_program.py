@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.config import PyGraphConfig, disabled_by_environment
+from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import DISABLED, NO_DEVICE, tell_once
+from pygraph_train.report.announcements import tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.flight import Replayed
 from pygraph_train.step.plan import PositionInAccumulation
@@ -42,10 +42,7 @@ class LossSteps:
         self._pending = False
         if engine is None:
             self._report.note("graphs are off: steps run as they are")
-            if disabled_by_environment():
-                tell_once(DISABLED)
-            elif config.engine != "off":
-                tell_once(NO_DEVICE)
+            tell_why_off(config)
         else:
             self._runner = StepRunner(program, config, engine, self._report)
 
