@@ -15,7 +15,7 @@ __all__ = ["LoopReport"]
 
 
 _NO_OPTIMIZER = (
-    "no step of a prepared optimizer was seen, and steps are counted there: give the optimizer to accelerator.prepare "
+    "no step is counted, because no step of a prepared optimizer was seen: give the optimizer to accelerator.prepare "
     "(in Fabric: fabric.setup)"
 )
 

@@ -217,7 +217,7 @@ class Observation:
         self.events.append(Event(kind, index, constants))
 
     def _note_leaves(self, loss: Any, *_: Any) -> None:
-        """The step may do anything with parameters that the Accelerator does not know: nobody puts that off."""
+        """Refuse a step that trains tensors that were not prepared: calls of their optimizer are not put off."""
         accelerator = self._accelerator
         known = {id(p) for model in accelerator._models for p in model.parameters()}
         known |= {id(p) for o in accelerator._optimizers for g in o.param_groups for p in g["params"]}

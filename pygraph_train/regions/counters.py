@@ -1,8 +1,8 @@
-"""Numbers that only numbers are computed from, such as a counter in a forward: each run has another one.
+"""Counters in a forward (`self.n += 1`): numbers that change in every run, and that no tensor depends on.
 
-Dynamo makes such a number an input of the graph, and what the function leaves in Python (`self.n + 1`) a result. A
-captured graph stands for one value of each of its numbers. A region gets the same one in all its runs where no
-tensor depends on it, and Python computes the results from the present one, as the user's code would have done.
+Dynamo makes the number an input of the graph, and the new number (`self.n + 1`) a result. A captured graph holds one
+value of each number, so every run would need another graph. Where no tensor depends on a number, the region is
+called with the number of its first run each time. Python computes the new number from the present one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _Number = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 @dataclass(frozen=True)
 class Counters:
-    """What a graph computes from numbers alone.
+    """The counters of one graph.
 
     Args:
-        inputs: numbers that no tensor depends on.
-        results: outputs that are computed from such numbers.
-        read: inputs that they are computed from.
-        compute: computes them from these.
+        inputs: places of the counters among the graph's inputs.
+        results: places of the new numbers among the graph's outputs.
+        read: places of all inputs that the new numbers are computed from.
+        compute: takes the inputs at `read`, and returns the outputs at `results`.
     """
 
     inputs: tuple[int, ...]
@@ -41,7 +41,7 @@ class Counters:
 
 
 def counters(gm: fx.GraphModule) -> Counters | None:
-    """Look for numbers that no tensor depends on, None where there are none. `gm` itself is not changed.
+    """The counters of a graph, None where it has none. The graph stays as it is.
 
     Args:
         gm: from AOTAutograd, or from Dynamo.
@@ -70,14 +70,14 @@ def counters(gm: fx.GraphModule) -> Counters | None:
 
 
 def baked_numbers(gm: fx.GraphModule) -> tuple[int, ...]:
-    """Inputs that are numbers and no sizes, and that tensors depend on: a captured graph has one value of each."""
+    """Places of inputs that are numbers, are no sizes, and decide about tensors: a captured graph has one of each."""
     found = counters(gm)
     free = () if found is None else found.inputs
     return tuple(i for i in numbers_that_are_no_sizes(gm) if i not in free)
 
 
 def numbers_that_are_no_sizes(gm: fx.GraphModule) -> tuple[int, ...]:
-    """Inputs that are numbers, and no sizes or strides of its other inputs."""
+    """Places of inputs that are numbers, and no sizes or strides of the graph's tensor inputs."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     numbers = [i for i, node in enumerate(inputs) if isinstance(_value(node), torch.SymInt)]
     if not numbers:
@@ -87,7 +87,7 @@ def numbers_that_are_no_sizes(gm: fx.GraphModule) -> tuple[int, ...]:
 
 
 def _alone(gm: fx.GraphModule, computed: set[fx.Node]) -> set[fx.Node]:
-    """What of this, which is computed from numbers alone, leads to nothing else."""
+    """Those nodes of `computed` that nothing uses but such nodes and the graph's output."""
     output = gm.graph.output_node()
     alone: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
@@ -138,11 +138,11 @@ def _function(gm: fx.GraphModule, numbers: list[fx.Node], results: list[fx.Node]
 
 
 class Counting:
-    """A region whose results that are numbers come from Python.
+    """A region with counters. Python computes the new numbers, so one captured graph serves every count.
 
     Args:
-        region: in the boxed convention; its runs get the numbers of the first one.
-        counters: of its graph.
+        region: a callable in AOTAutograd's boxed convention.
+        counters: the counters of the region's graph.
     """
 
     def __init__(self, region: Callable[[list[Any]], Any], counters: Counters) -> None:

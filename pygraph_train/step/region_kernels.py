@@ -1,4 +1,4 @@
-"""Regions that run with eager kernels in some steps: for gradients of inputs, and for hooks on saved tensors."""
+"""When regions run with eager kernels: in steps with late gradients of inputs, and under hooks on saved tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pygraph_train.problems import user_location
+from pygraph_train.problems import Problem, user_location
 from pygraph_train.torch_private.hooks import user_hooks_on_saved_tensors
 
 __all__ = ["LATE_LEAVES", "RegionKernels", "is_leaf"]
@@ -17,9 +17,9 @@ LATE_LEAVES = (
     "gradient"
 )
 
-WATCHED_SAVES = (
-    "a forward under saved_tensors_hooks runs with eager kernels: the hooks get what those save for the backward, and "
-    "compiled kernels save other tensors"
+_WATCHED_SAVES = (
+    "a forward under saved_tensors_hooks runs with eager kernels, because compiled kernels would give the hooks other "
+    "tensors"
 )
 
 
@@ -29,15 +29,15 @@ class RegionKernels:
     A step that asks for the gradient of an input, when the first steps did not, is most often a step with a gradient
     penalty, which differentiates that gradient. Compiled kernels cannot do that, so the rest of that step is eager.
 
-    Hooks on saved tensors get what eager kernels save, unless the user asked for compiled ones: compiled kernels
-    save other tensors, and such hooks may round what they get.
+    Compiled kernels save other tensors for the backward than eager ones. Hooks on saved tensors may change what they
+    get, so a region under such hooks runs with eager kernels, unless the user asked for compiled ones.
 
     Args:
         note: tells the user once that such hooks were met.
         compile: whether the user asked for compiled kernels.
 
     Attributes:
-        eager: whether it is such a step.
+        eager: whether the rest of the present step runs with eager kernels.
     """
 
     def __init__(self, note: Callable[[str], None], *, compile: bool) -> None:
@@ -55,8 +55,7 @@ class RegionKernels:
         if not user_hooks_on_saved_tensors():
             return False
         if self._note is not None:
-            where = user_location()
-            self._note(f"{WATCHED_SAVES}{f' ({where})' if where else ''}")
+            self._note(str(Problem(_WATCHED_SAVES, user_location())))
             self._note = None
         return True
 
