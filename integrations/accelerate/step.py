@@ -38,6 +38,7 @@ from pygraph_train.integrations.loop import Loop
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS
 from pygraph_train.optimizers.scaling import Scaling
+from pygraph_train.parallel.replication import Alone, Replication
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed
@@ -208,7 +209,8 @@ _Noted = tuple[Script, tuple[int, ...], tuple[tuple[_Held | _Owned, ...], ...]]
 class _StepFunctionProgram:
     """`StepProgram` over a function that makes a whole step of an Accelerate loop."""
 
-    recorder: str | None = ".put_off"
+    recorder: str | tuple[str, ...] | None = ".put_off"
+    replication: Replication = Alone()
     empties_first: bool = False
     detaches_results: bool = True
 

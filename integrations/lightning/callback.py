@@ -33,6 +33,7 @@ from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.optimizers.trial import OptimizerTrial
+from pygraph_train.parallel.replication import Alone, Replication
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
 from pygraph_train.report.announcements import show, tell_why_off
@@ -406,7 +407,8 @@ class _AutomaticStep:
 class _LightningProgram:
     """`StepProgram` over a LightningModule."""
 
-    recorder: str | None = ".log.records"
+    recorder: str | tuple[str, ...] | None = ".log.records"
+    replication: Replication = Alone()
     empties_first: bool = False
     detaches_results: bool = False
 

@@ -21,6 +21,7 @@ from pygraph_train.integrations.transformers.callback import show_report, unsupp
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
+from pygraph_train.parallel.replication import Alone, Replication
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed, StepInFlight
@@ -203,7 +204,8 @@ class _WholeStep:
 class _TrainerProgram:
     """`StepProgram` over a transformers Trainer."""
 
-    recorder: str | None = None
+    recorder: str | tuple[str, ...] | None = None
+    replication: Replication = Alone()
     empties_first: bool = False
     detaches_results: bool = True
 

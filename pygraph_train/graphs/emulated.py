@@ -18,6 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pygraph_train.graphs.emulated_collectives import (
+    NOT_RECORDED,
+    finished,
+    is_collective,
+    runs_in_replays,
+    stand_in,
+)
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.memory import span
@@ -234,6 +241,8 @@ class _Operation:
 
     def _run(self) -> None:
         returned = self.func(*self.args, **self.kwargs)
+        if is_collective(self.func):
+            returned = finished(self.func, returned)
         tensors = list(_tensors(returned))
         for position, recorded in self.results:
             new = tensors[position]
@@ -280,7 +289,7 @@ class _Tape(TorchDispatchMode):
                     self._generators[leaf] = leaf.get_state()
             # Aliases now: an in-place change of shape below must not reach the tape.
             recorded_args, recorded_kwargs = _aliases(args), _aliases(kwargs)
-            returned = func(*args, **kwargs)
+            returned = self._collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
             self._random_state = torch.get_rng_state()
             self._record(func, recorded_args, recorded_kwargs, inputs, returned)
             return returned
@@ -314,9 +323,6 @@ class _Tape(TorchDispatchMode):
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_operator(func):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
-        if func.namespace in ("c10d", "_c10d_functional"):
-            # Running one for real has an effect on other processes that no one can undo.
-            raise self.refuse(f"the collective {func} cannot be recorded by the CPU emulation")
         if func is _aten._local_scalar_dense.default:
             raise self.refuse("`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host")
         if torch.Tag.data_dependent_output in func.tags:
@@ -324,6 +330,13 @@ class _Tape(TorchDispatchMode):
         if _shape_depends_on_values(func, args, kwargs):
             raise self.refuse(f"{func} has an output or a workspace whose shape depends on tensor values")
         self.check_random_state()
+
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Running one for real has an effect on other processes that no one can undo."""
+        returned = stand_in(func, args, kwargs)
+        if returned is None:
+            raise self.refuse(NOT_RECORDED.format(func))
+        return returned
 
     def _check_memory(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -370,7 +383,9 @@ class _Tape(TorchDispatchMode):
                 continue
             self._created.setdefault(key, (storage, output.dtype))
             results.append((position, output.data))
-        if writes_arguments(func):
+        if runs_in_replays(func):
+            runs = True
+        elif writes_arguments(func):
             # set_, resize_, t_, ... change the tensor object but no memory; our aliases have it already.
             runs = torch.Tag.inplace_view not in func.tags
         else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+from pygraph_train.parallel.agreement import Word
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.capturing import MOST_RETRACES, REPLAYS_PER_RETRACE, Capturing
 from pygraph_train.step.choice import Choice
@@ -14,6 +16,7 @@ from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent, Stage, next_life
 from pygraph_train.step.program import Call
 from pygraph_train.step.refusing import Refusing
+from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
@@ -22,6 +25,7 @@ from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import unsupported_leaf
 from pygraph_train.tracing.trace import Trace
+from pygraph_train.verification import Fingerprint
 
 __all__ = ["REPLAYS_BEFORE_COMPILING", "Advancing"]
 
@@ -39,6 +43,7 @@ class Advancing:
     Args:
         training, updates, decisions, signatures, ungraphed, refusing, watching, capturing: of the runner.
         replay: makes a replay of a capture with these leaves.
+        together: of ranks that replay together; None for one process.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Advancing:
         watching: Watching,
         capturing: Capturing,
         replay: Callable[[Variant, Capture, Sequence[Any]], Replayed],
+        together: Together | None = None,
     ) -> None:
         self._training = training
         self._updates = updates
@@ -62,6 +68,7 @@ class Advancing:
         self._watching = watching
         self._capturing = capturing
         self._replay = replay
+        self._together = together
         self._begun = False
 
     def __call__(
@@ -86,6 +93,8 @@ class Advancing:
         life = signature.life if variant is None else variant.life
         if self._refusing.off is not None or life.stage is Stage.REFUSED:
             return Ran(self._ungraphed.with_the_best_plan(step, run))
+        if not self._training.program.replication.traceable():
+            return Ran(self._ungraphed.plainly(run))
         if life.stage is Stage.MET:
             signature.life = next_life(life, LifeEvent.RAN, self._signatures.lengths)
             return Ran(self._ungraphed.plainly(run))
@@ -128,16 +137,71 @@ class Advancing:
             if capture is None:
                 if variant.life.stage is Stage.PREPARED or not capturing.may_begin(variant, step.position):
                     return Ran(capturing.prepared(step, variant, run))
-                capture, expected = capturing.capture(step, variant, args, kwargs, leaves)
-            if capture.verified and not capture.audits.due(time.perf_counter()):
+                if not self._all_capture(variant, step):
+                    return Ran(capturing.prepared(step, variant, run))
+                with self._making():
+                    capture, expected = capturing.capture(step, variant, args, kwargs, leaves)
+                if capture.verified:  # with verify="off"
+                    return self._replay(variant, capture, leaves)
+            elif (word := self._all_replay(variant, capture)) is not Word.AUDIT:
+                if word is Word.PLAIN:
+                    return Ran(self._ungraphed.plainly(run))
                 return self._replay(variant, capture, leaves)
-            again = capture
-            return capturing.compared(
-                step, variant, again, args, kwargs, expected, lambda: self._replay(variant, again, leaves)
-            )
+            return self._compared(step, variant, capture, args, kwargs, leaves, expected)
         except NotLegal as refused:
             self._refusing.calls(step, signature, variant, refused.problem)
         return Ran(self._ungraphed.plainly(run))
+
+    def audited(
+        self,
+        step: StepInFlight,
+        signature: Signature,
+        variant: Variant,
+        capture: Capture,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        run: Callable[[Call], R],
+    ) -> Replayed | Ran[R]:
+        """A replay that another rank wants to be compared with a plain step."""
+        try:
+            return self._compared(step, variant, capture, args, kwargs, leaves, None)
+        except NotLegal as refused:
+            self._refusing.calls(step, signature, variant, refused.problem)
+        return Ran(self._ungraphed.plainly(run))
+
+    def _compared(
+        self,
+        step: StepInFlight,
+        variant: Variant,
+        capture: Capture,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        expected: Fingerprint | None,
+    ) -> Replayed:
+        with self._making():
+            return self._capturing.compared(
+                step, variant, capture, args, kwargs, expected, lambda: self._replay(variant, capture, leaves)
+            )
+
+    def _making(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._together is None else self._together.making()
+
+    def _all_capture(self, variant: Variant, step: StepInFlight) -> bool:
+        """Whether every rank captures this step now."""
+        if self._together is None:
+            return True
+        fused = variant.arm.plan.fused
+        position = step.position if fused else step.position.without_update()
+        return self._together.captures(position, fused=fused, compiled=variant.arm.compiled)
+
+    def _all_replay(self, variant: Variant, capture: Capture) -> Word:
+        """What all ranks do with this capture: `REPLAY`, `AUDIT` or `PLAIN`."""
+        audit = not capture.verified or capture.audits.due(time.perf_counter())
+        if self._together is not None:
+            return self._together.replays(capture, audit=audit)
+        return Word.AUDIT if audit else Word.REPLAY
 
     def _watched(
         self,
@@ -165,7 +229,12 @@ class Advancing:
         asked = (
             Problem(f"{', '.join(off)} was asked for: forward and backward share no graph") if off else None
         )
-        problem = asked or program.acts_before_backward() or backward_hook(program.model)
+        problem = (
+            asked
+            or program.replication.problem
+            or program.acts_before_backward()
+            or backward_hook(program.model)
+        )
         if problem is not None:
             self._refusing.run(problem, asked=asked is not None)
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
+from pygraph_train.graphs.engine import Graph
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.inputs import StaticInputs
@@ -17,6 +18,7 @@ from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call
 from pygraph_train.step.rebinding import Anchors, Moves
+from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture, Variant, picker
 from pygraph_train.torch_private.hooks import hook_registrations
@@ -35,6 +37,7 @@ class CaptureMaker:
     Args:
         training: of the runner.
         context: entered around every run that uses the kernels that graphs hold.
+        together: of ranks that capture together; None for one process.
 
     Attributes:
         anchors: where tensors stay that steps give other memory.
@@ -44,6 +47,7 @@ class CaptureMaker:
         self,
         training: TrainingRun,
         context: Callable[[], AbstractContextManager[None]],
+        together: Together | None = None,
     ) -> None:
         self.anchors = Anchors()
         self._program = training.program
@@ -51,6 +55,7 @@ class CaptureMaker:
         self._engine = training.engine
         self._addresses = training.addresses
         self._context = context
+        self._together = together
 
     def make(
         self,
@@ -72,14 +77,15 @@ class CaptureMaker:
             NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
         """
         updates = variant.arm.plan.fused and position.update
-        program = self._program
+        program, replication = self._program, self._program.replication
         reads = variant.trace.tensors(program.function(), args, kwargs)
         gradients = self.gradients(variant, args, kwargs, position)
-        problem = history(variant.trace, reads)
-        if problem is None and hooked(gradients.parameters):
-            problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
-        if problem is not None:
-            raise NotLegal(problem)
+        with self._stage():
+            problem = history(variant.trace, reads)
+            if problem is None and hooked(gradients.parameters):
+                problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
+            if problem is not None:
+                raise NotLegal(problem)
         rebound = variant.trace.rebound_tensors(reads)
         self.anchors.begin(rebound)
         gradients.begin()
@@ -90,8 +96,9 @@ class CaptureMaker:
 
         def body() -> tuple[Tensor, Outputs]:
             gradients.empty()
-            loss, tree = program.forward(call, static_args, static_kwargs)
-            program.backward(loss)
+            with replication.micro_batch(sync=position.sync):
+                loss, tree = program.forward(call, static_args, static_kwargs)
+                program.backward(loss)
             if updates:
                 program.transform_gradients()
                 program.update()
@@ -102,28 +109,36 @@ class CaptureMaker:
             return loss.detach(), outputs
 
         put_back = program.scaling.notes()
+        graph: Graph | None = None
+        exchanges = False
         try:
-            if variant.inputs is None:
-                variant.inputs = StaticInputs(leaves, variant.used)
-            variant.inputs.load(leaves)
-            static_args, static_kwargs = variant.inputs.tree((args, kwargs))
-            flatten((static_args, static_kwargs), static_leaves)
-            if isinstance(call, Trace):
-                with program.context():
-                    if not call.holds(program.function(), static_args, static_kwargs):
-                        raise NotLegal(call.why_not(program.function(), static_args, static_kwargs))
+            with self._stage():
+                if variant.inputs is None:
+                    variant.inputs = StaticInputs(leaves, variant.used)
+                variant.inputs.load(leaves)
+                static_args, static_kwargs = variant.inputs.tree((args, kwargs))
+                flatten((static_args, static_kwargs), static_leaves)
+                if isinstance(call, Trace):
+                    with program.context():
+                        if not call.holds(program.function(), static_args, static_kwargs):
+                            raise NotLegal(call.why_not(program.function(), static_args, static_kwargs))
             expected, started = None, time.perf_counter()
             if self._config.verify != "off":
                 expected = self.reference(
-                    variant, gradients, call, static_args, static_kwargs, updates=updates
+                    variant, gradients, call, static_args, static_kwargs, updates=updates, sync=position.sync
                 )
             reference = time.perf_counter() - started
             watched = optimizer.state.none_is_made() if optimizer is not None and updates else nullcontext()
-            with self._context(), watched:
+            exchanges = position.sync
+            with self._stage(), self._context(), watched:
                 graph, (loss, outputs) = self._engine.capture(body)
         except BaseException as error:
+            if graph is not None:  # another rank has none
+                graph.close()
             gradients.restore(before)
             put_back()
+            if exchanges and isinstance(error, Exception):
+                replication.reset()
             if not isinstance(error, Exception):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error)) from error
@@ -150,6 +165,8 @@ class CaptureMaker:
             verified=self._config.verify == "off",
             hook_registrations=hook_registrations(),
             audits=Audits(self._config.verify, time.perf_counter(), reference),
+            sync=position.sync,
+            number=0 if self._together is None else self._together.number,
         )
         return capture, expected
 
@@ -162,26 +179,41 @@ class CaptureMaker:
         kwargs: dict[str, Any],
         *,
         updates: bool,
+        sync: bool,
     ) -> Fingerprint:
-        """Loss and gradients of this step without a graph; everything else is put back."""
-        before = gradients.snapshot()
-        moves = self.moves(variant, args, kwargs)
-        scratch = ScratchState(self._program.device, self.beside_parameters(variant, args, kwargs))
-        put_back = self._program.scaling.notes()
+        """Loss and gradients of this step without a graph; everything else is put back.
+
+        Gradients are exchanged after the backward, and not in it: nobody waits then for a rank that fails.
+        """
+        replication = self._program.replication
+        with self._stage():
+            before = gradients.snapshot()
+            moves = self.moves(variant, args, kwargs)
+            scratch = ScratchState(self._program.device, self.beside_parameters(variant, args, kwargs))
+            put_back = self._program.scaling.notes()
         try:
+            replication.exchange_buffers()
             with self._context(), self._engine.warm_up(gradients.emptied):
-                gradients.empty()
-                gradients.isolate()
-                loss, _ = self._program.forward(call, args, kwargs)
-                self._program.backward(loss)
-                if updates:
-                    self._program.transform_gradients(in_kernels=False)
-                return Fingerprint.of(loss.detach(), gradients.snapshot())
+                with self._stage(), replication.local():
+                    gradients.empty()
+                    gradients.isolate()
+                    loss, _ = self._program.forward(call, args, kwargs)
+                    self._program.backward(loss)
+                if sync:
+                    replication.reduce(gradients.parameters)
+                with self._stage():
+                    if updates:
+                        self._program.transform_gradients(in_kernels=False)
+                    return Fingerprint.of(loss.detach(), gradients.snapshot())
         finally:
             moves.put_back()
             scratch.restore()
             gradients.restore(before)
             put_back()
+
+    def _stage(self) -> AbstractContextManager[None]:
+        """Around what may fail on one rank, before others wait for it."""
+        return nullcontext() if self._together is None else self._together.stage()
 
     def backup(
         self,

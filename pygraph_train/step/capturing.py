@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,12 +18,13 @@ from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signatures, Variant, same_memory
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.reasons import readable
-from pygraph_train.tracing.refusals import compiler_problem
+from pygraph_train.tracing.refusals import compiler_problem, problem_of
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, ScratchState
 
@@ -57,6 +59,7 @@ class Capturing:
     Args:
         training, updates, decisions, maker, signatures: of the runner.
         leave_update_outside: called with the reason why no graph of the step holds the update any more.
+        together: of ranks that capture together; None for one process.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Capturing:
         maker: CaptureMaker,
         signatures: Signatures,
         leave_update_outside: Callable[[StepInFlight, Problem], None],
+        together: Together | None = None,
     ) -> None:
         self._training = training
         self._updates = updates
@@ -74,6 +78,7 @@ class Capturing:
         self._maker = maker
         self._signatures = signatures
         self._leave_update_outside = leave_update_outside
+        self._together = together
         self._captured = False
 
     def prepared(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
@@ -169,6 +174,8 @@ class Capturing:
     def may_begin(self, variant: Variant, position: PositionInAccumulation) -> bool:
         """Whether nothing is worth waiting for: gradients that the graph would own, and the optimizer's state."""
         compiled = variant.arm.compiled
+        if position.sync and not self._training.program.replication.ready():
+            return False
         if not position.fresh and not self._training.addresses.are_written(compiled=compiled):
             # the graph of the first micro-batch is to own the gradients, if there is one
             return variant.life.steps >= variant.lengths.prepared + _MOST_MICRO_BATCHES
@@ -281,13 +288,18 @@ class Capturing:
             NotLegal: it gives something else, and is undone.
         """
         started, training, maker = time.perf_counter(), self._training, self._maker
-        if expected is None:
-            # with the batch itself: what loads the graph's inputs is compared as well
-            expected = maker.reference(
-                variant, capture.gradients, self._call_of(variant), args, kwargs, updates=capture.updates
-            )
-        before = capture.gradients.snapshot()
-        backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
+        try:
+            if expected is None:
+                # with the batch itself: what loads the graph's inputs is compared as well
+                call, updates, sync = self._call_of(variant), capture.updates, step.position.sync
+                expected = maker.reference(
+                    variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
+                )
+            before = capture.gradients.snapshot()
+            with nullcontext() if self._together is None else self._together.stage():
+                backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
+        except Exception as error:  # nothing of the step was made: there may be no memory for a second run
+            raise NotLegal(problem_of(error)) from error
         result = replay()
         found = Fingerprint.of(capture.loss, capture.gradients.final)
         difference = expected.compare(found, bits=training.engine.name == "emulated")
@@ -296,19 +308,23 @@ class Capturing:
         training.report.compared(seconds, audit=capture.verified)
         training.clock.interrupted()
         capture.audits.took(seconds, first=not capture.verified)
-        if difference is None:
+        problem = None
+        if difference is not None:
+            which = f"replay {variant.replays}" if capture.verified else "the first replay"
+            problem = Problem(
+                f"{which} of {step.position} differs from the step without a graph: {difference}",
+                fix="Please report this; such steps are not replayed as a whole",
+            )
+            log.warning("pygraph: %s", problem)
+        if self._together is not None:
+            problem = self._together.confirm(problem)
+        if problem is None:
             capture.verified = True
             return result
         backup.restore()
         capture.gradients.restore(before)
         training.replays -= 1
         training.clock.undone()
-        which = f"replay {variant.replays}" if capture.verified else "the first replay"
-        problem = Problem(
-            f"{which} of {step.position} differs from the step without a graph: {difference}",
-            fix="Please report this; such steps are not replayed as a whole",
-        )
-        log.warning("pygraph: %s", problem)
         raise NotLegal(problem)
 
     def _make_room(self, variant: Variant) -> None:

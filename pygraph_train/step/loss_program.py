@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
+from pygraph_train.parallel.agreement import decline
+from pygraph_train.parallel.replication import RECORDER, replication_of
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import tell_why_off
 from pygraph_train.report.step_report import StepReport
@@ -43,6 +45,8 @@ class LossSteps:
         if engine is None:
             self._report.note("graphs are off: steps run as they are")
             tell_why_off(config)
+            if program.replication.group is not None:
+                decline(program.replication.group, "graphs are off there")
         else:
             self._runner = StepRunner(program, config, engine, self._report)
 
@@ -74,9 +78,12 @@ class LossSteps:
             What that function returned, detached: tensors of their own.
         """
         program = self._program
+        sync = update or program.replication.group is None
         update = update and program.optimizer is not None
         fresh = program.starts_fresh() if program.optimizer is None else not self._pending
-        position = PositionInAccumulation(fresh=fresh, update=update, constants=program.constants())
+        position = PositionInAccumulation(
+            fresh, update, (*program.constants(), *program.replication.constants()), sync
+        )
 
         if self._runner is None:
             self._report.step_began()
@@ -102,7 +109,7 @@ class LossSteps:
 class LossProgram:
     """`StepProgram` over a function that computes the loss, a model and an optimizer."""
 
-    recorder: str | None = None
+    recorder: str | tuple[str, ...] | None = RECORDER
     empties_first: bool = True
     detaches_results: bool = True
 
@@ -116,6 +123,7 @@ class LossProgram:
         max_grad_norm: float | None,
     ) -> None:
         self.model = model
+        self.replication = replication_of(model)
         self.optimizer = optimizer
         self.device = device
         self._step_fn = step_fn
@@ -128,12 +136,15 @@ class LossProgram:
         return self._step_fn
 
     def context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return self.replication.seen_through()
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         preparation = self._preparation
-        # a step_fn that looks at its learning rate sees the Python number
-        with nullcontext() if preparation is None else preparation.suspended():
+        with ExitStack() as around:
+            if preparation is not None:  # a step_fn that looks at its learning rate sees the Python number
+                around.enter_context(preparation.suspended())
+            if call is not plain_call:
+                around.enter_context(self.replication.around())
             result = call(self._step_fn, args, kwargs)
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
@@ -204,8 +215,9 @@ class LossProgram:
         """The whole step without a graph; `update` makes its optimizer phase."""
         if self.optimizer is not None and position.fresh:
             self.optimizer.zero_grad(set_to_none=True)
-        loss, result = self.forward(call, args, kwargs)
-        self.backward(loss)
+        with self.replication.micro_batch(sync=position.sync):
+            loss, result = self.forward(call, args, kwargs)
+            self.backward(loss)
         if position.update:
             update(self.before_update(), position.constants)
         return _detached(result)

@@ -26,11 +26,13 @@ class PositionInAccumulation(NamedTuple):
         update: the optimizer steps after it (the last, or the only micro-batch).
         constants: Python values of the loop around the step that a capture bakes in (Lightning: what the
             loss is divided by, the clipping threshold).
+        sync: gradients are exchanged with the other processes after it.
     """
 
     fresh: bool = True
     update: bool = True
     constants: tuple[Any, ...] = ()
+    sync: bool = True
 
     def __str__(self) -> str:
         """`{F B O}`, `{F B}`, and with a + where gradients are added to earlier ones."""

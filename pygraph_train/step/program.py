@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pygraph_train.optimizers.program import UpdateProgram
+from pygraph_train.parallel.replication import Replication
 from pygraph_train.problems import Problem
 
 __all__ = ["Call", "StepProgram", "plain_call"]
@@ -28,8 +29,10 @@ class StepProgram(UpdateProgram, Protocol):
     `forward` and `backward` do only what can be captured: nothing that must happen in Python on every step.
     """
 
-    recorder: str | None
+    recorder: str | tuple[str, ...] | None
     """See `Trace`."""
+    replication: Replication
+    """How the model is shared with other processes."""
     empties_first: bool
     """Whether gradients are emptied before `function` runs: a step that fails leaves none then."""
     detaches_results: bool

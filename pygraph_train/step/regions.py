@@ -112,6 +112,8 @@ class Regions:
         compiled: Callable[[float], None],
     ) -> None:
         reason = why_no_regions(config, engine.name)
+        if reason is None and program.replication.group is not None:
+            reason = "DistributedDataParallel: forward and backward share one graph, or have none"
         self.problem = Problem(reason) if reason is not None else None
         self.found = False
         self._program = program

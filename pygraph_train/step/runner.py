@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.parallel.agreement import Word
 from pygraph_train.problems import Problem
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.selection.arms import Arm
@@ -24,6 +25,7 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.regions import Regions
+from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
@@ -72,16 +74,18 @@ class StepRunner:
             program, config, engine, report, training.times, steps_left, on_decision, self._release
         )
         signatures = Signatures(StageLengths(met=config.warmup_steps, watched=config.warmup_steps))
-        maker = CaptureMaker(training, updates.context)
+        together = None if program.replication.group is None else Together(training, program.replication)
+        maker = CaptureMaker(training, updates.context, together)
+        self._together = together
         self._training, self._regions, self._updates = training, regions, updates
         self._signatures, self._maker = signatures, maker
         self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
         self._outside = Outside(program)
         watch = Watching(training, updates, maker)
-        capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update)
+        capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing, watch, capture)
-        self._advance = Advancing(*parts, self._replay)
+        self._advance = Advancing(*parts, self._replay, together)
         self._flight = functools.partial(
             StepInFlight, training=training, updates=updates, regions=regions, leave=self._refusing.update
         )
@@ -92,6 +96,8 @@ class StepRunner:
         """A training step begins, or one micro-batch of it: `position` says where that stands in accumulation."""
         self._training.step += 1
         self._training.report.step_began()
+        if self._together is not None:
+            self._together.begin()
         self._present = self._flight(position, self._present.choice)
         return self._present
 
@@ -112,12 +118,18 @@ class StepRunner:
                 that it is given, exactly once.
             flat: structure and leaves of `(args, kwargs)`, where the caller has them from `flatten`.
         """
+        if (together := self._together) is not None:
+            run = together.voted_first(run, self._why_off)
+            if together.ended is not None and self._refusing.off is None:
+                self._refusing.run(together.ended)
         if (problem := self._outside.why_plain()) is not None:
             self._refusing.plain_step(problem, for_good=self._outside.for_good)
         if problem is not None or self._refusing.stopped:
             return Ran(self._ungraphed.plainly(run))
         if self._launch_bound is not None:
-            if not self._launch_bound.open:
+            if together is not None:
+                together.waits_for_host(self._launch_bound.open)
+            if not (self._launch_bound.open if together is None else together.open):
                 return Ran(self._launch_bound.run(lambda: self._ungraphed.plainly(run)))
             self._launch_bound = None
         if self._refusing.off is not None:
@@ -150,6 +162,12 @@ class StepRunner:
         if capture is not None and not capture.gradients.fit():
             return Ran(self._ungraphed.plainly(run))  # emptied in the middle of an accumulation
         if capture is not None and self._still_valid(variant, capture):
+            if together is not None and (word := together.replays(capture)) is not Word.REPLAY:
+                if word is Word.PLAIN:
+                    if together.is_lost(capture):
+                        variant.forget_captures()
+                    return Ran(self._ungraphed.plainly(run))
+                return self._advance.audited(step, signature, variant, capture, args, kwargs, leaves, run)
             step.replayed = True
             if variant.choice is None:
                 variant.choice = self._advance.compare_plans(variant)
@@ -202,6 +220,8 @@ class StepRunner:
                 capture.gradients.empty()
             raise
         capture.gradients.after_replay()
+        if capture.number:
+            self._training.program.replication.replayed(sync=capture.sync)
         capture.audits.left -= 1
         variant.last_used = self._training.step
         variant.replays += 1
@@ -210,6 +230,10 @@ class StepRunner:
         if variant.replays == REPLAYS_BEFORE_COMPILING:
             self._advance.consider_compiling(variant)
         return Replayed(capture.outputs(leaves), capture.updates)
+
+    def _why_off(self) -> Problem | None:
+        """Why this rank replays no whole step any more."""
+        return self._refusing.off
 
     def _release(self, arm: Arm) -> None:
         """Let go of what only other arms than this one, which is settled, have used."""
@@ -236,6 +260,8 @@ class StepRunner:
 
     def close(self) -> None:
         """Release every graph and give the optimizer back as it was."""
+        if self._together is not None:
+            self._together.leave()
         self._signatures.close()
         self._regions.close()
         self._refusing.close()

@@ -49,6 +49,10 @@ class Capture:
     verified: bool
     hook_registrations: int
     audits: Audits
+    sync: bool = True
+    """Whether gradients are exchanged with other processes in it."""
+    number: int = 0
+    """Of a capture that the ranks of a training have made together."""
 
 
 @dataclass

@@ -23,6 +23,7 @@ __all__ = [
     "no_autocast",
     "no_fake_mode",
     "no_torch_function",
+    "packet_name",
     "replaces_memory",
     "schema",
     "symbols_of",
@@ -49,6 +50,11 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 def schema(op: torch._ops.OpOverload) -> Any:
     """Name, arguments and returns of an operator (torch 2.11, 2.13)."""
     return op._schema
+
+
+def packet_name(func: torch._ops.OpOverload) -> str:
+    """The name of an operator without its namespace and overload (torch 2.11, 2.13)."""
+    return func._schema.name.partition("::")[2]
 
 
 def no_torch_function() -> AbstractContextManager[None]:

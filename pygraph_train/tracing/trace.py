@@ -150,12 +150,16 @@ class Trace:
         device: where the step's tensors live; tensors elsewhere would be baked into a graph.
         compiler: compiles the traced graph, and appends what it could not do to the list that is its third argument;
             None runs the graph with eager kernels.
-        recorder: suffix of the Python expression of an object that the step may write to because the
+        recorder: suffixes of the Python expressions of objects that the step may write to because the
             caller reproduces it on replay (Lightning's log records), or None.
     """
 
     def __init__(
-        self, device: torch.device, *, compiler: Compiler | None = None, recorder: str | None = None
+        self,
+        device: torch.device,
+        *,
+        compiler: Compiler | None = None,
+        recorder: str | tuple[str, ...] | None = None,
     ) -> None:
         self.device = device
         self._compiler = compiler

@@ -1,0 +1,269 @@
+"""How the processes of one training share its model: one process alone, or DistributedDataParallel's replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.torch_private.distributed import (
+    begin_forward,
+    buckets_are_settled,
+    comm_hooks,
+    end_forward,
+    exchange_buffers,
+    first_step_is_over,
+    has_delayed_parameters,
+    reset_reducer,
+    stop_sampling,
+)
+
+__all__ = ["RECORDER", "Alone", "Replicas", "Replication", "replication_of"]
+
+RECORDER = ".seen_through.calls"
+"""Suffix of the expression of the list that a trace writes to, once for each call of a wrapper."""
+
+
+class Replication(Protocol):
+    """What a step has to do for the other processes that train the same model."""
+
+    group: Any
+    """The process group of its collectives, None without one."""
+    problem: Problem | None
+    """Why no graph can hold its collectives, None where one may."""
+
+    def seen_through(self) -> AbstractContextManager[None]:
+        """Around traced calls and questions to their guards: a wrapper is no more than its module."""
+
+    def around(self) -> AbstractContextManager[None]:
+        """Around a traced call of the step's function: what the wrapper does before and after its module."""
+
+    def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
+        """Around forward and backward: whether gradients are exchanged in it."""
+
+    def traceable(self) -> bool:
+        """Whether the next step may be traced."""
+
+    def ready(self) -> bool:
+        """Whether the next step exchanges gradients as all later ones will."""
+
+    def exchange_buffers(self) -> None:
+        """Before a local forward: what the wrapper's forward would exchange. All ranks call it."""
+
+    def local(self) -> AbstractContextManager[None]:
+        """Around a forward and backward that is not part of training: nothing is exchanged."""
+
+    def constants(self) -> tuple[bool, ...]:
+        """What a capture of the next micro-batch bakes in of the one before."""
+
+    def replayed(self, *, sync: bool) -> None:
+        """A micro-batch came from a graph, in which gradients were exchanged or not."""
+
+    def reduce(self, parameters: Iterable[Tensor]) -> None:
+        """Exchange gradients of a local backward as the wrapper would have."""
+
+    def reset(self) -> None:
+        """After a capture that did not end on all ranks. All of them call it."""
+
+
+class Alone:
+    """One process, or several that share nothing."""
+
+    group: Any = None
+    problem: Problem | None = None
+
+    def seen_through(self) -> AbstractContextManager[None]:
+        """Nothing is wrapped."""
+        return nullcontext()
+
+    def around(self) -> AbstractContextManager[None]:
+        """Nothing is wrapped."""
+        return nullcontext()
+
+    def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
+        """Nothing is exchanged."""
+        return nullcontext()
+
+    def traceable(self) -> bool:
+        """Always."""
+        return True
+
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def exchange_buffers(self) -> None:
+        """Nothing is exchanged."""
+
+    def local(self) -> AbstractContextManager[None]:
+        """Nothing is exchanged."""
+        return nullcontext()
+
+    def constants(self) -> tuple[bool, ...]:
+        """Nothing."""
+        return ()
+
+    def replayed(self, *, sync: bool) -> None:
+        """Nothing to put in order."""
+
+    def reduce(self, parameters: Iterable[Tensor]) -> None:
+        """Nothing is exchanged."""
+
+    def reset(self) -> None:
+        """Nothing to put in order."""
+
+
+class _SeenThrough:
+    """Counts the calls of wrappers in traced steps. A trace may write to it: see `RECORDER`."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+
+seen_through = _SeenThrough()
+
+
+def _through(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `DistributedDataParallel.forward`, which cannot be traced."""
+    seen_through.calls.append(1)
+    return wrapper.module(*args, **kwargs)
+
+
+class Replicas:
+    """A model in DistributedDataParallel.
+
+    Its module is traced, and its reducer is captured: the all-reduces are part of the graph of the backward.
+
+    Args:
+        wrapper: of the model.
+        called: whether the step calls the wrapper itself. Otherwise the framework does so around the step.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, *, called: bool = True) -> None:
+        self.wrapper = wrapper
+        self.group: Any = wrapper.process_group
+        self.problem = _problem(wrapper)
+        self._called = called
+        self._quiet = False
+
+    @contextmanager
+    def seen_through(self) -> Iterator[None]:
+        """See `Replication.seen_through`."""
+        stock = DistributedDataParallel.forward
+        seen_through.calls.clear()
+        DistributedDataParallel.forward = _through  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            DistributedDataParallel.forward = stock  # type: ignore[method-assign]
+            seen_through.calls.clear()
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """See `Replication.around`.
+
+        Raises:
+            NotLegal: the step calls the wrapper several times, or not at all.
+        """
+        begin_forward(self.wrapper)
+        with self.seen_through():
+            yield
+            calls = len(seen_through.calls)
+        end_forward(self.wrapper)
+        if calls != 1 and self._called:
+            often = "never" if not calls else f"{calls} times"
+            raise NotLegal(
+                Problem(f"the step calls DistributedDataParallel {often} instead of once", fix=_CALL_ONCE)
+            )
+
+    @contextmanager
+    def micro_batch(self, *, sync: bool) -> Iterator[None]:
+        """See `Replication.micro_batch`. What `no_sync()` does where gradients are not exchanged."""
+        before = self.wrapper.require_backward_grad_sync
+        self.wrapper.require_backward_grad_sync = sync
+        try:
+            yield
+        finally:
+            self.wrapper.require_backward_grad_sync = before
+
+    def traceable(self) -> bool:
+        """See `Replication.traceable`. With `static_graph` the first step looks at what the wrapper returns."""
+        return not self.wrapper.static_graph or first_step_is_over(self.wrapper)
+
+    def ready(self) -> bool:
+        """See `Replication.ready`. The reducer rebuilds its buckets once, and measures its first iterations."""
+        if not buckets_are_settled(self.wrapper):
+            return False
+        if not self._quiet:
+            self._quiet = True
+            stop_sampling(self.wrapper)
+        return True
+
+    def exchange_buffers(self) -> None:
+        """See `Replication.exchange_buffers`."""
+        exchange_buffers(self.wrapper)
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """See `Replication.local`."""
+        before = self.wrapper.require_forward_param_sync
+        self.wrapper.require_forward_param_sync = False
+        try:
+            with self.micro_batch(sync=False):
+                yield
+        finally:
+            self.wrapper.require_forward_param_sync = before
+
+    def constants(self) -> tuple[bool, ...]:
+        """See `Replication.constants`: whether buffers are those of the first rank."""
+        return (self.wrapper.require_forward_param_sync,)
+
+    def replayed(self, *, sync: bool) -> None:
+        """See `Replication.replayed`: after gradients that are exchanged, buffers are, too."""
+        self.wrapper.require_forward_param_sync = sync
+
+    @torch.no_grad()
+    def reduce(self, parameters: Iterable[Tensor]) -> None:
+        """See `Replication.reduce`: the mean over all ranks, as the reducer computes it."""
+        ids = {id(p) for p in self.wrapper.module.parameters()}
+        ranks = distributed.get_world_size(self.group)
+        for p in parameters:
+            if id(p) in ids and p.requires_grad and p.grad is not None:
+                p.grad.mul_(1 / ranks)
+                distributed.all_reduce(p.grad, group=self.group)
+
+    def reset(self) -> None:
+        """See `Replication.reset`."""
+        reset_reducer(self.wrapper)
+
+
+_CALL_ONCE = "Call the wrapped model once in each step"
+
+
+def replication_of(model: nn.Module) -> Replication:
+    """How this model is shared with other processes."""
+    return Replicas(model) if isinstance(model, DistributedDataParallel) else Alone()
+
+
+def _problem(wrapper: DistributedDataParallel) -> Problem | None:
+    """Why no graph can hold what the wrapper does."""
+    if wrapper.find_unused_parameters and not wrapper.static_graph:
+        return Problem(
+            "DistributedDataParallel(find_unused_parameters=True) looks through each step on the host",
+            fix="static_graph=True, or find_unused_parameters=False where all parameters are used",
+        )
+    if hooks := comm_hooks(wrapper):
+        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
+        return Problem(f"the communication hook {name} runs Python in each backward")
+    if wrapper.mixed_precision is not None:
+        return Problem("DistributedDataParallel(mixed_precision=...) casts in hooks that run Python")
+    if has_delayed_parameters(wrapper):
+        return Problem("DistributedDataParallel(delay_all_reduce_named_params=...) acts in Python")
+    if wrapper.device_ids and len(wrapper.device_ids) > 1:
+        return Problem("DistributedDataParallel with several devices in one process is not supported")
+    return None

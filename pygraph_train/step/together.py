@@ -1,0 +1,216 @@
+"""Steps that the ranks of one training make together: each says what it can do, and all do the same.
+
+Every step of every rank has one vote, before anything of it runs. Steps that are captured or compared have further
+votes, so that a rank on which something fails stops all others, and none waits for it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pygraph_train.parallel.agreement import Agreement, Said, Word, agreement, versions
+from pygraph_train.parallel.replication import Replication
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.variants import Capture
+from pygraph_train.tracing.refusals import problem_of
+
+__all__ = ["Together", "facts_of"]
+
+R = TypeVar("R")
+
+_WAITS, _OPEN = 1, 2
+"""Numbers of `Word.PLAIN`: whether the rank has found that its device waits for the host."""
+
+_MOST_APART = 3
+"""Steps in a row in which this rank could replay a capture that another one no longer has, before it is given up."""
+
+
+class Together:
+    """The votes of one rank.
+
+    Args:
+        training: of the runner.
+        replication: of the model.
+
+    Attributes:
+        ended: why no step is voted on any more: another rank replays nothing, or there is no agreement.
+        open: whether the device of some rank waits for the host.
+    """
+
+    def __init__(self, training: TrainingRun, replication: Replication) -> None:
+        self.ended: Problem | None = None
+        self.open = False
+        self.replication = replication
+        self._training = training
+        self._agreement: Agreement | None = None
+        self._number = 0
+        self._voted = self._announced = False
+        self._plain = Said(Word.PLAIN)
+        self._apart: dict[int, int] = {}
+        self._heard: dict[int, str] = {}
+
+    def begin(self) -> None:
+        """A step begins. The first one begins with the ranks' meeting.
+
+        Raises:
+            PyGraphError: the ranks differ in their options or versions, or one has ended.
+        """
+        self._voted = False
+        self._plain = Said(Word.PLAIN)
+        if self._agreement is None and self.ended is None:
+            found = agreement(self.replication.group, facts_of(self._training))
+            if isinstance(found, Problem):
+                self.ended = found
+            else:
+                self._agreement = found
+
+    def waits_for_host(self, open_: bool) -> None:
+        """Say with the present step whether this rank's device waits for its host."""
+        self._plain = Said(Word.PLAIN, _OPEN if open_ else _WAITS)
+
+    def voted_first(self, run: Callable[..., R], off: Callable[[], Problem | None]) -> Callable[..., R]:
+        """`run`, which makes the step without a graph of it, after a vote that tells the others.
+
+        Args:
+            off: why this rank replays nothing any more, None while it may.
+        """
+
+        def after_the_vote(call: Any) -> R:
+            if not self._voted and self.ended is None:
+                why = off()
+                if why is not None:
+                    self._tell(why)
+                self._vote(self._plain if why is None else Said(Word.OFF))
+            return run(call)
+
+        return after_the_vote
+
+    def replays(self, capture: Capture, *, audit: bool = False) -> Word:
+        """Vote for a replay. Returns what all ranks do: `REPLAY`, `AUDIT`, or `PLAIN`.
+
+        Args:
+            audit: this rank wants it to be compared with a plain step.
+        """
+        if self._voted:
+            return Word.PLAIN
+        number = capture.number
+        said = self._vote(Said(Word.AUDIT if audit else Word.REPLAY, number))
+        if all(s.number == number and s.word in (Word.REPLAY, Word.AUDIT) for s in said):
+            self._apart.pop(number, None)
+            return Word.AUDIT if any(s.word is Word.AUDIT for s in said) else Word.REPLAY
+        if any(s.word is Word.CAPTURE for s in said):
+            self._apart[number] = self._apart.get(number, 0) + 1
+        self._ask_why(said)
+        return Word.PLAIN
+
+    def is_lost(self, capture: Capture) -> bool:
+        """Whether another rank has lost its part of this capture, and wants a new one."""
+        return self._apart.get(capture.number, 0) >= _MOST_APART
+
+    def captures(self, position: PositionInAccumulation, *, fused: bool, compiled: bool) -> bool:
+        """Vote for a capture. Returns whether all ranks make the same one now."""
+        if self._voted:
+            return False
+        what = zlib.crc32(repr((position, fused, compiled)).encode())
+        said = self._vote(Said(Word.CAPTURE, what))
+        if all(s == said[0] for s in said):
+            self._number += 1
+            return True
+        self._ask_why(said)
+        return False
+
+    @property
+    def number(self) -> int:
+        """Of the capture that is being made: the same on all ranks."""
+        return self._number
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Around all of a capture or comparison: what fails between its stages is told in the next vote of the others."""
+        self._announced = False
+        try:
+            yield
+        except Exception as error:
+            if not self._announced:
+                self.confirm(problem_of(error))
+            raise
+
+    @contextmanager
+    def stage(self) -> Iterator[None]:
+        """Around a part of a capture or comparison in which one rank may fail, and none waits for another one.
+
+        Raises:
+            NotLegal: another rank has failed.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.confirm(problem_of(error))
+            raise
+        if (problem := self.confirm(None)) is not None:
+            raise NotLegal(problem)
+
+    def confirm(self, problem: Problem | None) -> Problem | None:
+        """Say whether this rank's part of a capture or comparison is done. Returns why not all ranks' parts are."""
+        if problem is not None:
+            self._tell(problem)
+        said = self._vote(Said(Word.DONE if problem is None else Word.FAILED))
+        failed = [rank for rank, s in enumerate(said) if s.word is not Word.DONE]
+        self._announced |= bool(failed)
+        if problem is not None:
+            return problem
+        return self._problem_of(failed[0]) if failed else None
+
+    def leave(self) -> None:
+        """This rank makes no more steps."""
+        if self._agreement is not None:
+            self._agreement.leave()
+            self._agreement.close()
+            self._agreement = None
+        self.ended = self.ended or Problem("the runner was closed")
+
+    def _vote(self, said: Said) -> list[Said]:
+        self._voted = True
+        if self._agreement is None:
+            return [said]
+        heard = self._agreement.vote(said, self._training.step)
+        for rank, other in enumerate(heard):
+            if other.word in (Word.OFF, Word.LEFT) and self.ended is None:
+                self.ended = self._problem_of(rank)
+            self.open |= other == (Word.PLAIN, _OPEN)
+        return heard
+
+    def _tell(self, problem: Problem) -> None:
+        if self._agreement is not None:
+            self._agreement.tell(str(problem))
+
+    def _problem_of(self, rank: int) -> Problem:
+        assert self._agreement is not None
+        why = self._agreement.told(rank)
+        return Problem(f"rank {rank} runs without graphs, so all ranks do" + (f": {why}" if why else ""))
+
+    def _ask_why(self, said: list[Said]) -> None:
+        """Another rank goes on without a graph: note its reason, once."""
+        for rank, other in enumerate(said):
+            if other.word is not Word.PLAIN or self._agreement is None:
+                continue
+            why = self._agreement.told(rank)
+            if why and self._heard.get(rank) != why:
+                self._heard[rank] = why
+                self._training.note(Problem(f"rank {rank} runs steps as they are: {why}"))
+
+    def noted(self, problem: Problem) -> None:
+        """Something runs without a graph on this rank: let the others know why."""
+        self._tell(problem)
+
+
+def facts_of(training: TrainingRun) -> dict[str, str]:
+    """What has to be the same on all ranks."""
+    options = {f"the option {name}": repr(value) for name, value in vars(training.config).items()}
+    options.pop("the option cache_dir", None)
+    return {**versions(), "the engine": training.engine.name, **options}

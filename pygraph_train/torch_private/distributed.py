@@ -1,0 +1,110 @@
+"""Private APIs of torch.distributed: its store, work that is done, and the reducer of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "begin_forward",
+    "buckets_are_settled",
+    "comm_hooks",
+    "default_store",
+    "done",
+    "end_forward",
+    "exchange_buffers",
+    "first_step_is_over",
+    "group_timeout",
+    "has_delayed_parameters",
+    "reset_reducer",
+    "stop_sampling",
+    "waited_for",
+]
+
+
+def default_store() -> Any:
+    """The key-value store that all ranks of the default process group share (torch 2.11, 2.13)."""
+    return distributed.distributed_c10d._get_default_store()
+
+
+def group_timeout(group: Any) -> timedelta:
+    """How long the collectives of a process group wait for other ranks (torch 2.11, 2.13)."""
+    for device in ("cuda", "cpu"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):  # no backend for this device, or one without options
+            continue
+    return timedelta(minutes=30)
+
+
+def done(tensors: Sequence[Tensor]) -> Any:
+    """What a collective returns whose work is complete (torch 2.11, 2.13)."""
+    from torch._C import _distributed_c10d as c10d
+
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(list(tensors))
+    return c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+
+
+def waited_for(tensor: Tensor) -> Tensor:
+    """The result of a functional collective when it is there (torch 2.11, 2.13)."""
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    return result
+
+
+def begin_forward(ddp: DistributedDataParallel) -> None:
+    """What `ddp(...)` does before it calls its module, without the inputs (torch 2.11, 2.13)."""
+    ddp._pre_forward(None)
+
+
+def end_forward(ddp: DistributedDataParallel) -> None:
+    """What `ddp(...)` does after it called its module, without the outputs (torch 2.11, 2.13)."""
+    ddp._post_forward(None)
+
+
+def exchange_buffers(ddp: DistributedDataParallel) -> None:
+    """Give buffers the values of the first rank, where the next forward would (torch 2.11, 2.13)."""
+    if ddp._check_sync_bufs_pre_fwd():
+        ddp._sync_buffers()
+
+
+def first_step_is_over(ddp: DistributedDataParallel) -> bool:
+    """Whether a wrapper with `static_graph=True` knows its graph (torch 2.11, 2.13)."""
+    return bool(ddp._static_graph_delay_allreduce_enqueued)
+
+
+def buckets_are_settled(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer has its final buckets: a step that rebuilds them broadcasts and reads on the host."""
+    return bool(ddp._get_ddp_logging_data().get("has_rebuilt_buckets", 0))
+
+
+def stop_sampling(ddp: DistributedDataParallel) -> None:
+    """Let the reducer measure no further iterations: it reads events on the host then (torch 2.11, 2.13).
+
+    It does so in its first ten iterations and in every one whose number the sample rate divides. Iterations count
+    calls of `prepare_for_forward`, and nothing but these measurements depends on their number.
+    """
+    ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+    for _ in range(11):
+        ddp.reducer.prepare_for_forward()
+
+
+def reset_reducer(ddp: DistributedDataParallel) -> None:
+    """Make the reducer usable after a backward that did not end. Every rank has to call it (torch 2.11, 2.13)."""
+    ddp._has_rebuilt_buckets = False
+    ddp.reducer._reset_state()
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[Any]:
+    """The user's functions that replace the all-reduce (torch 2.11, 2.13)."""
+    return [hook for hook, _ in ddp._comm_hooks]
+
+
+def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
+    """Whether some parameters are reduced apart, in one call after the backward (torch 2.11, 2.13)."""
+    return bool(ddp._delay_all_reduce_params)

@@ -1,0 +1,144 @@
+"""Two processes that train together over gloo, for tests: each runs the same function, and tells what it found."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["RankFailed", "Ranks", "pair_of_ranks"]
+
+START_SECONDS = 120.0
+"""What a process takes to import torch on a busy machine."""
+
+
+class RankFailed(Exception):
+    """A rank raised, or said nothing in time. The message has the tracebacks."""
+
+
+def _serve(rank: int, ranks: int, port: int, orders: Any) -> None:
+    """One rank: runs what it is told to, until it is told nothing more."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+    )
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    orders.send(("ready", None))
+    while (order := orders.recv()) is not None:
+        name, timeout, kwargs = order
+        faulthandler.dump_traceback_later(0.9 * timeout)  # says where a rank hangs
+        module, _, function = name.rpartition(":")
+        try:
+            torch.manual_seed(0)
+            result = getattr(importlib.import_module(module), function)(rank, **kwargs)
+            orders.send(("done", result))
+        except BaseException:
+            orders.send(("raised", traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
+    distributed.destroy_process_group()
+
+
+class Ranks:
+    """Processes that wait for work. They are started anew after a failure.
+
+    Args:
+        ranks: how many.
+    """
+
+    def __init__(self, ranks: int = 2) -> None:
+        self._ranks = ranks
+        self._processes: list[Any] = []
+        self._orders: list[Any] = []
+
+    def run(self, name: str, *, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+        """Call `module:function` as `function(rank, **kwargs)` on all ranks.
+
+        Args:
+            timeout: seconds after which everything is ended.
+        Returns:
+            What each rank returned.
+        Raises:
+            RankFailed: a rank raised or was not done in time.
+        """
+        if not self._processes:
+            self._start()
+        for orders in self._orders:
+            orders.send((name, timeout, kwargs))
+        answers = [self._answer(orders, timeout) for orders in self._orders]
+        failed = [f"rank {rank}: {told}" for rank, (kind, told) in enumerate(answers) if kind != "done"]
+        if failed:
+            self.stop()
+            raise RankFailed("\n".join(failed))
+        return [told for _, told in answers]
+
+    def answers(self, name: str, *, timeout: float = 60.0, **kwargs: Any) -> list[tuple[str, Any]]:
+        """As `run`, for ranks that are meant to fail: ("done", result), ("raised", traceback) or ("silent", "")."""
+        if not self._processes:
+            self._start()
+        for orders in self._orders:
+            orders.send((name, timeout, kwargs))
+        found = [self._answer(orders, timeout) for orders in self._orders]
+        self.stop()
+        return found
+
+    def _answer(self, orders: Any, timeout: float) -> tuple[str, Any]:
+        try:
+            if not orders.poll(timeout):
+                return "silent", f"not done after {timeout:.0f} s"
+            kind, told = orders.recv()
+            return str(kind), told
+        except (EOFError, ConnectionResetError):
+            return "ended", "the process has ended"
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(self._ranks):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self._ranks, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._orders.append(mine)
+        for orders in self._orders:
+            kind, told = self._answer(orders, START_SECONDS)
+            assert kind == "ready", told
+
+    def stop(self) -> None:
+        """End the processes."""
+        for orders in self._orders:
+            try:
+                orders.send(None)
+            except OSError:
+                pass
+        for process in self._processes:
+            process.join(1.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._orders = [], []
+
+
+@contextmanager
+def pair_of_ranks(ranks: int = 2) -> Iterator[Ranks]:
+    """Processes for the tests of one module."""
+    pool = Ranks(ranks)
+    try:
+        yield pool
+    finally:
+        pool.stop()

@@ -1,0 +1,147 @@
+"""What each rank of `tests/ranks.py` trains: the same loop with and without the library."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from pygraph_train import GraphedStep
+from tests import ranks_traps
+
+__all__ = ["graphed_step"]
+
+STEPS = 32
+
+
+class Net(nn.Module):
+    """Small, with dropout and the running statistics of BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.1)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(torch.relu(self.norm(self.first(x)))))  # type: ignore[no-any-return]
+
+
+def batches(rank: int, steps: int, sizes: Callable[[int, int], int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of this rank. `sizes(step, rank)` is how many rows one has."""
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(1000 * step + rank)
+        rows = sizes(step, rank)
+        yield torch.randn(rows, 8, generator=draw), torch.randint(0, 4, (rows,), generator=draw)
+
+
+def state_of(model: nn.Module) -> list[Tensor]:
+    return [t.detach().clone() for t in model.state_dict().values()]
+
+
+SIZES: dict[str, Callable[[int, int], int]] = {
+    "same": lambda step, rank: 6,
+    "ragged": lambda step, rank: 6 if step % 5 else 3,
+    "one rank": lambda step, rank: 4 if rank == 1 and step % 7 == 3 else 6,
+}
+
+
+def graphed_step(
+    rank: int,
+    *,
+    sizes: str = "same",
+    accumulate: int = 1,
+    clip: float | None = None,
+    bf16: bool = False,
+    optimizer: str = "sgd",
+    schedule: bool = False,
+    steps: int = STEPS,
+    ddp: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    trap: str = "",
+) -> dict[str, Any]:
+    """Train with a plain loop and with `GraphedStep`, and compare every loss and the final state."""
+    plain_losses, plain = _train(
+        rank, None, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap
+    )
+    losses, state, report = _train(
+        rank, True, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap
+    )
+    return {
+        "losses": all(map(torch.equal, plain_losses, losses)) and len(losses) == len(plain_losses),
+        "state": all(map(torch.equal, plain, state)),
+        "replayed": report.steps_replayed,
+        "report": str(report),
+        "fallbacks": [f"{f.reason} {f.fix}" for f in report.fallbacks],
+    }
+
+
+def _train(
+    rank: int,
+    graphed: bool | None,
+    sizes: str,
+    accumulate: int,
+    clip: float | None,
+    bf16: bool,
+    kind: str,
+    schedule: bool,
+    steps: int,
+    ddp: dict[str, Any] | None,
+    config: dict[str, Any] | None,
+    trap: str,
+) -> Any:
+    model = DistributedDataParallel(Net(), **(ddp or {}))
+    if kind == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, fused=True
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7) if schedule else None
+    torch.manual_seed(rank)
+    losses = []
+    autocast = (lambda: torch.autocast("cpu", torch.bfloat16)) if bf16 else contextlib.nullcontext
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with autocast():
+            return F.cross_entropy(model(x).float(), y)
+
+    if trap in ranks_traps.LOSSES and (rank == 1 or trap == "a branch"):
+        loss_of = ranks_traps.LOSSES[trap](loss_of, model)
+    if graphed is None:
+        with ranks_traps.trap(trap if trap == "a branch" else "", rank, model) as before:
+            for i, (x, y) in enumerate(batches(rank, steps, SIZES[sizes])):
+                before(i)
+                update = (i + 1) % accumulate == 0
+                if i % accumulate == 0:
+                    optimizer.zero_grad()
+                with contextlib.nullcontext() if update else model.no_sync():
+                    loss = loss_of(x, y)
+                    loss.backward()
+                losses.append(loss.detach())
+                if update:
+                    if clip is not None:
+                        nn.utils.clip_grad_norm_(model.parameters(), clip)
+                    optimizer.step()
+                    if scheduler is not None:
+                        scheduler.step()
+        return losses, state_of(model)
+    options = {"engine": "emulated", **(config or {})}
+    with ranks_traps.trap(trap, rank, model) as before:
+        step = GraphedStep(loss_of, model=model, optimizer=optimizer, max_grad_norm=clip, **options)
+        for i, (x, y) in enumerate(batches(rank, steps, SIZES[sizes])):
+            before(i)
+            update = (i + 1) % accumulate == 0
+            losses.append(step(x, y) if update else step.accumulate(x, y))
+            if update and scheduler is not None:
+                scheduler.step()
+        report = step.report()
+        step.close()
+    return losses, state_of(model), report
