@@ -9,7 +9,7 @@ import os
 import socket
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 __all__ = ["RankFailed", "Ranks", "pair_of_ranks"]
@@ -25,6 +25,9 @@ class RankFailed(Exception):
 def _serve(rank: int, ranks: int, port: int, orders: Any) -> None:
     """One rank: runs what it is told to, until it is told nothing more."""
     os.environ.update(
+        TORCHELASTIC_RUN_ID="tests",  # as torchrun does: Lightning starts no processes of its own then
+        GROUP_RANK="0",
+        LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         RANK=str(rank),
@@ -122,10 +125,8 @@ class Ranks:
     def stop(self) -> None:
         """End the processes."""
         for orders in self._orders:
-            try:
+            with suppress(OSError):
                 orders.send(None)
-            except OSError:
-                pass
         for process in self._processes:
             process.join(1.0)
             if process.is_alive():

@@ -21,6 +21,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
@@ -33,7 +34,8 @@ from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.optimizers.trial import OptimizerTrial
-from pygraph_train.parallel.replication import Alone, Replication
+from pygraph_train.parallel.agreement import decline
+from pygraph_train.parallel.replication import Alone, Replicas, Replication
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
 from pygraph_train.report.announcements import show, tell_why_off
@@ -166,11 +168,12 @@ class PyGraphCallback(Callback):
         if disabled_by_environment() or self.config.engine == "off":
             self._report.note("graphs are off: training ran as it is")
             tell_why_off(self.config)
-            return
+            return _decline(trainer, "graphs are off there")
         problem = _unsupported(trainer, pl_module)
         if problem is not None:
             self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, 0))
             log.info("pygraph: training runs without graphs: %s", problem)
+            _decline(trainer, str(problem))
             if self.config.on_failure == "raise":
                 raise PyGraphError(str(problem))
             return
@@ -178,7 +181,7 @@ class PyGraphCallback(Callback):
         if engine is None:
             self._report.note("no CUDA device: training ran as it is (engine='emulated' shows the mechanism)")
             tell_why_off(self.config)
-            return
+            return _decline(trainer, "there is no CUDA device")
         if not pl_module.automatic_optimization:
             self._step = manual = ManualOptimization(trainer, pl_module, self.config)
             self._report = manual.report
@@ -284,14 +287,18 @@ class _AutomaticStep:
             self._runner.stop(Problem("the Trainer's optimizer was replaced during training"))
         if trainer.callbacks != self._callbacks:  # type: ignore[attr-defined]
             self._meet_callbacks()
+        update = not trainer.fit_loop._should_accumulate()
+        replication = self._program.replication
         position = PositionInAccumulation(
             fresh=batch_idx % trainer.accumulate_grad_batches == 0,
-            update=not trainer.fit_loop._should_accumulate(),
+            update=update,
             constants=(
                 trainer.accumulate_grad_batches,
                 trainer.gradient_clip_val,
                 trainer.gradient_clip_algorithm,
+                *replication.constants(),
             ),
+            sync=update or replication.group is None,
         )
         if position.update and not self._closure_is_known and not self._runner.stopped:
             return self._observe(optimizer, batch_idx, kwargs)
@@ -408,7 +415,6 @@ class _LightningProgram:
     """`StepProgram` over a LightningModule."""
 
     recorder: str | tuple[str, ...] | None = ".log.records"
-    replication: Replication = Alone()
     empties_first: bool = False
     detaches_results: bool = False
 
@@ -419,7 +425,8 @@ class _LightningProgram:
         self._trainer = trainer
         self._precision = trainer.precision_plugin
         self.scaling = Scaling(getattr(self._precision, "scaler", None), self.optimizer)
-        self.book = LogBook(trainer, module)
+        self.replication = _replication(trainer)
+        self.book = LogBook(trainer, module, self.replication)
         self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
         self.split_after_backward = _overridden(trainer, module, "on_after_backward") is not None
@@ -456,7 +463,7 @@ class _LightningProgram:
         # on the strategy, not on the module: attributes of the module are guarded
         def training_step(*args: Any, **kwargs: Any) -> Any:
             with self._as_outside(), self._precision.train_step_context():
-                with self._recording() as recorder:
+                with self._recording() as recorder, self.replication.around():
                     output = call(self.function(), args, kwargs)
                     records = list(recorder.records)
                     recorder.records.clear()
@@ -500,7 +507,8 @@ class _LightningProgram:
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         with self._as_outside(), self._recording() as recorder, self._precision.train_step_context():
-            output = call(self.function(), args, kwargs)
+            with self.replication.around():
+                output = call(self.function(), args, kwargs)
             records = list(recorder.records)
             recorder.records.clear()
             logged = self.book.accumulate(records)  # in the context, as `self.log` is: of its default dtype
@@ -594,7 +602,12 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
             fix="It knows those of `import lightning.pytorch as pl` and of `import pytorch_lightning as pl`",
         )
     strategy = type(trainer.strategy)
-    spread = Spread(wrapper=None if strategy is package.single_device else strategy.__name__)
+    replicated = strategy is package.ddp and isinstance(trainer.strategy.model, DistributedDataParallel)
+    if replicated and not module.automatic_optimization:
+        return Problem(
+            "manual optimization under DDPStrategy is not supported yet: its steps run as they are"
+        )
+    spread = Spread(wrapper=None if strategy is package.single_device or replicated else strategy.__name__)
     if spread.problem is not None:
         return spread.problem
     if type(trainer.precision_plugin) not in package.precisions:
@@ -611,6 +624,19 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     if torch.is_anomaly_enabled() or trainer._detect_anomaly:
         return Problem("detect_anomaly reads every gradient on the host", fix="Trainer(detect_anomaly=False)")
     return None
+
+
+def _replication(trainer: Trainer) -> Replication:
+    """How the Trainer shares its model with other processes."""
+    wrapper = trainer.strategy.model
+    return Replicas(wrapper, called=False) if isinstance(wrapper, DistributedDataParallel) else Alone()
+
+
+def _decline(trainer: Trainer, reason: str) -> None:
+    """Tell other ranks that this one runs without graphs."""
+    group = _replication(trainer).group
+    if group is not None:
+        decline(group, reason)
 
 
 def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) -> Problem | None:

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _ResultMetric
 from torch import Tensor
 
+from pygraph_train.parallel.replication import Replication
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.tracing.trace import guard_constants
 
@@ -125,9 +126,10 @@ class LogBook:
     numbers, gets those of the step before; the last step of an epoch waits for its own.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, replication: Replication) -> None:
         self._trainer = trainer
         self._module = module
+        self._replication = replication
         self._entries: dict[str, _Entry] = {}
         self._results: Any = trainer.fit_loop.epoch_loop._results
         self._late = _LateNumbers(trainer.strategy.root_device)
@@ -185,8 +187,21 @@ class LogBook:
             if not entry.holds(value):
                 raise NotLegal(Problem(f"self.log({record.name!r}, ...) logs values of changing precision"))
             entry.add(value, self._results._extract_batch_size(metric, record.batch_size, metric.meta))
-            values[key] = value
+            values[key] = self._of_all_ranks(metric, value)
         return values
+
+    def _of_all_ranks(self, metric: _ResultMetric, value: Tensor) -> Tensor:
+        """In a capture: what `self.log(on_step=True, sync_dist=True)` shows, which is reduced over the ranks."""
+        sync = metric.meta.sync
+        if (
+            not (sync.should and metric.meta.on_step)
+            or sync.rank_zero_only
+            or self._replication.group is None
+        ):
+            return value
+        if sync.group is not None or sync.op not in ("mean", "sum"):
+            raise NotLegal(Problem(f"self.log(..., sync_dist=True) reduces with {sync.op!r}, or in a group"))
+        return self._replication.reduced(value, mean=sync.op == "mean")
 
     def _as_tensor(self, value: Any) -> Tensor:
         dtype = _get_default_dtype()

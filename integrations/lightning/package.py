@@ -20,6 +20,7 @@ class Package:
     module: type
     data_hooks: type
     single_device: type
+    ddp: type
     automatic_optimization: type
     manual_optimization: type
     mock_optimizer: type
@@ -64,6 +65,7 @@ def _package(root: str) -> Package:
         module=of("core.module", "LightningModule"),
         data_hooks=of("core.hooks", "DataHooks"),
         single_device=of("strategies", "SingleDeviceStrategy"),
+        ddp=of("strategies", "DDPStrategy"),
         automatic_optimization=of("loops.optimization.automatic", "_AutomaticOptimization"),
         manual_optimization=of("loops.optimization.manual", "_ManualOptimization"),
         mock_optimizer=of("core.optimizer", "_MockOptimizer"),

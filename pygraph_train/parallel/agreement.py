@@ -184,9 +184,9 @@ def _compare(facts: Sequence[Mapping[str, Any]]) -> None:
     for field, mine in facts[0].items():
         others = {rank: other.get(field) for rank, other in enumerate(facts) if other.get(field) != mine}
         if others:
-            values = ", ".join(f"{value!r} on rank {rank}" for rank, value in others.items())
+            values = ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
             raise PyGraphError(
-                f"the ranks of this training differ in {field}: {mine!r} on rank 0, {values}. Give all ranks the same"
+                f"the ranks of this training differ in {field}: {mine} on rank 0, {values}. Give all ranks the same"
             )
 
 

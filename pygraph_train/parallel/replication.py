@@ -64,6 +64,9 @@ class Replication(Protocol):
     def replayed(self, *, sync: bool) -> None:
         """A micro-batch came from a graph, in which gradients were exchanged or not."""
 
+    def reduced(self, value: Tensor, *, mean: bool) -> Tensor:
+        """The sum or mean of a value over all ranks. In a local forward, which exchanges nothing, the value itself."""
+
     def reduce(self, parameters: Iterable[Tensor]) -> None:
         """Exchange gradients of a local backward as the wrapper would have."""
 
@@ -111,6 +114,10 @@ class Alone:
     def replayed(self, *, sync: bool) -> None:
         """Nothing to put in order."""
 
+    def reduced(self, value: Tensor, *, mean: bool) -> Tensor:
+        """The value itself."""
+        return value
+
     def reduce(self, parameters: Iterable[Tensor]) -> None:
         """Nothing is exchanged."""
 
@@ -149,7 +156,7 @@ class Replicas:
         self.group: Any = wrapper.process_group
         self.problem = _problem(wrapper)
         self._called = called
-        self._quiet = False
+        self._quiet = self._local = False
 
     @contextmanager
     def seen_through(self) -> Iterator[None]:
@@ -213,10 +220,12 @@ class Replicas:
         """See `Replication.local`."""
         before = self.wrapper.require_forward_param_sync
         self.wrapper.require_forward_param_sync = False
+        self._local = True
         try:
             with self.micro_batch(sync=False):
                 yield
         finally:
+            self._local = False
             self.wrapper.require_forward_param_sync = before
 
     def constants(self) -> tuple[bool, ...]:
@@ -226,6 +235,17 @@ class Replicas:
     def replayed(self, *, sync: bool) -> None:
         """See `Replication.replayed`: after gradients that are exchanged, buffers are, too."""
         self.wrapper.require_forward_param_sync = sync
+
+    @torch.no_grad()
+    def reduced(self, value: Tensor, *, mean: bool) -> Tensor:
+        """See `Replication.reduced`."""
+        if self._local:
+            return value
+        value = value.clone()
+        averages = mean and distributed.get_backend(self.group) != "gloo"
+        op = distributed.ReduceOp.AVG if averages else distributed.ReduceOp.SUM
+        distributed.all_reduce(value, op=op, group=self.group)
+        return value.div_(distributed.get_world_size(self.group)) if mean and not averages else value
 
     @torch.no_grad()
     def reduce(self, parameters: Iterable[Tensor]) -> None:

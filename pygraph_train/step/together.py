@@ -131,7 +131,7 @@ class Together:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Around all of a capture or comparison: what fails between its stages is told in the next vote of the others."""
+        """Around all of a capture or comparison: what fails between its stages is told in the others' next vote."""
         self._announced = False
         try:
             yield

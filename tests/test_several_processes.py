@@ -1,0 +1,100 @@
+"""Two processes that train one model together: bit for bit as plain DistributedDataParallel, and never a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.ranks import Ranks, pair_of_ranks
+
+pytestmark = pytest.mark.passes_without_graphs("ranks are processes of their own, and count their replays")
+
+STEP = "tests.ranks_training:graphed_step"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with pair_of_ranks() as pool:
+        yield pool
+
+
+def trained(found: list[dict[str, Any]], least: int) -> list[dict[str, Any]]:
+    """Assert that all ranks trained as plain PyTorch does, and replayed that many steps at least."""
+    for rank, told in enumerate(found):
+        assert told["losses"] and told["state"], f"rank {rank} trains differently\n{told['report']}"
+        assert told["replayed"] >= least, f"rank {rank}\n{told['report']}"
+    assert len({told["replayed"] for told in found}) == 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ({"clip": 0.5, "schedule": True}, 25),
+        ({"accumulate": 3, "steps": 48, "optimizer": "adamw"}, 40),
+        ({"bf16": True, "sizes": "ragged", "optimizer": "adamw"}, 18),
+        ({"ddp": {"gradient_as_bucket_view": True}, "clip": 0.5}, 25),
+        ({"ddp": {"gradient_as_bucket_view": True}, "accumulate": 2, "steps": 40}, 30),
+        ({"ddp": {"bucket_cap_mb": 0.0005}, "optimizer": "adamw"}, 25),
+        ({"config": {"verify": "always"}, "optimizer": "adamw"}, 25),
+        ({"config": {"verify": "off"}, "accumulate": 2, "steps": 40}, 30),
+        ({"config": {"fuse": "off", "optimizer": "on"}}, 0),
+    ],
+)
+def test_steps_equal_those_of_plain_replicas(ranks: Ranks, options: dict[str, Any], least: int) -> None:
+    trained(ranks.run(STEP, **options), least)
+
+
+def test_another_shape_on_one_rank_only(ranks: Ranks) -> None:
+    """Its steps run as they are on all ranks, and the others are replayed."""
+    trained(ranks.run(STEP, sizes="one rank", optimizer="adamw"), 20)
+
+
+@pytest.mark.parametrize(
+    ("trap", "reason"),
+    [
+        ("a counter", "counter.calls is written by the step"),
+        ("a host read", "the value of a tensor is read on the host"),
+        ("the reference fails", "ValueError: planted"),
+        ("the capture fails", "out of memory during the capture"),
+        ("the backward of the capture fails", "ValueError: planted"),
+        ("the backup fails", "ValueError: planted"),
+        ("the comparison fails", "differs from the step without a graph: planted"),
+        ("graphs are off", "graphs are off there"),
+    ],
+)
+def test_what_one_rank_cannot_do_none_does(ranks: Ranks, trap: str, reason: str) -> None:
+    found = trained(ranks.run(STEP, trap=trap), 0)
+    for told in found:
+        assert told["replayed"] == 0, told["report"]
+    assert "rank 1 runs without graphs" in found[0]["fallbacks"][0] and reason in found[0]["fallbacks"][0]
+
+
+def test_a_branch_on_one_rank_is_taken_by_that_rank_alone(ranks: Ranks) -> None:
+    trained(ranks.run(STEP, trap="a branch"), 20)
+
+
+def test_a_parameter_that_moves_on_one_rank_is_captured_anew_on_all(ranks: Ranks) -> None:
+    found = trained(ranks.run(STEP, trap="a parameter moves"), 18)
+    assert found[0]["report"].count("captured {F B O}") == 2
+
+
+def test_ranks_with_different_options_are_told_at_the_start(ranks: Ranks) -> None:
+    for kind, told in ranks.answers(STEP, trap="options differ"):
+        assert kind == "raised", told
+        assert (
+            "the ranks of this training differ in the option warmup_steps: 3 on rank 0, 4 on rank 1" in told
+        )
+
+
+def test_a_rank_that_ends_is_named_by_the_others(ranks: Ranks) -> None:
+    found = ranks.answers(STEP, trap="the process ends", timeout=30.0)
+    assert found[0][0] == "raised" and "rank 1 ended before step 16" in found[0][1]
+
+
+def test_a_wrapper_that_no_graph_can_hold_leaves_the_update_its_graph(ranks: Ranks) -> None:
+    found = trained(ranks.run(STEP, ddp={"find_unused_parameters": True}), 0)
+    assert "find_unused_parameters=True" in found[0]["report"]
+    assert "F B {O}" in found[0]["report"]
