@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import Engine, make_engine
@@ -59,6 +60,7 @@ class Loop:
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
         self.active = False
+        self.wrappers: list[DistributedDataParallel] = []
         if disabled_by_environment() or config.engine == "off":
             self.report.note("graphs are off: training runs as it is")
             tell_why_off(config)
@@ -86,6 +88,11 @@ class Loop:
         config = self.config
         if config.region_phases == "none":
             self.report.note("forward='off', backward='off': forward and backward run as they are")
+        elif isinstance(module, DistributedDataParallel):
+            self.wrappers.append(module)
+            self.report.note(
+                "forward and backward under DistributedDataParallel run as they are; a graphed step holds them"
+            )
         elif config.compile is False:
             self.report.note(
                 "compile=False: forward and backward run as they are; their graphs need Inductor"

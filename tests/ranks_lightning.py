@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_training import MemoryLogger, Module, fit, loader, parity
+from lightning_training import MemoryLogger, Module, fit, parity
 from torch import Tensor, nn
 
 from pygraph_train import PyGraphCallback

@@ -426,7 +426,8 @@ def _sorted(
 def _unsupported(accelerator: accelerate.Accelerator) -> Problem | None:
     """Why nothing of this Accelerator's training can be graphed."""
     kind = accelerator.distributed_type
-    spread = Spread(wrapper=None if kind == DistributedType.NO else kind.value)
+    known = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    spread = Spread(wrapper=None if kind in known else kind.value)
     if spread.problem is None and accelerator.mixed_precision == "fp8":
         return Problem("mixed_precision='fp8' is not supported yet: its steps run as they are")
     return spread.problem

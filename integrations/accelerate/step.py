@@ -38,7 +38,8 @@ from pygraph_train.integrations.loop import Loop
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.replication import Alone, Replication
+from pygraph_train.parallel.agreement import decline
+from pygraph_train.parallel.replication import RECORDER, Alone, Replicas, Replication
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed
@@ -139,8 +140,9 @@ class GraphedStepFunction:
         optimizer = accelerator._optimizers[used.pop()] if used else None
         if optimizer is not None:
             self._loop.give_up_optimizer(optimizer.optimizer)
+        replication = self._replication()
         self._program = _StepFunctionProgram(
-            self._fn, accelerator, optimizer, accumulates_inside=self._hoists_accumulate
+            self._fn, accelerator, optimizer, replication, accumulates_inside=self._hoists_accumulate
         )
         self._program.observed = self._observed
         self._runner = StepRunner(self._program, self._loop.config, engine, self._report)
@@ -149,7 +151,8 @@ class GraphedStepFunction:
         """Run the function for real and see whether it can be taken apart."""
         self._report.step_began()
         watch = Observation(self._accelerator, hoisted=self._hoists_accumulate)
-        with watch.observing(), self._loop.paused():
+        sync = self._replication().micro_batch(sync=_exchanges(self._accelerator))
+        with watch.observing(), self._loop.paused(), sync:
             result = self._fn(*args, **kwargs)
         problem = watch.problem_with(result)
         if problem is not None:
@@ -159,6 +162,16 @@ class GraphedStepFunction:
             self._observed[self._accelerator.sync_gradients] = tuple(watch.events)
         return _detached(result)
 
+    def _replication(self) -> Replication:
+        """How the models of the step are shared with other processes."""
+        wrappers = self._loop.wrappers
+        if not wrappers:
+            return Alone()
+        replicas = Replicas(wrappers[0])
+        if len(wrappers) > 1:
+            replicas.problem = Problem("several models are in DistributedDataParallel, and a step calls one")
+        return replicas
+
     def _leave(self, problem: Problem | None) -> None:
         """Further steps run as they are, forward, backward and optimizer apart."""
         if self._runner is not None and self._program is not None:
@@ -166,6 +179,10 @@ class GraphedStepFunction:
             self._runner = None
             if self._program.accelerated is not None:
                 self._loop.take_back_optimizer(self._program.accelerated.optimizer)
+        elif problem is not None and self._on:
+            group = self._replication().group
+            if group is not None:  # other ranks may want to meet this one
+                decline(group, str(problem))
         self._on = False
         if problem is None:
             return
@@ -209,16 +226,22 @@ _Noted = tuple[Script, tuple[int, ...], tuple[tuple[_Held | _Owned, ...], ...]]
 class _StepFunctionProgram:
     """`StepProgram` over a function that makes a whole step of an Accelerate loop."""
 
-    recorder: str | tuple[str, ...] | None = ".put_off"
-    replication: Replication = Alone()
+    recorder: str | tuple[str, ...] | None = (".put_off", RECORDER)
     empties_first: bool = False
     detaches_results: bool = True
 
     def __init__(
-        self, fn: Callable[..., Any], accelerator: Any, accelerated: Any, *, accumulates_inside: bool
+        self,
+        fn: Callable[..., Any],
+        accelerator: Any,
+        accelerated: Any,
+        replication: Replication,
+        *,
+        accumulates_inside: bool,
     ) -> None:
         models = accelerator._models
         self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self.replication = replication
         self.accelerated = accelerated
         self.optimizer: torch.optim.Optimizer | None = None if accelerated is None else accelerated.optimizer
         self.device = accelerator.device
@@ -242,10 +265,12 @@ class _StepFunctionProgram:
         empties = sync and any(e.name == "zero_grad" for e in before_backward(script))
         owner = self.model if self.optimizer is None else None
         parameters = owner.parameters() if owner is not None else self._parameters()
+        steps = self._accelerator.gradient_accumulation_steps
         return PositionInAccumulation(
             fresh=empties or all(p.grad is None for p in parameters),
             update=sync and any(e.name == "step" for e in script),
-            constants=(self._accelerator.gradient_accumulation_steps, script),
+            constants=(steps, script, *self.replication.constants()),
+            sync=_exchanges(self._accelerator) or self.replication.group is None,
         )
 
     # -- StepProgram --------------------------------------------------------------------------------
@@ -257,7 +282,7 @@ class _StepFunctionProgram:
     def context(self) -> Iterator[None]:
         """Calls that Accelerate knows are put off."""
         self._put_off.clear()
-        with standing_in(self._stubs):
+        with standing_in(self._stubs), self.replication.seen_through():
             yield
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -309,13 +334,15 @@ class _StepFunctionProgram:
             update: makes the optimizer's step.
         """
         if call is plain_call:
-            with ExitStack() as outside, standing_in(self._live_calls(outside, update)):
+            sync = self.replication.micro_batch(sync=position.sync)
+            with ExitStack() as outside, sync, standing_in(self._live_calls(outside, update)):
                 outside.enter_context(self._as_outside())
                 return _detached(self._fn(*args, **kwargs))
         for event in before_backward(position.constants[1]):
             self._make(event, update)
-        loss, result, _ = self._taken_apart(call, args, kwargs)
-        self.backward(loss)
+        with self.replication.micro_batch(sync=position.sync):
+            loss, result, _ = self._taken_apart(call, args, kwargs)
+            self.backward(loss)
         for event in after_backward(self._present):
             self._make(event, update)
         return _detached(result)
@@ -341,7 +368,8 @@ class _StepFunctionProgram:
     ) -> tuple[Tensor, Any, int]:
         """Run the function with its calls put off. Returns loss, result, and the number of the script."""
         with self._as_outside(), self.context():
-            result = call(self._fn, args, kwargs)
+            with self.replication.around():
+                result = call(self._fn, args, kwargs)
             put_off = list(self._put_off)
             self._put_off.clear()
         script = tuple(Event(name, index, arguments) for name, index, arguments, _, _ in put_off)
@@ -437,6 +465,13 @@ class _StepFunctionProgram:
 
             calls.append((self.accelerated, "step", routed))
         return calls
+
+
+def _exchanges(accelerator: Any) -> bool:
+    """Whether gradients are exchanged with other processes in this micro-batch, as `accumulate` decides it."""
+    return bool(
+        accelerator.sync_gradients or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")
+    )
 
 
 def _with_leaves(tree: Any, replaced: dict[int, Tensor]) -> Any:

@@ -267,7 +267,14 @@ _CALL_ONCE = "Call the wrapped model once in each step"
 
 def replication_of(model: nn.Module) -> Replication:
     """How this model is shared with other processes."""
-    return Replicas(model) if isinstance(model, DistributedDataParallel) else Alone()
+    if isinstance(model, DistributedDataParallel):
+        return Replicas(model)
+    wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    if wrapper is None:
+        return Alone()
+    replicas = Replicas(wrapper)
+    replicas.problem = Problem("a part of the model, and not the whole model, is in DistributedDataParallel")
+    return replicas
 
 
 def _problem(wrapper: DistributedDataParallel) -> Problem | None:
