@@ -22,7 +22,7 @@ class RankFailed(Exception):
     """A rank raised, or said nothing in time. The message has the tracebacks."""
 
 
-def _serve(rank: int, ranks: int, port: int, orders: Any) -> None:
+def _serve(rank: int, ranks: int, port: int, backend: str, orders: Any) -> None:
     """One rank: runs what it is told to, until it is told nothing more."""
     os.environ.update(
         TORCHELASTIC_RUN_ID="tests",  # as torchrun does: Lightning starts no processes of its own then
@@ -38,7 +38,9 @@ def _serve(rank: int, ranks: int, port: int, orders: Any) -> None:
     from torch import distributed
 
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(backend, rank=rank, world_size=ranks)
     orders.send(("ready", None))
     while (order := orders.recv()) is not None:
         name, timeout, kwargs = order
@@ -59,10 +61,11 @@ class Ranks:
 
     Args:
         ranks: how many.
+        backend: of their process group; "nccl" gives each rank a GPU.
     """
 
-    def __init__(self, ranks: int = 2) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int = 2, backend: str = "gloo") -> None:
+        self._ranks, self._backend = ranks, backend
         self._processes: list[Any] = []
         self._orders: list[Any] = []
 
@@ -113,7 +116,9 @@ class Ranks:
             port = free.getsockname()[1]
         for rank in range(self._ranks):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._ranks, port, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._ranks, port, self._backend, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -136,9 +141,9 @@ class Ranks:
 
 
 @contextmanager
-def pair_of_ranks(ranks: int = 2) -> Iterator[Ranks]:
+def pair_of_ranks(ranks: int = 2, backend: str = "gloo") -> Iterator[Ranks]:
     """Processes for the tests of one module."""
-    pool = Ranks(ranks)
+    pool = Ranks(ranks, backend)
     try:
         yield pool
     finally:

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.ranks_training import SIZES, STEPS, Net, batches, state_of
+from tests.ranks_training import SIZES, STEPS, Net, batches, device_of, state_of
 
 __all__ = ["same"]
 
 
-def same(rank: int, **options: Any) -> dict[str, Any]:
+def same(rank: int, *, stock: bool = False, **options: Any) -> dict[str, Any]:
     """Train a plain loop with the stock Accelerator, and with ours; compare every loss and the final state."""
-    plain_losses, plain, _ = _train(rank, graphed=False, **options)
-    losses, state, report = _train(rank, graphed=True, **options)
+    plain_losses, plain, _ = _train(rank, graphed=False, stock=stock, **options)
+    losses, state, report = _train(rank, graphed=True, stock=stock, **options)
     return {
         "losses": all(map(torch.equal, plain_losses, losses)) and len(plain_losses) == len(losses),
         "state": all(map(torch.equal, plain, state)),
-        "replayed": report.replayed if options.get("stock") else report.whole_steps["step"].steps_replayed,
+        "replayed": report.optimizer_steps_replayed if stock else report.whole_steps["step"].steps_replayed,
         "report": str(report),
         "fallbacks": [f"{f.reason} {f.fix}" for f in report.fallbacks],
     }
@@ -36,6 +36,7 @@ def _train(
     steps: int = STEPS,
     sizes: str = "same",
     stock: bool = False,
+    config: dict[str, Any] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Any]:
     from accelerate import Accelerator as Stock
     from accelerate.state import AcceleratorState, GradientState
@@ -46,11 +47,11 @@ def _train(
     GradientState._reset_state()
     torch.manual_seed(0)
     options: dict[str, Any] = {
-        "cpu": True,
+        "cpu": device_of(rank).type == "cpu",
         "mixed_precision": precision,
         "gradient_accumulation_steps": accumulate,
     }
-    plugin = PyGraph(engine="emulated")
+    plugin = PyGraph(engine="auto" if device_of(rank).type == "cuda" else "emulated", **(config or {}))
     accelerator = Accelerator(plugins=[plugin], **options) if graphed else Stock(**options)
     net = Net()
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01, fused=True))

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning_training import MemoryLogger, Module, fit, parity
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from pygraph_train import PyGraphCallback
 
@@ -41,12 +41,16 @@ def same(rank: int, *, replays: int, freezes: bool = False, logs: bool = False, 
     """Train with the stock Trainer and with the callback; raise where they differ. Returns the steps replayed."""
     make = Logging if logs else Module
     module_options = options.pop("module", {})
+    on_gpu: dict[str, Any] = {}
+    if distributed.get_backend() == "nccl":
+        options = {"accelerator": "gpu", **options}
+        on_gpu = {"engine": "cuda"}
     _, graphed = parity(
         lambda: make(**module_options),
         (lambda: [Freezing()]) if freezes else (lambda: ()),
         replays=replays,
         plan=options.pop("plan", "{F B O}"),
-        config=options.pop("config", {}),
+        config={**on_gpu, **options.pop("config", {})},
         **{"devices": 2, "strategy": "ddp", "max_epochs": 8, "logger": MemoryLogger(), **options},
     )
     return graphed.report.steps_replayed if graphed.report else 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +39,14 @@ def batches(rank: int, steps: int, sizes: Callable[[int, int], int]) -> Iterator
     for step in range(steps):
         draw = torch.Generator().manual_seed(1000 * step + rank)
         rows = sizes(step, rank)
-        yield torch.randn(rows, 8, generator=draw), torch.randint(0, 4, (rows,), generator=draw)
+        device = device_of(rank)
+        x, y = torch.randn(rows, 8, generator=draw), torch.randint(0, 4, (rows,), generator=draw)
+        yield x.to(device), y.to(device)
+
+
+def device_of(rank: int) -> torch.device:
+    """Where a rank trains: a GPU of its own under NCCL."""
+    return torch.device("cuda", rank) if distributed.get_backend() == "nccl" else torch.device("cpu")
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
@@ -97,7 +104,7 @@ def _train(
     config: dict[str, Any] | None,
     trap: str,
 ) -> Any:
-    model = DistributedDataParallel(Net(), **(ddp or {}))
+    model = DistributedDataParallel(Net().to(device_of(rank)), **(ddp or {}))
     if kind == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(
             model.parameters(), lr=0.1, momentum=0.9, fused=True
@@ -107,7 +114,9 @@ def _train(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7) if schedule else None
     torch.manual_seed(rank)
     losses = []
-    autocast = (lambda: torch.autocast("cpu", torch.bfloat16)) if bf16 else contextlib.nullcontext
+    autocast = (
+        (lambda: torch.autocast(device_of(rank).type, torch.bfloat16)) if bf16 else contextlib.nullcontext
+    )
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with autocast():
@@ -133,7 +142,7 @@ def _train(
                     if scheduler is not None:
                         scheduler.step()
         return losses, state_of(model)
-    options = {"engine": "emulated", **(config or {})}
+    options = {"engine": "auto" if device_of(rank).type == "cuda" else "emulated", **(config or {})}
     if trap == "options differ" and rank == 1:
         options["warmup_steps"] = 4
     with ranks_traps.trap(trap, rank, model) as before:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.graphs.cuda import CudaEngine
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.verification import Fingerprint
@@ -78,6 +79,9 @@ def trap(name: str, rank: int, model: Any) -> Iterator[Callable[[int], None]]:
     elif name == "the capture fails":
         with mock.patch.object(EmulatedEngine, "capture", side_effect=torch.OutOfMemoryError("planted")):
             yield nothing
+    elif name == "the capture fails on the device":
+        with mock.patch.object(CudaEngine, "capture", _reading_capture):
+            yield nothing
     elif name == "the backward of the capture fails":
         stock = EmulatedEngine.capture
 
@@ -119,6 +123,20 @@ def trap(name: str, rank: int, model: Any) -> Iterator[Callable[[int], None]]:
         yield end
     else:
         yield nothing
+
+
+_STOCK_CAPTURE = CudaEngine.capture
+
+
+def _reading_capture(self: Any, fn: Any, **kwargs: Any) -> Any:
+    """A capture that ends with a read of the device on the host."""
+
+    def broken() -> Any:
+        result = fn()
+        torch.ones(1, device=self.device).item()
+        return result
+
+    return _STOCK_CAPTURE(self, broken, **kwargs)
 
 
 def _boom(gradient: Tensor) -> Tensor:

@@ -469,9 +469,7 @@ class _StepFunctionProgram:
 
 def _exchanges(accelerator: Any) -> bool:
     """Whether gradients are exchanged with other processes in this micro-batch, as `accumulate` decides it."""
-    return bool(
-        accelerator.sync_gradients or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")
-    )
+    return bool(accelerator.sync_gradients or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
 
 
 def _with_leaves(tree: Any, replaced: dict[int, Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -262,6 +263,21 @@ class Replicas:
         reset_reducer(self.wrapper)
 
 
+_SETTINGS = (
+    (
+        "NCCL_GRAPH_REGISTER",
+        ("0",),
+        "NCCL registers the memory of graphs, which hangs with memory that grows",
+    ),
+    ("TORCH_NCCL_BLOCKING_WAIT", ("0", ""), "collectives wait on the host, which a capture forbids"),
+    (
+        "TORCH_DISTRIBUTED_DEBUG",
+        ("OFF", "INFO"),
+        "each collective is checked on the host, which a capture forbids",
+    ),
+)
+"""Environment variables of NCCL and torch: the value that is set where there is none, others that are allowed, why."""
+
 _CALL_ONCE = "Call the wrapped model once in each step"
 
 
@@ -279,6 +295,11 @@ def replication_of(model: nn.Module) -> Replication:
 
 def _problem(wrapper: DistributedDataParallel) -> Problem | None:
     """Why no graph can hold what the wrapper does."""
+    for name, allowed, why in _SETTINGS:
+        if distributed.get_backend(wrapper.process_group) == "nccl":
+            setting = os.environ.setdefault(name, allowed[0])
+            if setting.upper() not in allowed:
+                return Problem(f"{name}={setting} is set: {why}", fix=f"Leave {name} out")
     if wrapper.find_unused_parameters and not wrapper.static_graph:
         return Problem(
             "DistributedDataParallel(find_unused_parameters=True) looks through each step on the host",

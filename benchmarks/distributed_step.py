@@ -1,0 +1,218 @@
+"""Step time of a stock Lightning Trainer under DistributedDataParallel: eager, compiled, PyGraph, graphs by hand.
+
+    torchrun --nproc-per-node 2 -m benchmarks.distributed_step --json ddp.json     # one GPU for each process
+    torchrun --nproc-per-node 2 -m benchmarks.distributed_step --scale tiny        # does the script work? (CPU)
+
+Every process measures; the first one prints and writes. benchmarks/README.md says what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_device, told_in
+from benchmarks.lightning_step import CycledBatches, Measurement, TrainedModule
+from benchmarks.record import DASH, print_table, write_json
+from benchmarks.workloads import WORKLOADS, build
+from pygraph_train import PyGraphCallback
+from pygraph_train.parallel.agreement import Agreement, Said, Word, agreement
+
+MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph", "by-hand", "by-hand-compiled")
+WARMUP_BY_HAND = 13
+VOTES = 5000
+
+
+def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row of this rank. A crash is part of the row: the others run into their time-out then."""
+    row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "step_ms": None}
+    torch._dynamo.reset()
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with told_in(row, args.timeout_s):
+        row.update(_by_hand(model, mode, args) if mode.startswith("by-hand") else _trainer(model, mode, args))
+    if args.device == "cuda":
+        row["reserved_mib"] = round(torch.cuda.max_memory_reserved() / 2**20)
+    return row
+
+
+def _trainer(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    rank, ranks, cuda = distributed.get_rank(), distributed.get_world_size(), args.device == "cuda"
+    workload = build(model, args.scale, seed=rank)
+    pygraph = None
+    if mode.startswith("pygraph"):
+        pygraph = PyGraphCallback(compile=mode == "pygraph", engine="cuda" if cuda else "emulated")
+    measurement = Measurement(
+        warmup=args.warmup,
+        max_warmup=args.max_warmup,
+        windows=args.windows,
+        steps=args.steps,
+        pygraph=pygraph,
+        busy=False,
+        cuda=cuda,
+    )
+    trainer = pl.Trainer(
+        accelerator="gpu" if cuda else "cpu",
+        devices=ranks,
+        strategy="ddp",
+        precision="bf16-mixed",
+        max_steps=args.max_warmup + args.windows * args.steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        callbacks=[c for c in (pygraph, measurement) if c is not None],
+    )
+    trainer.fit(TrainedModule(workload, mode), DataLoader(CycledBatches(workload.batches), batch_size=None))
+    found = {**measurement.losses(), **measurement.results()}
+    if pygraph is not None:
+        found["report"] = pygraph.report().to_dict()
+    return found
+
+
+def _by_hand(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A graph that somebody captured around the same model: what a graph of the whole step can reach."""
+    if args.device != "cuda":
+        return {"skipped": "needs CUDA"}
+    device = torch.device("cuda", torch.cuda.current_device())
+    workload = build(model, args.scale, seed=distributed.get_rank())
+    module = TrainedModule(workload, "eager").to(device)
+    batches = [{k: v.to(device) for k, v in batch.items()} for batch in workload.batches]
+    static = {k: v.clone() for k, v in batches[0].items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        wrapped = DistributedDataParallel(_Loss(module), device_ids=[device.index])
+        forward: Any = wrapped
+        if mode == "by-hand-compiled":
+            wrapped.module.compile()
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True, capturable=True)
+
+        def step() -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                loss = forward(static)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        for _ in range(WARMUP_BY_HAND):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+        windows = []
+        for _ in range(args.windows):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for i in range(args.steps):
+                for k, v in batches[i % len(batches)].items():
+                    static[k].copy_(v, non_blocking=True)
+                graph.replay()
+            torch.cuda.synchronize()
+            windows.append((time.perf_counter() - started) / args.steps * 1e3)
+    graph.reset()
+    return {"step_ms": statistics.median(windows), "windows_ms": windows, "steady": True}
+
+
+class _Loss(torch.nn.Module):
+    """The loss as the forward of a module, which DistributedDataParallel can wrap."""
+
+    def __init__(self, trained: TrainedModule) -> None:
+        super().__init__()
+        self.net = trained.net
+        self._loss = trained.loss_function
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self._loss(self.net, batch)
+
+
+def votes() -> dict[str, float] | None:
+    """Microseconds of one vote of all ranks."""
+    found = agreement(distributed.group.WORLD, {})
+    if not isinstance(found, Agreement):
+        return None
+    times = []
+    for number in range(VOTES):
+        started = time.perf_counter()
+        found.vote(Said(Word.REPLAY, number), number)
+        times.append((time.perf_counter() - started) * 1e6)
+    found.close()
+    times.sort()
+    return {"median_us": times[VOTES // 2], "p99_us": times[VOTES * 99 // 100], "ranks": found.ranks}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default="bert,gpt2,vit_s,mlp", help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
+    parser.add_argument("--windows", type=int, default=5, help="timed windows")
+    parser.add_argument("--steps", type=int, default=40, help="steps a window")
+    parser.add_argument("--warmup", type=int, default=60, help="least steps before timing")
+    parser.add_argument("--max-warmup", type=int, default=300, help="most steps before timing")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--timeout-s", type=int, default=300, help="limit of one model in one mode")
+    parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
+    args = parser.parse_args(argv)
+    settle_choices(parser, args, models=list(WORKLOADS), modes=MODES)
+    settle_device(parser, args)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on all ranks; the first one prints one table and writes the JSON."""
+    args = parse(argv)
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_float32_matmul_precision("high")
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    first = distributed.get_rank() == 0
+    rows: list[dict[str, Any]] = []
+    record = new_record("distributed_step", args) | {"ranks": distributed.get_world_size(), "rows": rows}
+    record["vote"] = votes()
+    if first:
+        print(f"vote: {record['vote']}", flush=True)
+    for model in args.models:
+        for mode in args.modes:
+            row = measure(model, mode, args)
+            rows.append(row)
+            if first:
+                write_json(args.json, record)
+                print(f"{model} {mode}: {row['step_ms']} {row['error'] or ''}"[:300], flush=True)
+            if row["error"]:
+                break  # the other ranks may be anywhere
+    if first:
+        title = "DDP training step, ms" if record["timing_claim"] else NO_CLAIM
+        by = {(row["model"], row["mode"]): row["step_ms"] for row in rows}
+        cells = [
+            [model, *(DASH if (ms := by.get((model, mode))) is None else f"{ms:.3f}" for mode in args.modes)]
+            for model in args.models
+        ]
+        print_table(title, ["model", *args.modes], cells)
+    distributed.destroy_process_group()
+    return int(any(row["error"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
