@@ -10,11 +10,12 @@ back. Schedulers, loggers and checkpoints only ever meet what a plain run would 
 from __future__ import annotations
 
 import functools
+import gc
 import math
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, zip_longest
+from operator import is_
 from typing import Any
 
 import torch
@@ -48,7 +49,6 @@ __all__ = ["OptimizerPreparation"]
 
 _FLAGS = ("capturable", "fused", "foreach")
 _MISSING: Any = object()
-_END: Any = object()  # no state value is this object
 
 
 class _LearningRate:
@@ -471,7 +471,7 @@ class OptimizerPreparation:
     def _parameter_set(self, params: list[Tensor]) -> int:
         """A small number that stands for these very parameters."""
         for number, known in enumerate(self._param_sets):
-            if len(known) == len(params) and all(map(operator.is_, known, params)):
+            if len(known) == len(params) and all(map(is_, known, params)):
                 return number
         self._param_sets.append(list(params))
         return len(self._param_sets) - 1
@@ -492,16 +492,16 @@ class OptimizerPreparation:
         """Note the state's tensors, whose addresses a capture bakes in. Captures of before are for those of then."""
         if self._remembered is not None and not self.state_unchanged():
             self.generation += 1
-        state = self._optimizer.state
-        self._remembered = [*chain.from_iterable(map(dict.values, state.values())), _END]
+        self._remembered = self._state_values()
 
     def state_unchanged(self) -> bool:
         """Whether the state holds exactly the objects it held at the last `remember()`. Hot path."""
-        if self._remembered is None:
-            return False
-        state = chain.from_iterable(map(dict.values, self._optimizer.state.values()))
-        # `map` stops at the shorter side; the end marks make a difference in length a difference in value.
-        return all(map(operator.is_, chain(state, (_END,)), self._remembered))
+        remembered, held = self._remembered, self._state_values()
+        return remembered is not None and len(held) == len(remembered) and all(map(is_, held, remembered))
+
+    def _state_values(self) -> list[Any]:
+        """All that the state of all parameters refers to, in order: the values of its dicts, by one call in C."""
+        return gc.get_referents(*self._optimizer.state.values())
 
     def what_changed(self) -> Problem:
         """What to say where captures become invalid again and again, for other reasons than moved parameters."""
