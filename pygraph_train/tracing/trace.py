@@ -10,7 +10,7 @@ import dataclasses
 import re
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -51,13 +51,13 @@ __all__ = ["Trace", "guard_constants", "held_weakly"]
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
 
-_Read = Callable[[dict[str, Any], dict[str, Any]], tuple[Tensor, ...]]
+_Read = Callable[[dict[str, Any], dict[str, Any]], Any]
 
 
-def _reader(expressions: list[str], namespace: dict[str, Any]) -> _Read:
+def _reader(namespace: dict[str, Any], *groups: Iterable[str]) -> _Read:
     """One function that reads all of Dynamo's own source expressions: a call for each would be slow.
 
-    What several of them start with (a module's parameters) is read once.
+    What several of them start with (a module's parameters) is read once. It returns a tuple for each group.
     """
     lines: list[str] = []
     known: dict[str, str] = {}
@@ -72,9 +72,9 @@ def _reader(expressions: list[str], namespace: dict[str, Any]) -> _Read:
             lines.append(f"    {known[owner]} = {place}\n")
         return known[owner] + last
 
-    names = [name_of(e) for e in expressions]
+    tuples = [f"({''.join(name_of(e) + ', ' for e in expressions)})" for expressions in groups]
     scope = dict(namespace)
-    exec(f"def read(L, G):\n{''.join(lines)}    return ({''.join(n + ', ' for n in names)})\n", scope)
+    exec(f"def read(L, G):\n{''.join(lines)}    return {', '.join(tuples)},\n", scope)
     read: _Read = scope["read"]
     return read
 
@@ -175,7 +175,7 @@ class Trace:
         self.left: list[str] = []
         """What the compilation could not do."""
         self._arguments: list[str] = []
-        self._read: _Read = lambda L, G: ()
+        self._read: _Read = lambda L, G: ((), (), ())
         self._recorder = recorder
         self._fn: Any = None
         self._compiles = 0
@@ -241,15 +241,9 @@ class Trace:
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
         """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
-        self._read = _reader([*self.inputs, *self._modules, *self._asked], self._code.__globals__)
-        self._watch = ModuleWatch(*self._read_apart(frame))
+        self._read = _reader(self._code.__globals__, self.inputs, self._modules, self._asked)
+        self._watch = ModuleWatch(*self._read(frame, self._code.__globals__))
         self._guards = entry.guard_manager  # not the entry: torch._dynamo.reset() frees it
-
-    def _read_apart(self, frame: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """The tensors, modules and objects with attributes of their own making that the guards know. Hot path."""
-        found: Any = self._read(frame, self._code.__globals__)
-        tensors, modules = len(self.inputs), len(self.inputs) + len(self._modules)
-        return found[:tensors], found[tensors:modules], found[modules:]
 
     @property
     def traced(self) -> bool:
@@ -264,7 +258,7 @@ class Trace:
             return False
         assert self._watch is not None
         try:
-            self.latest_tensors, modules, asked = self._read_apart(frame)
+            self.latest_tensors, modules, asked = self._read(frame, self._code.__globals__)
         except (AttributeError, IndexError, KeyError):  # a module is no longer where it was
             return False
         return self._watch.unchanged(self.latest_tensors, modules, asked)
@@ -280,16 +274,17 @@ class Trace:
     ) -> tuple[Tensor, ...]:
         """The tensors behind `inputs`, read now."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        return self._read(frame, self._code.__globals__)[: len(self.inputs)]
+        tensors: tuple[Tensor, ...] = self._read(frame, self._code.__globals__)[0]
+        return tensors
 
     def argument_tensors(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[str, Tensor]]:
         """The tensors of the arguments that the step reads, each with how the user would write it."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        read = _reader(self._arguments, self._code.__globals__)
+        read = _reader(self._code.__globals__, self._arguments)
         names = [readable(expression, fn) for expression in self._arguments]
-        return list(zip(names, read(frame, self._code.__globals__), strict=True))
+        return list(zip(names, read(frame, self._code.__globals__)[0], strict=True))
 
     def rebound_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Those of `tensors`, in the order of `inputs`, that the step gives other memory."""
@@ -424,7 +419,7 @@ class Trace:
     def _what_changed(self, watch: ModuleWatch, frame: dict[str, Any], *, by_itself: bool) -> list[Problem]:
         """The module or tensor that is not as it was, if any. There is one where no guard failed (`by_itself`)."""
         try:
-            known = self._read_apart(frame)
+            known: tuple[Any, Any, Any] = self._read(frame, self._code.__globals__)
         except (AttributeError, IndexError, KeyError) as error:
             text = f"the model is built differently now: {type(error).__name__} {error}"
             return [Problem(text, fix=_CHANGE_RARELY)]
