@@ -103,17 +103,18 @@ class ModuleWatch:
             and list(map(type, modules)) == self._classes
             and list(map(_forward, self._kinds)) == self._forwards
             and list(map(len, self._attributes)) == self._attribute_counts
-            and all(map(operator.is_, asked, self._asked))
-            and list(map(list, self._named)) == self._names
             and self._look_the_same(*tensors)
-            and self._no_new_hooks()
+            and (hook_registrations() == self._registrations or self._no_new_hooks())
             and switches() == self._switches
+            and (not asked or self._same_names(asked))
         )
+
+    def _same_names(self, asked: Sequence[Any]) -> bool:
+        same = all(map(operator.is_, asked, self._asked))
+        return same and list(map(list, self._named)) == self._names
 
     def _no_new_hooks(self) -> bool:
         registrations = hook_registrations()
-        if registrations == self._registrations:
-            return True
         if list(map(len, self._hook_tables)) != self._hook_counts:
             return False
         self._registrations = registrations
