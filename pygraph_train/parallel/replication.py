@@ -75,6 +75,9 @@ class Replication(Protocol):
         """After a capture that did not end on all ranks. All of them call it."""
 
 
+_NO_CONTEXT = nullcontext()
+
+
 class Alone:
     """One process, or several that share nothing."""
 
@@ -83,7 +86,7 @@ class Alone:
 
     def seen_through(self) -> AbstractContextManager[None]:
         """Nothing is wrapped."""
-        return nullcontext()
+        return _NO_CONTEXT
 
     def around(self) -> AbstractContextManager[None]:
         """Nothing is wrapped."""

@@ -27,6 +27,8 @@ from pygraph_train.tracing.signature import map_leaves
 
 __all__ = ["LossProgram", "LossSteps"]
 
+_NO_CONTEXT = nullcontext()
+
 
 class LossSteps:
     """Makes the steps of a `LossProgram`, from graphs where that changes nothing.
@@ -42,6 +44,7 @@ class LossSteps:
         self._report = StepReport()
         self._runner: StepRunner | None = None
         self._pending = False
+        self._position = PositionInAccumulation()  # of the step before: most steps have the same
         if engine is None:
             self._report.note("graphs are off: steps run as they are")
             tell_why_off(config)
@@ -81,9 +84,10 @@ class LossSteps:
         sync = update or program.replication.group is None
         update = update and program.optimizer is not None
         fresh = program.starts_fresh() if program.optimizer is None else not self._pending
-        position = PositionInAccumulation(
-            fresh, update, (*program.constants(), *program.replication.constants()), sync
-        )
+        constants = program.constants() + program.replication.constants()
+        if self._position != (fresh, update, constants, sync):
+            self._position = PositionInAccumulation(fresh, update, constants, sync)
+        position = self._position
 
         if self._runner is None:
             self._report.step_began()
