@@ -125,6 +125,8 @@ class Outputs:
         values = list(self._leaves)
         for make in self._makes:
             make(leaves, values)
+        if self._tree is None:  # a loss alone
+            return values[0]
         iterator = iter(values)
         return map_leaves(lambda _: next(iterator), self._tree)
 
