@@ -35,6 +35,7 @@ PATCHED = {
     "metrics",
     "optimizer_step",
     "_compiled_call_impl",
+    "_broadcast_sigterm_tensor",
 }
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_training import MemoryLogger, Module, fit, parity
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_training import QUIET, MemoryLogger, Module, fit, loader, parity
 from torch import Tensor, distributed, nn
 
 from pygraph_train import PyGraphCallback
 
-__all__ = ["same", "same_after_resuming"]
+__all__ = ["ends_together", "same", "same_after_resuming"]
 
 
 class Logging(Module):
@@ -45,6 +46,7 @@ def same(rank: int, *, replays: int, freezes: bool = False, logs: bool = False, 
     if distributed.get_backend() == "nccl":
         options = {"accelerator": "gpu", **options}
         on_gpu = {"engine": "cuda"}
+        options["logger"] = False  # ours adds the time of a step there
     _, graphed = parity(
         lambda: make(**module_options),
         (lambda: [Freezing()]) if freezes else (lambda: ()),
@@ -54,6 +56,29 @@ def same(rank: int, *, replays: int, freezes: bool = False, logs: bool = False, 
         **{"devices": 2, "strategy": "ddp", "max_epochs": 8, "logger": MemoryLogger(), **options},
     )
     return graphed.report.steps_replayed if graphed.report else 0
+
+
+class Terminated(pl.Callback):
+    """Lets the first rank know, late in training, that it is to end."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer._signal_connector.received_sigterm = trainer.global_step >= 20 and trainer.global_rank == 0
+
+
+def ends_together(rank: int) -> list[tuple[int, int]]:
+    """Steps made and replayed until a signal that one rank got has ended both; without the callback, and with it."""
+    found = []
+    for ours in ([], [PyGraphCallback(engine="emulated")]):
+        ended = Terminated()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", max_epochs=9, callbacks=[*ours, ended], **QUIET
+        )
+        try:
+            trainer.fit(Module(), loader())
+        except SIGTERMException:
+            replays = ours[0].report().steps_replayed if ours else 0
+            found.append((trainer.global_step, replays))
+    return found
 
 
 def same_after_resuming(rank: int, *, folder: str) -> int:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
@@ -41,6 +42,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.parallel.replication import beside_default_stream
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem
 
@@ -251,8 +253,11 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
             return super().prepare_model(model, device_placement, evaluation_mode)
         dynamo = self.state.dynamo_plugin
         ours = dynamo.backend == DynamoBackend.INDUCTOR and dynamo.mode in _INDUCTOR_MODES
+        replicated = self.distributed_type == DistributedType.MULTI_GPU
+        stream = beside_default_stream if replicated and self.device.type == "cuda" else nullcontext
         if not ours or dynamo.use_regional_compilation or dynamo.disable:
-            model = super().prepare_model(model, device_placement, evaluation_mode)
+            with stream():
+                model = super().prepare_model(model, device_placement, evaluation_mode)
             if dynamo.backend == DynamoBackend.NO:
                 plugin._take_model(model)
             else:
@@ -265,7 +270,8 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         # the backend is Inductor and graphs: it takes the place of the Inductor that was asked for
         dynamo.backend = DynamoBackend.NO
         try:
-            model = super().prepare_model(model, device_placement, evaluation_mode)
+            with stream():
+                model = super().prepare_model(model, device_placement, evaluation_mode)
         finally:
             dynamo.backend = DynamoBackend.INDUCTOR
         plugin._take_model(model, fullgraph=dynamo.fullgraph, dynamic=dynamo.dynamic)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -259,11 +259,28 @@ class _AutomaticStep:
         self._undo.append(lambda: precision.__dict__.pop("optimizer_step", None))
         self._undo.append(self._program.book.attach())
         self._undo.append(overlapped_transfer(self._trainer))
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        stock = getattr(epoch_loop, "_broadcast_sigterm_tensor", None)
+        if stock is not None and self._program.replication.group is not None:
+            epoch_loop.__dict__["_broadcast_sigterm_tensor"] = lambda: self._share_sigterm(stock)
+            self._undo.append(lambda: epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None))
 
     def detach(self) -> None:
         while self._undo:
             self._undo.pop()()
         self._runner.close()
+
+    def _share_sigterm(self, stock: Callable[[], None]) -> None:
+        """Before each batch: has the first rank been told to end? Lightning asks the device, which waits for it."""
+        told = self._runner.share(bool(getattr(self._trainer, "received_sigterm", False)))
+        if told is None:
+            return stock()
+        if told[0]:
+            with suppress(Exception):
+                torch.distributed.barrier()  # as Lightning does: nobody ends while another rank waits
+            package = package_of(self._trainer)
+            assert package is not None
+            raise package.sigterm
 
     def _meet_callbacks(self) -> None:
         """Some came or went during training: what graphs hold was decided without them."""

@@ -25,6 +25,7 @@ class Package:
     manual_optimization: type
     mock_optimizer: type
     misconfiguration: type[Exception]
+    sigterm: type[BaseException]
     precisions: tuple[type, ...]
     hooks: ModuleType
 
@@ -70,6 +71,7 @@ def _package(root: str) -> Package:
         manual_optimization=of("loops.optimization.manual", "_ManualOptimization"),
         mock_optimizer=of("core.optimizer", "_MockOptimizer"),
         misconfiguration=of("utilities.exceptions", "MisconfigurationException"),
+        sigterm=of("utilities.exceptions", "SIGTERMException"),
         precisions=tuple(of("plugins.precision", name) for name in names),
         hooks=import_module(f"{root}.trainer.call"),
     )

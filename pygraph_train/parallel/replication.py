@@ -20,11 +20,13 @@ from pygraph_train.torch_private.distributed import (
     exchange_buffers,
     first_step_is_over,
     has_delayed_parameters,
+    iterations,
+    rebuild_reducer,
     reset_reducer,
     stop_sampling,
 )
 
-__all__ = ["RECORDER", "Alone", "Replicas", "Replication", "replication_of"]
+__all__ = ["RECORDER", "Alone", "Replicas", "Replication", "beside_default_stream", "replication_of"]
 
 RECORDER = ".seen_through.calls"
 """Suffix of the expression of the list that a trace writes to, once for each call of a wrapper."""
@@ -236,6 +238,15 @@ class Replicas:
         """See `Replication.constants`: whether buffers are those of the first rank."""
         return (self.wrapper.require_forward_param_sync,)
 
+    def leave_default_stream(self) -> None:
+        """Let gradients be accumulated in a stream of their own: kernels of the default stream cannot be captured.
+
+        Only for a wrapper that has made no step: buckets are rebuilt after the first one.
+        """
+        if torch.cuda.is_available() and self.wrapper.device_type == "cuda" and not iterations(self.wrapper):
+            with beside_default_stream():
+                rebuild_reducer(self.wrapper)
+
     def replayed(self, *, sync: bool) -> None:
         """See `Replication.replayed`: after gradients that are exchanged, buffers are, too."""
         self.wrapper.require_forward_param_sync = sync
@@ -282,6 +293,16 @@ _SETTINGS = (
 """Environment variables of NCCL and torch: the value that is set where there is none, others that are allowed, why."""
 
 _CALL_ONCE = "Call the wrapped model once in each step"
+
+
+@contextmanager
+def beside_default_stream() -> Iterator[None]:
+    """A stream of its own, in which a wrapper may be made whose steps are captured later."""
+    present, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(present)
+    with torch.cuda.stream(stream):
+        yield
+    present.wait_stream(stream)
 
 
 def replication_of(model: nn.Module) -> Replication:

@@ -15,7 +15,7 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.agreement import decline
-from pygraph_train.parallel.replication import RECORDER, replication_of
+from pygraph_train.parallel.replication import RECORDER, Replicas, replication_of
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import tell_why_off
 from pygraph_train.report.step_report import StepReport
@@ -26,8 +26,6 @@ from pygraph_train.step.runner import StepRunner
 from pygraph_train.tracing.signature import map_leaves
 
 __all__ = ["LossProgram", "LossSteps"]
-
-_NO_CONTEXT = nullcontext()
 
 
 class LossSteps:
@@ -51,6 +49,8 @@ class LossSteps:
             if program.replication.group is not None:
                 decline(program.replication.group, "graphs are off there")
         else:
+            if isinstance(program.replication, Replicas):
+                program.replication.leave_default_stream()
             self._runner = StepRunner(program, config, engine, self._report)
 
     def report(self) -> StepReport:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import StageLengths
+from pygraph_train.step.lookup import Lookup
 from pygraph_train.step.outside import Outside
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram
@@ -29,10 +29,8 @@ from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Signature, Signatures, Variant, same_memory
+from pygraph_train.step.variants import Capture, Signatures, Variant
 from pygraph_train.step.watching import Watching
-from pygraph_train.torch_private.hooks import hook_registrations
-from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.signature import flattened, key_of
 
 __all__ = ["StepRunner"]
@@ -76,9 +74,9 @@ class StepRunner:
         signatures = Signatures(StageLengths(met=config.warmup_steps, watched=config.warmup_steps))
         together = None if program.replication.group is None else Together(training, program.replication)
         maker = CaptureMaker(training, updates.context, together)
-        self._together = together
+        self._together, self._lookup = together, Lookup(program, updates, maker.anchors)
         self._training, self._regions, self._updates = training, regions, updates
-        self._signatures, self._maker = signatures, maker
+        self._signatures = signatures
         self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
         self._outside = Outside(program)
@@ -143,7 +141,7 @@ class StepRunner:
             no_graphs.quiet -= step.position.fresh  # no graph of both is settled: nothing has to be checked
             step.arm = no_graphs.arm
             return Ran(self._ungraphed.as_its_arm_says(step, run))
-        variant = self._variant_for(signature, args, kwargs)
+        variant = self._lookup.variant_of(signature, args, kwargs)
         if variant is None:
             return self._advance(step, self._signatures.meet(key), None, args, kwargs, leaves, run)
         if (choice := variant.choice) is not None:
@@ -161,7 +159,7 @@ class StepRunner:
         capture = variant.captures.get(variant.capture_key(step.position))
         if capture is not None and not capture.gradients.fit():
             return Ran(self._ungraphed.plainly(run))  # emptied in the middle of an accumulation
-        if capture is not None and self._still_valid(variant, capture):
+        if capture is not None and self._lookup.is_valid(variant, capture):
             if together is not None and (word := together.replays(capture)) is not Word.REPLAY:
                 if word is Word.PLAIN:
                     if together.is_lost(capture):
@@ -173,38 +171,6 @@ class StepRunner:
                 variant.choice = self._advance.compare_plans(variant)
             return self._replay(variant, capture, leaves)
         return self._advance(step, signature, variant, args, kwargs, leaves, run)
-
-    def _variant_for(
-        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Variant | None:
-        """The kind of call that this one is: the guards of its trace hold."""
-        if not signature.variants:
-            return None
-        program = self._training.program
-        with program.context():
-            fn = program.function()
-            for variant in signature.variants:
-                if not variant.trace.traced or variant.trace.holds(fn, args, kwargs):
-                    return variant
-        return None
-
-    def _still_valid(self, variant: Variant, capture: Capture) -> bool:
-        """Everything that the guards do not cover: addresses, optimizer state, hyperparameters."""
-        if not capture.verified:
-            return False
-        if capture.audits.left <= 0 and capture.audits.due(time.perf_counter()):
-            return False
-        if not same_memory(variant.trace.latest_tensors, capture):
-            return False
-        if capture.rebound and not self._maker.anchors.hold(capture.rebound):
-            return False
-        registrations = hook_registrations()
-        if registrations != capture.hook_registrations:
-            if hooked(capture.gradients.parameters):
-                return False
-            capture.hook_registrations = registrations
-        updates = self._updates
-        return updates.state_is_that_of(capture) and updates.hyperparameters_are_those_of(capture)
 
     def _replay(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> Replayed:
         """Inputs in, learning rate in, launch, results out."""
@@ -253,6 +219,10 @@ class StepRunner:
         training = self._training
         tried = training.step >= _PATIENCE and training.reasons > 0
         return tried and not training.replays and not self._regions.records
+
+    def share(self, flag: bool) -> list[bool] | None:
+        """Between steps: a flag of each rank, without a look at the device. None where ranks exchange nothing."""
+        return None if self._together is None else self._together.share(flag)
 
     def stop(self, problem: Problem) -> None:
         """Run every further step without a graph, and say why."""

@@ -166,6 +166,12 @@ class Together:
             return problem
         return self._problem_of(failed[0]) if failed else None
 
+    def share(self, flag: bool) -> list[bool] | None:
+        """Between steps: what all ranks say, by rank. None where the ranks have no agreement; then nobody has voted."""
+        if self._agreement is None or self.ended is not None:
+            return None
+        return [s == (Word.DONE, 1) for s in self._vote(Said(Word.DONE, int(flag)))]
+
     def leave(self) -> None:
         """This rank makes no more steps."""
         if self._agreement is not None:

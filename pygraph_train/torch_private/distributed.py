@@ -21,6 +21,8 @@ __all__ = [
     "first_step_is_over",
     "group_timeout",
     "has_delayed_parameters",
+    "iterations",
+    "rebuild_reducer",
     "reset_reducer",
     "stop_sampling",
     "waited_for",
@@ -81,6 +83,26 @@ def first_step_is_over(ddp: DistributedDataParallel) -> bool:
 def buckets_are_settled(ddp: DistributedDataParallel) -> bool:
     """Whether the reducer has its final buckets: a step that rebuilds them broadcasts and reads on the host."""
     return bool(ddp._get_ddp_logging_data().get("has_rebuilt_buckets", 0))
+
+
+def iterations(ddp: DistributedDataParallel) -> int:
+    """Steps that a wrapper has made so far, of those in which gradients were exchanged."""
+    return int(ddp._get_ddp_logging_data().get("iteration", 0))
+
+
+def rebuild_reducer(ddp: DistributedDataParallel) -> None:
+    """Make the reducer of a wrapper that has made no step anew, in the present stream (torch 2.11, 2.13).
+
+    The accumulators of gradients belong to the stream in which it is made.
+    """
+    del ddp.reducer, ddp.logger  # with them the accumulators go
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        if ddp.logger is not None:
+            ddp.logger._set_static_graph()
 
 
 def stop_sampling(ddp: DistributedDataParallel) -> None:

@@ -1,0 +1,62 @@
+"""What is known of a call: which kind it is, and whether a capture of that kind may be replayed. Hot path."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pygraph_train.step.program import StepProgram
+from pygraph_train.step.rebinding import Anchors
+from pygraph_train.step.updates import Updates
+from pygraph_train.step.variants import Capture, Signature, Variant, same_memory
+from pygraph_train.torch_private.hooks import hook_registrations
+from pygraph_train.tracing.gradient_hooks import hooked
+
+__all__ = ["Lookup"]
+
+
+class Lookup:
+    """Looks at a call before its step is made. Changes nothing that training depends on.
+
+    Args:
+        program: the step.
+        updates: of the runner.
+        anchors: where tensors stay that steps give other memory.
+    """
+
+    def __init__(self, program: StepProgram, updates: Updates, anchors: Anchors) -> None:
+        self._program = program
+        self._updates = updates
+        self._anchors = anchors
+
+    def variant_of(
+        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Variant | None:
+        """The kind of call that this one is: the guards of its trace hold."""
+        if not signature.variants:
+            return None
+        program = self._program
+        with program.context():
+            fn = program.function()
+            for variant in signature.variants:
+                if not variant.trace.traced or variant.trace.holds(fn, args, kwargs):
+                    return variant
+        return None
+
+    def is_valid(self, variant: Variant, capture: Capture) -> bool:
+        """Everything that the guards do not cover: addresses, optimizer state, hyperparameters."""
+        if not capture.verified:
+            return False
+        if capture.audits.left <= 0 and capture.audits.due(time.perf_counter()):
+            return False
+        if not same_memory(variant.trace.latest_tensors, capture):
+            return False
+        if capture.rebound and not self._anchors.hold(capture.rebound):
+            return False
+        registrations = hook_registrations()
+        if registrations != capture.hook_registrations:
+            if hooked(capture.gradients.parameters):
+                return False
+            capture.hook_registrations = registrations
+        updates = self._updates
+        return updates.state_is_that_of(capture) and updates.hyperparameters_are_those_of(capture)
