@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import differs
 
-from pygraph_train.regions.inductor import compile_whole
+from pygraph_train.regions.inductor import _with_small_ends_together, compile_whole
 from pygraph_train.tracing.trace import Trace
 
 FOREACH_COPY = torch.ops.aten._foreach_copy.default
@@ -110,6 +110,7 @@ def test_caches_are_not_shared_with_those_who_compile_plainly(batches: list[int]
     assert differs(expected, found) is None and differs(expected, again) is None
 
 
+@pytest.mark.slow
 def test_a_compilation_that_fails_with_kernels_together_is_done_without(
     batches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,24 @@ def test_a_compilation_that_fails_with_kernels_together_is_done_without(
     told = "small kernels were not put together, which failed: AssertionError: no such tiling"
     assert trace.left == [told, told]  # forward and backward
     assert differs(expected, found) is None
+
+
+def test_a_failure_with_kernels_together_is_told_and_the_graph_compiled_as_it_was() -> None:
+    tried: list[bool] = []
+
+    def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        tried.append(torch._inductor.config.combo_kernels)
+        assert len(gm.graph.nodes) == nodes
+        if tried[-1]:
+            gm.graph.erase_node(gm.graph.output_node())  # Inductor changes the graph that it gets
+            raise AssertionError("no such tiling")
+        return lambda args: gm(*args)
+
+    gm, x, left = torch.fx.symbolic_trace(nn.Tanh()), torch.randn(3), []
+    nodes = len(gm.graph.nodes)
+    compiled = _with_small_ends_together(compile_kernels, gm, [x], left)
+    assert torch.equal(compiled([x]), x.tanh()) and tried == [True, False]
+    assert left == ["small kernels were not put together, which failed: AssertionError: no such tiling"]
 
 
 def test_a_head_that_is_only_returned_gets_no_gradient(batches: list[int]) -> None:
