@@ -53,6 +53,7 @@ def test_gan():
     assert float(distance) < 0.15
 
 
+@pytest.mark.slow
 def test_fabric_in_whole_steps():
     pytest.importorskip("sklearn")
     output = run("fabric_loop.py", "--epochs", "3", "--whole")

@@ -763,6 +763,7 @@ def test_steps_left():
     assert left[-1] is None
 
 
+@pytest.mark.slow  # tests/test_failures.py asks the same, and more, of one import
 def test_importing_the_package_imports_no_framework():
     code = (
         "import sys, pygraph_train; pygraph_train.PyGraphConfig; pygraph_train.GraphedStep; "
