@@ -580,11 +580,11 @@ def test_precision_plugin_of_somebody_else():
     class Other(Precision):
         pass
 
-    parity(plugins=[Other()], refused="precision plugin Other is not known")
+    parity(plugins=[Other()], max_epochs=2, refused="precision plugin Other is not known")
 
 
 def test_anomaly_detection():
-    parity(detect_anomaly=True, refused="detect_anomaly")
+    parity(detect_anomaly=True, max_epochs=2, refused="detect_anomaly")
 
 
 def test_compiled_module():

@@ -585,8 +585,8 @@ def test_on_failure_raise():
 
 
 def test_what_cannot_be_served_is_told():
-    parity(Gan, detect_anomaly=True, refused="detect_anomaly")
-    parity(Gan, plugins=[Other()], refused="precision plugin Other is not known")
+    parity(Gan, detect_anomaly=True, max_epochs=2, refused="detect_anomaly")
+    parity(Gan, plugins=[Other()], max_epochs=2, refused="precision plugin Other is not known")
 
 
 class Other(Precision):
