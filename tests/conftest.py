@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch._dynamo.guards
+import torch._dynamo.utils
 
 from pygraph_train.torch_private.switches import settled_switches
 
@@ -23,6 +24,9 @@ def pytest_configure() -> None:
     # for a log: empties the caches of the processor to time the guards of each trace, then checks them once
     if hasattr(torch._dynamo.guards, "profile_guard_manager"):
         torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
+    # copies all settings of Dynamo and Inductor into a row for each trace
+    if hasattr(torch._dynamo.utils, "get_metrics_context"):
+        torch._dynamo.utils.get_metrics_context()._on_exit = lambda *arguments: None
     # Dynamo writes down each trace as JSON where this logger has a handler, and pytest gives one to each
     # logger that passes nothing on
     traces = logging.getLogger("torch.__trace")
