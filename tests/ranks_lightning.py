@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +22,8 @@ class Logging(Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True, sync_dist=True)
+        bar = distributed.get_backend() != "nccl"  # there the bar shows the step before
+        self.log("loss", loss, prog_bar=bar, on_step=True, on_epoch=True, sync_dist=True)
         self.log("epoch_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.log("alone", loss * 2)
         return loss
@@ -59,26 +61,34 @@ def same(rank: int, *, replays: int, freezes: bool = False, logs: bool = False, 
 
 
 class Terminated(pl.Callback):
-    """Lets the first rank know, late in training, that it is to end."""
+    """Lets the first rank know between two batches, late in training, that it is to end."""
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer._signal_connector.received_sigterm = trainer.global_step >= 20 and trainer.global_rank == 0
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        stock = loop.on_advance_end
+
+        def on_advance_end(*args: Any) -> None:
+            stock(*args)
+            trainer._signal_connector.received_sigterm = trainer.global_step >= 20 and trainer.is_global_zero
+
+        loop.on_advance_end = on_advance_end
 
 
-def ends_together(rank: int) -> list[tuple[int, int]]:
-    """Steps made and replayed until a signal that one rank got has ended both; without the callback, and with it."""
-    found = []
-    for ours in ([], [PyGraphCallback(engine="emulated")]):
-        ended = Terminated()
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=2, strategy="ddp", max_epochs=9, callbacks=[*ours, ended], **QUIET
-        )
-        try:
-            trainer.fit(Module(), loader())
-        except SIGTERMException:
-            replays = ours[0].report().steps_replayed if ours else 0
-            found.append((trainer.global_step, replays))
-    return found
+def ends_together(rank: int, *, ours: bool) -> tuple[int, int]:
+    """Steps made, and steps replayed, until a signal that one rank got ended the training of both."""
+    callback = PyGraphCallback(engine="emulated")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=9,
+        callbacks=[*([callback] if ours else []), Terminated()],
+        **QUIET,
+    )
+    with suppress(SIGTERMException):
+        trainer.fit(Module(), loader())
+        raise AssertionError("the training did not end")
+    return trainer.global_step, callback.report().steps_replayed
 
 
 def same_after_resuming(rank: int, *, folder: str) -> int:

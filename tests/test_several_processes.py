@@ -98,3 +98,56 @@ def test_a_wrapper_that_no_graph_can_hold_leaves_the_update_its_graph(ranks: Ran
     found = trained(ranks.run(STEP, ddp={"find_unused_parameters": True}), 0)
     assert "find_unused_parameters=True" in found[0]["report"]
     assert "F B {O}" in found[0]["report"]
+
+
+LIGHTNING = "tests.ranks_lightning:same"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logs": True, "validate": True},
+        {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
+        {"precision": "bf16-mixed", "module": {"scheduler": "step"}},
+        {"module": {"scheduler": "plateau"}, "validate": True, "gradient_clip_val": 0.5},
+    ],
+)
+def test_a_trainer_with_ddp_trains_as_without_the_callback(ranks: Ranks, options: dict[str, Any]) -> None:
+    """Losses, gradients, parameters, logged values, progress and random state of both ranks, after every batch."""
+    pytest.importorskip("lightning")
+    found = ranks.run(LIGHTNING, timeout=100.0, replays=30, **options)
+    assert found[0] == found[1] >= 30
+
+
+@pytest.mark.slow
+def test_a_trainer_with_ddp_resumes(ranks: Ranks, tmp_path: Any) -> None:
+    pytest.importorskip("lightning")
+    found = ranks.run("tests.ranks_lightning:same_after_resuming", timeout=100.0, folder=str(tmp_path))
+    assert min(found) >= 15
+
+
+@pytest.mark.slow
+def test_a_signal_that_one_rank_got_ends_both() -> None:
+    pytest.importorskip("lightning")
+    steps = []
+    for ours in (False, True):
+        with pair_of_ranks() as pair:
+            found = pair.run("tests.ranks_lightning:ends_together", timeout=100.0, ours=ours)
+        steps.append({made for made, _ in found})
+        assert all((replayed > 5) == ours for _, replayed in found), found
+    assert steps[0] == steps[1] and len(steps[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ({"clip": 0.5, "accumulate": 3, "steps": 48}, 25),
+        ({"precision": "bf16", "sizes": "one rank"}, 15),
+        ({"stock": True}, 5),
+    ],
+)
+def test_accelerate_with_replicas_trains_as_the_stock_accelerator(
+    ranks: Ranks, options: dict[str, Any], least: int
+) -> None:
+    pytest.importorskip("accelerate")
+    trained(ranks.run("tests.ranks_accelerate:same", timeout=100.0, **options), least)
