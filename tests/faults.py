@@ -14,7 +14,7 @@ from pygraph_train.graphs.emulated import EmulatedEngine, is_capturing
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.regions.region_capture import RegionCapture
-from pygraph_train.step import capturing, runner
+from pygraph_train.step import capturing, lookup
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.rebinding import Moves
@@ -108,7 +108,7 @@ FAULTS: dict[str, Plant] = {
     "inputs of regions are not copied": _constant(RegionCapture, "_fill_buffers", None),
     "learning rates are not copied to the device": _constant(OptimizerPreparation, "sync", None),
     "gradients pile up in graphs": _gradients_pile_up_in_graphs,
-    "parameters are never looked for elsewhere": _everywhere("same_memory", True, runner, capturing),
+    "parameters are never looked for elsewhere": _everywhere("same_memory", True, lookup, capturing),
     "inputs of regions are never looked for elsewhere": _constant(RegionCapture, "fits", True),
     "modules are never looked at": _constant(ModuleWatch, "unchanged", True),
     "results are overwritten by the next replay": _results_in_the_memory_of_the_graph,
@@ -119,5 +119,5 @@ FAULTS: dict[str, Plant] = {
         watch, "tensor_looks", lambda *tensors: True
     ),
     "a capture that fails loses gradients": _constant(Gradients, "restore", None),
-    "hooks on gradients are not noticed": _everywhere("hooked", False, runner, capturing),
+    "hooks on gradients are not noticed": _everywhere("hooked", False, lookup, capturing),
 }

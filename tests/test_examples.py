@@ -100,3 +100,21 @@ def test_hf_trainer(options):
     pytest.importorskip("transformers")
     output = run("hf_trainer.py", "--steps", "40", *options)
     assert replayed(output, share=0.7) >= 28
+
+
+@pytest.mark.slow
+def test_ddp_in_two_processes():
+    pytest.importorskip("sklearn")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(EXAMPLES / "lightning_ddp.py"), "--engine", "emulated", "--epochs", "3"]
+    done = subprocess.run(
+        [*command, *script],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert replayed(done.stdout) >= 40
+    (accuracy,) = re.findall(r"validation accuracy: (\d\.\d+)", done.stdout)
+    assert float(accuracy) > 0.9

@@ -81,6 +81,7 @@ def test_a_parameter_that_moves_on_one_rank_is_captured_anew_on_all(ranks: Ranks
     assert found[0]["report"].count("captured {F B O}") == 2
 
 
+@pytest.mark.slow
 def test_ranks_with_different_options_are_told_at_the_start(ranks: Ranks) -> None:
     for kind, told in ranks.answers(STEP, trap="options differ"):
         assert kind == "raised", told
@@ -89,6 +90,7 @@ def test_ranks_with_different_options_are_told_at_the_start(ranks: Ranks) -> Non
         )
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_is_named_by_the_others(ranks: Ranks) -> None:
     found = ranks.answers(STEP, trap="the process ends", timeout=30.0)
     assert found[0][0] == "raised" and "rank 1 ended before step 16" in found[0][1]

@@ -59,7 +59,9 @@ def test_a_trainer_of_two_gpus(ranks: Ranks) -> None:
         {"logs": True, "validate": True},
         {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
     ):
-        found = ranks.run("tests.ranks_lightning:same", timeout=120.0, replays=20, config=config, **options)
+        found = ranks.run(
+            "tests.ranks_lightning:same", timeout=120.0, replays=20, logs=True, config=config, **options
+        )
         assert min(found) >= 20
 
 
