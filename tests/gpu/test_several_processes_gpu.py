@@ -56,7 +56,7 @@ def test_what_one_rank_cannot_do_none_does(ranks: Ranks, trap: str) -> None:
 def test_a_trainer_of_two_gpus(ranks: Ranks) -> None:
     config = {"compile": False, "forward": "on"}
     for options in (
-        {"logs": True, "validate": True},
+        {"validate": True},
         {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
     ):
         found = ranks.run(
