@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train import GraphedStep, PyGraphConfig
 from tests import ranks_traps
 
-__all__ = ["graphed_step"]
+__all__ = ["graphed_step", "hooked", "joined"]
 
 STEPS = 32
 
@@ -157,3 +159,41 @@ def _train(
         report = step.report()
         step.close()
     return losses, state_of(model), report
+
+
+def hooked(rank: int) -> str:
+    """The report of steps whose all-reduces a communication hook replaces."""
+    model = DistributedDataParallel(Net())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    config = PyGraphConfig(engine="emulated")
+    step = GraphedStep(
+        lambda x, y: F.cross_entropy(model(x), y), model=model, optimizer=optimizer, config=config
+    )
+    for x, y in batches(rank, 12, SIZES["same"]):
+        step(x, y)
+    report = str(step.report())
+    step.close()
+    return report
+
+
+def joined(rank: int) -> dict[str, Any]:
+    """Ranks with different numbers of batches, inside of `Join`: the last ones are trained by one rank alone."""
+    ends, report = [], ""
+    for graphed in (False, True):
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step = GraphedStep(
+            lambda x, y, model=model: F.cross_entropy(model(x), y),
+            model=model,
+            optimizer=optimizer,
+            config=PyGraphConfig(engine="emulated" if graphed else "off"),
+        )
+        torch.manual_seed(rank)
+        with Join([model]):
+            for x, y in batches(rank, 12 + 3 * rank, SIZES["same"]):
+                step(x, y)
+        report = str(step.report())
+        step.close()
+        ends.append(state_of(model))
+    return {"state": all(map(torch.equal, *ends)), "report": report}

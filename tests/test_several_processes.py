@@ -102,6 +102,17 @@ def test_a_wrapper_that_no_graph_can_hold_leaves_the_update_its_graph(ranks: Ran
     assert "F B {O}" in found[0]["report"]
 
 
+def test_ranks_with_different_numbers_of_steps_join_as_without_graphs(ranks: Ranks) -> None:
+    for told in ranks.run("tests.ranks_training:joined"):
+        assert told["state"] and "Join lets each rank make its own number of steps" in told["report"], told
+
+
+def test_a_communication_hook_is_left_to_python(ranks: Ranks) -> None:
+    for report in ranks.run("tests.ranks_training:hooked"):
+        assert "steps replayed      0 of 12" in report
+        assert "the communication hook allreduce_hook takes the place of the all-reduce" in report
+
+
 LIGHTNING = "tests.ranks_lightning:same"
 
 

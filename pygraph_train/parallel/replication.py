@@ -13,14 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.distributed import (
+    acts_in_python,
     begin_forward,
     buckets_are_settled,
-    comm_hooks,
+    comm_hook,
     end_forward,
     exchange_buffers,
     first_step_is_over,
     has_delayed_parameters,
-    iterations,
+    has_run,
     rebuild_reducer,
     reset_reducer,
     stop_sampling,
@@ -49,6 +50,9 @@ class Replication(Protocol):
     def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
         """Around forward and backward: whether gradients are exchanged in it."""
 
+    def uneven(self) -> bool:
+        """Whether ranks may make different numbers of steps. Hot path."""
+
     def traceable(self) -> bool:
         """Whether the next step may be traced."""
 
@@ -61,7 +65,7 @@ class Replication(Protocol):
     def local(self) -> AbstractContextManager[None]:
         """Around a forward and backward that is not part of training: nothing is exchanged."""
 
-    def constants(self) -> tuple[bool, ...]:
+    def constants(self) -> tuple[Any, ...]:
         """What a capture of the next micro-batch bakes in of the one before."""
 
     def replayed(self, *, sync: bool) -> None:
@@ -98,6 +102,10 @@ class Alone:
         """Nothing is exchanged."""
         return nullcontext()
 
+    def uneven(self) -> bool:
+        """Nobody waits for another one."""
+        return False
+
     def traceable(self) -> bool:
         """Always."""
         return True
@@ -113,7 +121,7 @@ class Alone:
         """Nothing is exchanged."""
         return nullcontext()
 
-    def constants(self) -> tuple[bool, ...]:
+    def constants(self) -> tuple[Any, ...]:
         """Nothing."""
         return ()
 
@@ -204,13 +212,18 @@ class Replicas:
         finally:
             self.wrapper.require_backward_grad_sync = before
 
+    def uneven(self) -> bool:
+        """See `Replication.uneven`: inside of `torch.distributed.algorithms.Join`."""
+        return acts_in_python(self.wrapper)[2]
+
     def traceable(self) -> bool:
         """See `Replication.traceable`. With `static_graph` the first step looks at what the wrapper returns."""
         return not self.wrapper.static_graph or first_step_is_over(self.wrapper)
 
     def ready(self) -> bool:
         """See `Replication.ready`. The reducer rebuilds its buckets once, and measures its first iterations."""
-        if not buckets_are_settled(self.wrapper):
+        _, hooks, _ = acts_in_python(self.wrapper)
+        if hooks or not buckets_are_settled(self.wrapper):
             return False
         if not self._quiet:
             self._quiet = True
@@ -234,16 +247,16 @@ class Replicas:
             self._local = False
             self.wrapper.require_forward_param_sync = before
 
-    def constants(self) -> tuple[bool, ...]:
-        """See `Replication.constants`: whether buffers are those of the first rank."""
-        return (self.wrapper.require_forward_param_sync,)
+    def constants(self) -> tuple[Any, ...]:
+        """See `Replication.constants`. What comes in mid-run (hooks, `Join`) has no capture, and gets none."""
+        return acts_in_python(self.wrapper)
 
     def leave_default_stream(self) -> None:
         """Let gradients be accumulated in a stream of their own: kernels of the default stream cannot be captured.
 
         Only for a wrapper that has made no step: buckets are rebuilt after the first one.
         """
-        if torch.cuda.is_available() and self.wrapper.device_type == "cuda" and not iterations(self.wrapper):
+        if torch.cuda.is_available() and self.wrapper.device_type == "cuda" and not has_run(self.wrapper):
             with beside_default_stream():
                 rebuild_reducer(self.wrapper)
 
@@ -290,7 +303,7 @@ _SETTINGS = (
         "each collective is checked on the host, which a capture forbids",
     ),
 )
-"""Environment variables of NCCL and torch: the value that is set where there is none, others that are allowed, why."""
+"""Environment variables of NCCL and torch, the values that are allowed (the default first), and why."""
 
 _CALL_ONCE = "Call the wrapped model once in each step"
 
@@ -319,9 +332,10 @@ def replication_of(model: nn.Module) -> Replication:
 
 def _problem(wrapper: DistributedDataParallel) -> Problem | None:
     """Why no graph can hold what the wrapper does."""
-    for name, allowed, why in _SETTINGS:
-        if distributed.get_backend(wrapper.process_group) == "nccl":
-            setting = os.environ.setdefault(name, allowed[0])
+    if distributed.get_backend(wrapper.process_group) == "nccl":
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        for name, allowed, why in _SETTINGS:
+            setting = os.environ.get(name, allowed[0])
             if setting.upper() not in allowed:
                 return Problem(f"{name}={setting} is set: {why}", fix=f"Leave {name} out")
     if wrapper.find_unused_parameters and not wrapper.static_graph:
@@ -329,9 +343,8 @@ def _problem(wrapper: DistributedDataParallel) -> Problem | None:
             "DistributedDataParallel(find_unused_parameters=True) looks through each step on the host",
             fix="static_graph=True, or find_unused_parameters=False where all parameters are used",
         )
-    if hooks := comm_hooks(wrapper):
-        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
-        return Problem(f"the communication hook {name} runs Python in each backward")
+    if name := comm_hook(wrapper):
+        return Problem(f"the communication hook {name} takes the place of the all-reduce")
     if wrapper.mixed_precision is not None:
         return Problem("DistributedDataParallel(mixed_precision=...) casts in hooks that run Python")
     if has_delayed_parameters(wrapper):

@@ -174,7 +174,7 @@ class Capturing:
     def may_begin(self, variant: Variant, position: PositionInAccumulation) -> bool:
         """Whether nothing is worth waiting for: gradients that the graph would own, and the optimizer's state."""
         compiled = variant.arm.compiled
-        if position.sync and not self._training.program.replication.ready():
+        if not self._training.program.replication.ready():
             return False
         if not position.fresh and not self._training.addresses.are_written(compiled=compiled):
             # the graph of the first micro-batch is to own the gradients, if there is one

@@ -26,6 +26,8 @@ R = TypeVar("R")
 _WAITS, _OPEN = 1, 2
 """Numbers of `Word.PLAIN`: whether the rank has found that its device waits for the host."""
 
+UNEVEN = Problem("Join lets each rank make its own number of steps, so nobody can vote on each of them")
+
 _MOST_APART = 3
 """Steps in a row in which this rank could replay a capture that another one no longer has, before it is given up."""
 
@@ -52,7 +54,7 @@ class Together:
         self._voted = self._announced = False
         self._plain = Said(Word.PLAIN)
         self._apart: dict[int, int] = {}
-        self._heard: dict[int, str] = {}
+        self._differed = False
 
     def begin(self) -> None:
         """A step begins. The first one begins with the ranks' meeting.
@@ -62,6 +64,8 @@ class Together:
         """
         self._voted = False
         self._plain = Said(Word.PLAIN)
+        if self.ended is None and self.replication.uneven():
+            self.ended = UNEVEN
         if self._agreement is None and self.ended is None:
             found = agreement(self.replication.group, facts_of(self._training))
             if isinstance(found, Problem):
@@ -105,7 +109,7 @@ class Together:
             return Word.AUDIT if any(s.word is Word.AUDIT for s in said) else Word.REPLAY
         if any(s.word is Word.CAPTURE for s in said):
             self._apart[number] = self._apart.get(number, 0) + 1
-        self._ask_why(said)
+        self._note_difference(said)
         return Word.PLAIN
 
     def is_lost(self, capture: Capture) -> bool:
@@ -121,7 +125,6 @@ class Together:
         if all(s == said[0] for s in said):
             self._number += 1
             return True
-        self._ask_why(said)
         return False
 
     @property
@@ -164,7 +167,7 @@ class Together:
         self._announced |= bool(failed)
         if problem is not None:
             return problem
-        return self._problem_of(failed[0]) if failed else None
+        return self._problem_of(failed[0], said[failed[0]].word) if failed else None
 
     def share(self, flag: bool) -> list[bool] | None:
         """Between steps: what all ranks say, by rank. None where the ranks have no agreement; then nobody has voted."""
@@ -187,7 +190,7 @@ class Together:
         heard = self._agreement.vote(said, self._training.step)
         for rank, other in enumerate(heard):
             if other.word in (Word.OFF, Word.LEFT) and self.ended is None:
-                self.ended = self._problem_of(rank)
+                self.ended = self._problem_of(rank, other.word)
             self.open |= other == (Word.PLAIN, _OPEN)
         return heard
 
@@ -195,24 +198,24 @@ class Together:
         if self._agreement is not None:
             self._agreement.tell(str(problem))
 
-    def _problem_of(self, rank: int) -> Problem:
-        assert self._agreement is not None
-        why = self._agreement.told(rank)
-        return Problem(f"rank {rank} runs without graphs, so all ranks do" + (f": {why}" if why else ""))
+    def _problem_of(self, rank: int, word: Word) -> Problem:
+        if word not in (Word.OFF, Word.FAILED) or self._agreement is None:
+            return Problem(f"rank {rank} makes no more steps, or other ones than this rank")
+        return Problem(f"rank {rank} runs without graphs, so all ranks do: {self._agreement.told(rank)}")
 
-    def _ask_why(self, said: list[Said]) -> None:
-        """Another rank goes on without a graph: note its reason, once."""
-        for rank, other in enumerate(said):
-            if other.word is not Word.PLAIN or self._agreement is None:
-                continue
-            why = self._agreement.told(rank)
-            if why and self._heard.get(rank) != why:
-                self._heard[rank] = why
-                self._training.note(Problem(f"rank {rank} runs steps as they are: {why}"))
-
-    def noted(self, problem: Problem) -> None:
-        """Something runs without a graph on this rank: let the others know why."""
-        self._tell(problem)
+    def _note_difference(self, said: list[Said]) -> None:
+        """This rank could have replayed the step: say once which one could not."""
+        if self._differed or self._agreement is None:
+            return
+        self._differed = True
+        mine = said[self._agreement.rank]
+        rank = next(
+            rank for rank, other in enumerate(said) if other.number != mine.number or other.word != mine.word
+        )
+        self._training.report.note(
+            f"step {self._training.step} was the first that rank {rank} could not replay: all ranks run such steps as "
+            "they are"
+        )
 
 
 def facts_of(training: TrainingRun) -> dict[str, str]:

@@ -11,9 +11,10 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "acts_in_python",
     "begin_forward",
     "buckets_are_settled",
-    "comm_hooks",
+    "comm_hook",
     "default_store",
     "done",
     "end_forward",
@@ -21,7 +22,7 @@ __all__ = [
     "first_step_is_over",
     "group_timeout",
     "has_delayed_parameters",
-    "iterations",
+    "has_run",
     "rebuild_reducer",
     "reset_reducer",
     "stop_sampling",
@@ -85,9 +86,9 @@ def buckets_are_settled(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._get_ddp_logging_data().get("has_rebuilt_buckets", 0))
 
 
-def iterations(ddp: DistributedDataParallel) -> int:
-    """Steps that a wrapper has made so far, of those in which gradients were exchanged."""
-    return int(ddp._get_ddp_logging_data().get("iteration", 0))
+def has_run(ddp: DistributedDataParallel) -> bool:
+    """Whether a wrapper has been called (torch 2.11, 2.13)."""
+    return bool(ddp._lazy_init_ran)
 
 
 def rebuild_reducer(ddp: DistributedDataParallel) -> None:
@@ -122,9 +123,21 @@ def reset_reducer(ddp: DistributedDataParallel) -> None:
     ddp.reducer._reset_state()
 
 
-def comm_hooks(ddp: DistributedDataParallel) -> list[Any]:
-    """The user's functions that replace the all-reduce (torch 2.11, 2.13)."""
-    return [hook for hook, _ in ddp._comm_hooks]
+def comm_hook(ddp: DistributedDataParallel) -> str:
+    """The name of what replaces the all-reduce, "" without such a hook (torch 2.11, 2.13)."""
+    if ddp._comm_hooks:
+        hook, _ = ddp._comm_hooks[0]
+        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def acts_in_python(ddp: DistributedDataParallel) -> tuple[bool, int, bool]:
+    """What the forward and backward of a wrapper do in Python in the next step. Hot path (torch 2.11, 2.13).
+
+    Returns:
+        Whether buffers are exchanged, how many communication hooks there are, whether ranks may have joined.
+    """
+    return ddp.require_forward_param_sync, len(ddp._comm_hooks), ddp._join_config.enable
 
 
 def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
