@@ -75,13 +75,14 @@ def graphed_step(
     ddp: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     trap: str = "",
+    calls: int = 1,
 ) -> dict[str, Any]:
     """Train with a plain loop and with `GraphedStep`, and compare every loss and the final state."""
     plain_losses, plain = _train(
-        rank, None, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap
+        rank, None, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap, calls
     )
     losses, state, report = _train(
-        rank, True, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap
+        rank, True, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap, calls
     )
     return {
         "losses": all(map(torch.equal, plain_losses, losses)) and len(losses) == len(plain_losses),
@@ -105,6 +106,7 @@ def _train(
     ddp: dict[str, Any] | None,
     config: dict[str, Any] | None,
     trap: str,
+    calls: int,
 ) -> Any:
     model = DistributedDataParallel(Net().to(device_of(rank)), **(ddp or {}))
     if kind == "sgd":
@@ -122,7 +124,8 @@ def _train(
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with autocast():
-            return F.cross_entropy(model(x).float(), y)
+            out = model.module(x) if calls == 0 else model(x)
+            return F.cross_entropy((out + model(-x) if calls == 2 else out).float(), y)
 
     if trap in ranks_traps.LOSSES and (rank == 1 or trap == "a branch"):
         loss_of = ranks_traps.LOSSES[trap](loss_of, model)

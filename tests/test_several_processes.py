@@ -107,6 +107,14 @@ def test_ranks_with_different_numbers_of_steps_join_as_without_graphs(ranks: Ran
         assert told["state"] and "Join lets each rank make its own number of steps" in told["report"], told
 
 
+@pytest.mark.parametrize(("calls", "reason"), [(2, "more than once"), (0, "never calls the model")])
+@pytest.mark.slow_after(2)
+def test_a_step_that_does_not_call_the_model_once(ranks: Ranks, calls: int, reason: str) -> None:
+    """It trains as without the library: with the buffers of each call, or with the gradients of its rank alone."""
+    for told in trained(ranks.run(STEP, calls=calls), 0):
+        assert told["replayed"] == 0 and reason in told["report"], told["report"]
+
+
 def test_a_communication_hook_is_left_to_python(ranks: Ranks) -> None:
     for report in ranks.run("tests.ranks_training:hooked"):
         assert "steps replayed      0 of 12" in report

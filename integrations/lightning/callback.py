@@ -645,7 +645,7 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
 
 def _replication(trainer: Trainer) -> Replication:
     """How the Trainer shares its model with other processes."""
-    wrapper = trainer.strategy.model
+    wrapper = getattr(getattr(trainer, "strategy", None), "model", None)
     return Replicas(wrapper, called=False) if isinstance(wrapper, DistributedDataParallel) else Alone()
 
 

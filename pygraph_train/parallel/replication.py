@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.problems import Problem
 from pygraph_train.torch_private.distributed import (
     acts_in_python,
     begin_forward,
@@ -46,6 +46,9 @@ class Replication(Protocol):
 
     def around(self) -> AbstractContextManager[None]:
         """Around a traced call of the step's function: what the wrapper does before and after its module."""
+
+    def not_called_once(self) -> Problem | None:
+        """Why no graph can hold a step like the last one that was looked at."""
 
     def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
         """Around forward and backward: whether gradients are exchanged in it."""
@@ -98,6 +101,10 @@ class Alone:
         """Nothing is wrapped."""
         return nullcontext()
 
+    def not_called_once(self) -> Problem | None:
+        """Nothing is wrapped."""
+        return None
+
     def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
         """Nothing is exchanged."""
         return nullcontext()
@@ -139,6 +146,9 @@ class Alone:
         """Nothing to put in order."""
 
 
+CALLED_AGAIN = "the step calls the model in DistributedDataParallel more than once"
+
+
 class _SeenThrough:
     """Counts the calls of wrappers in traced steps. A trace may write to it: see `RECORDER`."""
 
@@ -151,6 +161,10 @@ seen_through = _SeenThrough()
 
 def _through(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
     """Stands for `DistributedDataParallel.forward`, which cannot be traced."""
+    if seen_through.calls:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(CALLED_AGAIN)
+        begin_forward(wrapper)  # the trace was refused: as without it
     seen_through.calls.append(1)
     return wrapper.module(*args, **kwargs)
 
@@ -171,6 +185,7 @@ class Replicas:
         self.problem = _problem(wrapper)
         self._called = called
         self._quiet = self._local = False
+        self._counted, self._calls = not called, int(not called)
 
     @contextmanager
     def seen_through(self) -> Iterator[None]:
@@ -186,21 +201,24 @@ class Replicas:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """See `Replication.around`.
-
-        Raises:
-            NotLegal: the step calls the wrapper several times, or not at all.
-        """
+        """See `Replication.around`. Gradients of a step that never calls the wrapper are not exchanged."""
         begin_forward(self.wrapper)
         with self.seen_through():
             yield
-            calls = len(seen_through.calls)
-        end_forward(self.wrapper)
-        if calls != 1 and self._called:
-            often = "never" if not calls else f"{calls} times"
-            raise NotLegal(
-                Problem(f"the step calls DistributedDataParallel {often} instead of once", fix=_CALL_ONCE)
-            )
+            self._calls = len(seen_through.calls) if self._called else 1
+        if self._calls:
+            end_forward(self.wrapper)
+
+    def not_called_once(self) -> Problem | None:
+        """See `Replication.not_called_once`."""
+        if self._calls > 1:
+            return Problem(CALLED_AGAIN)
+        if self._calls == 1 or not self._counted:
+            return None
+        return Problem(
+            "the step never calls the model in DistributedDataParallel: its gradients are not exchanged",
+            fix="Call the wrapped model, and not its module",
+        )
 
     @contextmanager
     def micro_batch(self, *, sync: bool) -> Iterator[None]:
@@ -208,9 +226,26 @@ class Replicas:
         before = self.wrapper.require_backward_grad_sync
         self.wrapper.require_backward_grad_sync = sync
         try:
-            yield
+            with nullcontext() if self._counted else self._counting():
+                yield
         finally:
             self.wrapper.require_backward_grad_sync = before
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Around the first step, which runs as it is: how often does it call the wrapper?"""
+        stock, calls = DistributedDataParallel.forward, []
+
+        def forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return stock(wrapper, *args, **kwargs)
+
+        DistributedDataParallel.forward = forward  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            DistributedDataParallel.forward = stock  # type: ignore[method-assign]
+        self._counted, self._calls = True, len(calls)
 
     def uneven(self) -> bool:
         """See `Replication.uneven`: inside of `torch.distributed.algorithms.Join`."""
@@ -218,7 +253,7 @@ class Replicas:
 
     def traceable(self) -> bool:
         """See `Replication.traceable`. With `static_graph` the first step looks at what the wrapper returns."""
-        return not self.wrapper.static_graph or first_step_is_over(self.wrapper)
+        return self._counted and (not self.wrapper.static_graph or first_step_is_over(self.wrapper))
 
     def ready(self) -> bool:
         """See `Replication.ready`. The reducer rebuilds its buckets once, and measures its first iterations."""
@@ -304,8 +339,6 @@ _SETTINGS = (
     ),
 )
 """Environment variables of NCCL and torch, the values that are allowed (the default first), and why."""
-
-_CALL_ONCE = "Call the wrapped model once in each step"
 
 
 @contextmanager

@@ -249,7 +249,7 @@ class Advancing:
         """A variant for a call that no trace of this signature holds for; None when there were too many."""
         training = self._training
         program = training.program
-        problem = unsupported_leaf(args, kwargs, leaves)
+        problem = unsupported_leaf(args, kwargs, leaves) or program.replication.not_called_once()
         if problem is None and signature.variants:
             signature.retraces += 1
             paid = sum(v.replays for v in signature.variants) // REPLAYS_PER_RETRACE

@@ -56,7 +56,7 @@ class Watching:
         ):
             result = run(self._watched(variant))
         variant.seen_in_warmup(training.times.ungraphed)
-        problem = variant.trace.problem
+        problem = training.program.replication.not_called_once() or variant.trace.problem
         if problem is None and first:
             problem = self._read_leaves(variant, args, kwargs, leaves)
         if problem is None and versions != _versions(leaves):
