@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pygraph_train import GraphedStep, PyGraphConfig
 from tests import ranks_traps
 
-__all__ = ["graphed_step", "hooked", "joined"]
+__all__ = ["graphed_step", "hooked", "joined", "scaled"]
 
 STEPS = 32
 
@@ -178,6 +178,38 @@ def hooked(rank: int) -> str:
     report = str(step.report())
     step.close()
     return report
+
+
+def scaled(rank: int) -> dict[str, Any]:
+    """Training with a GradScaler in which one rank once has a batch with NaN: both skip that update."""
+    ends, scales, report = [], [], None
+    for graphed in (False, True):
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
+        config = PyGraphConfig(engine="emulated" if graphed else "off")
+        step = GraphedStep(
+            lambda x, y, model=model: F.cross_entropy(model(x), y),
+            model=model,
+            optimizer=optimizer,
+            scaler=scaler,
+            config=config,
+        )
+        torch.manual_seed(rank)
+        for number, (x, y) in enumerate(batches(rank, STEPS, SIZES["same"])):
+            step(x * float("nan") if number == 20 and rank == 1 else x, y)
+        report = step.report()
+        step.close()
+        ends.append([p.detach().clone() for p in model.parameters()])
+        scales.append(scaler.get_scale())
+    assert report is not None
+    same = all(map(torch.equal, *ends)) and not any(p.isnan().any() for p in ends[0])
+    return {
+        "losses": scales[0] == scales[1],
+        "state": same,
+        "replayed": report.steps_replayed,
+        "report": str(report),
+    }
 
 
 def joined(rank: int) -> dict[str, Any]:

@@ -102,6 +102,10 @@ def test_a_wrapper_that_no_graph_can_hold_leaves_the_update_its_graph(ranks: Ran
     assert "F B {O}" in found[0]["report"]
 
 
+def test_an_update_that_a_scaler_skips_is_skipped_on_all_ranks(ranks: Ranks) -> None:
+    trained(ranks.run("tests.ranks_training:scaled"), 20)
+
+
 def test_ranks_with_different_numbers_of_steps_join_as_without_graphs(ranks: Ranks) -> None:
     for told in ranks.run("tests.ranks_training:joined"):
         assert told["state"] and "Join lets each rank make its own number of steps" in told["report"], told
