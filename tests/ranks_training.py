@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pygraph_train import GraphedStep, PyGraphConfig
 from tests import ranks_traps
 
-__all__ = ["graphed_step", "hooked", "joined", "scaled"]
+__all__ = ["driven", "graphed_step", "hooked", "joined", "scaled"]
 
 STEPS = 32
 
@@ -207,6 +207,52 @@ def scaled(rank: int) -> dict[str, Any]:
     return {
         "losses": scales[0] == scales[1],
         "state": same,
+        "replayed": report.steps_replayed,
+        "report": str(report),
+    }
+
+
+def driven(rank: int) -> dict[str, Any]:
+    """A loop that empties gradients and updates itself, with `no_sync()`, evaluation and a step that raises."""
+    ends, losses, report = [], [], None
+    for graphed in (False, True):
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        config = PyGraphConfig(engine="emulated" if graphed else "off")
+
+        def loss_of(x: Tensor, y: Tensor, model: Any = model) -> Tensor:
+            return F.cross_entropy(model(x), y)
+
+        step = GraphedStep(loss_of, model=model, optimizer=None, config=config)
+        torch.manual_seed(rank)
+        found: list[Tensor] = []
+        for number, (x, y) in enumerate(batches(rank, 60, SIZES["same"])):
+            if number % 2:
+                found.append(step(x, y))
+                optimizer.step()
+                optimizer.zero_grad()
+            elif number % 4:
+                with model.no_sync():
+                    found.append(step(x, y))
+            else:
+                found.append(step.accumulate(x, y))
+            if number % 10 == 9:
+                model.eval()
+                with torch.no_grad():
+                    found.append(model(x).sum())
+                model.train()
+            if number == 31:
+                with contextlib.suppress(ValueError, IndexError, RuntimeError):
+                    step(x, y + 100)  # no such class: raises on both ranks, before gradients are exchanged
+                optimizer.zero_grad()
+        report = step.report()
+        step.close()
+        ends.append(state_of(model))
+        losses.append(found)
+    assert report is not None
+    return {
+        "losses": all(map(torch.equal, *losses)),
+        "state": all(map(torch.equal, *ends)),
         "replayed": report.steps_replayed,
         "report": str(report),
     }

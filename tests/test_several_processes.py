@@ -102,6 +102,11 @@ def test_a_wrapper_that_no_graph_can_hold_leaves_the_update_its_graph(ranks: Ran
     assert "F B {O}" in found[0]["report"]
 
 
+def test_a_loop_that_drives_its_own_updates(ranks: Ranks) -> None:
+    """Gradients of three kinds of micro-batches; evaluation, and a step that raises, in between."""
+    trained(ranks.run("tests.ranks_training:driven"), 20)
+
+
 def test_an_update_that_a_scaler_skips_is_skipped_on_all_ranks(ranks: Ranks) -> None:
     trained(ranks.run("tests.ranks_training:scaled"), 20)
 

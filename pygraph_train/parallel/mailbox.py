@@ -12,8 +12,9 @@ from typing import Any, Protocol
 __all__ = ["Mailbox", "SharedMailbox", "StoreMailbox", "TimedOut"]
 
 _ROUND_BITS = 16
-_SPINS = 2000
-"""Looks at the mailbox before the processor is given to others in between; a few microseconds each hundred."""
+_SPINS, _CROWDED_SPINS = 2000, 20
+"""Looks at the mailbox before the processor is given to others in between, ten each microsecond; with fewer
+processors than ranks another rank may be waiting for this one's."""
 
 _LOOK_FOR_THE_DEAD = 0.5
 """Seconds from one look at whether a process is alive to the next."""
@@ -69,6 +70,8 @@ class SharedMailbox:
         self._memory = mmap.mmap(file, self.size(len(pids)))
         self._words = memoryview(self._memory).cast("q")
         self._round = 0
+        crowded = (os.cpu_count() or 1) < len(pids)
+        self._spins = _CROWDED_SPINS if crowded else _SPINS
 
     @staticmethod
     def size(ranks: int) -> int:
@@ -101,7 +104,7 @@ class SharedMailbox:
             place = 2 * rank + parity
             while (word := words[place]) & mask != stamp:
                 spins += 1
-                if spins < _SPINS:
+                if spins < self._spins:
                     continue
                 now = time.perf_counter()
                 started = started or now

@@ -53,6 +53,9 @@ class Replication(Protocol):
     def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
         """Around forward and backward: whether gradients are exchanged in it."""
 
+    def exchanging(self) -> bool:
+        """Whether the next backward exchanges gradients, as far as the wrapper knows."""
+
     def uneven(self) -> bool:
         """Whether ranks may make different numbers of steps. Hot path."""
 
@@ -108,6 +111,10 @@ class Alone:
     def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
         """Nothing is exchanged."""
         return nullcontext()
+
+    def exchanging(self) -> bool:
+        """There is nothing to be left out."""
+        return True
 
     def uneven(self) -> bool:
         """Nobody waits for another one."""
@@ -246,6 +253,10 @@ class Replicas:
         finally:
             DistributedDataParallel.forward = stock  # type: ignore[method-assign]
         self._counted, self._calls = True, len(calls)
+
+    def exchanging(self) -> bool:
+        """See `Replication.exchanging`: not inside of `no_sync()`."""
+        return self.wrapper.require_backward_grad_sync
 
     def uneven(self) -> bool:
         """See `Replication.uneven`: inside of `torch.distributed.algorithms.Join`."""

@@ -81,7 +81,7 @@ class LossSteps:
             What that function returned, detached: tensors of their own.
         """
         program = self._program
-        sync = update or program.replication.group is None
+        sync = (update and program.replication.exchanging()) or program.replication.group is None
         update = update and program.optimizer is not None
         fresh = program.starts_fresh() if program.optimizer is None else not self._pending
         constants = program.constants() + program.replication.constants()
