@@ -610,18 +610,16 @@ for callbacks in ([], [callback := emulated()]):
     done = fit(callbacks, module=Module(), strategy=DDPStrategy(process_group_backend="gloo"))
     states.append(done.module.state_dict())
 assert all(map(torch.equal, states[0].values(), states[1].values()))
-(fallback,) = callback.report().fallbacks
-assert callback.report().steps_replayed == 0
-print("REASON", fallback.reason)
+assert callback.report().steps_replayed >= 25 and not callback.report().fallbacks, callback.report()
 """
 
 
 @pytest.mark.slow
-def test_ddp_trains_as_before():
+@pytest.mark.passes_without_graphs("the training is a process of its own, and counts its replays")
+def test_ddp_of_one_process_trains_as_before():
     script = DDP.format(tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "REASON DDPStrategy is not supported yet" in done.stdout
 
 
 # -- exceptions ------------------------------------------------------------------------------------------
