@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import logging
 import os
 import statistics
@@ -99,7 +100,6 @@ def _by_hand(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         wrapped = DistributedDataParallel(_Loss(module), device_ids=[device.index])
-        forward: Any = wrapped
         if mode == "by-hand-compiled":
             wrapped.module.compile()
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True, capturable=True)
@@ -107,7 +107,7 @@ def _by_hand(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
         def step() -> torch.Tensor:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-                loss = forward(static)
+                loss = wrapped(static)
             loss.backward()
             optimizer.step()
             return loss
@@ -162,7 +162,7 @@ def votes() -> dict[str, float] | None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default="bert,gpt2,vit_s,mlp", help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--models", default="mlp,bert,gpt2,vit_small", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
     parser.add_argument("--windows", type=int, default=5, help="timed windows")
     parser.add_argument("--steps", type=int, default=40, help="steps a window")
@@ -193,15 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     record["vote"] = votes()
     if first:
         print(f"vote: {record['vote']}", flush=True)
-    for model in args.models:
-        for mode in args.modes:
-            row = measure(model, mode, args)
-            rows.append(row)
-            if first:
-                write_json(args.json, record)
-                print(f"{model} {mode}: {row['step_ms']} {row['error'] or ''}"[:300], flush=True)
-            if row["error"]:
-                break  # the other ranks may be anywhere
+    for model, mode in itertools.product(args.models, args.modes):
+        row = measure(model, mode, args)
+        rows.append(row)
+        if first:
+            write_json(args.json, record)
+            print(f"{model} {mode}: {row['step_ms']} {row['error'] or ''}"[:300], flush=True)
+        if row["error"]:
+            break  # the other ranks may be anywhere
     if first:
         title = "DDP training step, ms" if record["timing_claim"] else NO_CLAIM
         by = {(row["model"], row["mode"]): row["step_ms"] for row in rows}
