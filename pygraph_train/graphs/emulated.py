@@ -19,7 +19,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pygraph_train.graphs.emulated_collectives import (
-    NOT_RECORDED,
     finished,
     is_collective,
     runs_in_replays,
@@ -335,7 +334,7 @@ class _Tape(TorchDispatchMode):
         """Running one for real has an effect on other processes that no one can undo."""
         returned = stand_in(func, args, kwargs)
         if returned is None:
-            raise self.refuse(NOT_RECORDED.format(func))
+            raise self.refuse(f"the collective {func} cannot be recorded by the CPU emulation")
         return returned
 
     def _check_memory(self, tensor: torch.Tensor) -> None:

@@ -9,12 +9,10 @@ from torch import Tensor
 from pygraph_train.torch_private.dispatch import OpOverload, packet_name
 from pygraph_train.torch_private.distributed import done, waited_for
 
-__all__ = ["NOT_RECORDED", "finished", "is_collective", "only_waits", "runs_in_replays", "stand_in"]
+__all__ = ["finished", "is_collective", "runs_in_replays", "stand_in"]
 
 _FUNCTIONAL = "_c10d_functional"
 _NAMESPACES = ("c10d", _FUNCTIONAL)
-
-NOT_RECORDED = "the collective {} cannot be recorded by the CPU emulation"
 
 
 def is_collective(func: OpOverload) -> bool:
@@ -22,14 +20,14 @@ def is_collective(func: OpOverload) -> bool:
     return func.namespace in _NAMESPACES
 
 
-def only_waits(func: OpOverload) -> bool:
+def _only_waits(func: OpOverload) -> bool:
     """Whether it waits for a functional collective: it gives back the tensor that it was given."""
     return func.namespace == _FUNCTIONAL and packet_name(func) == "wait_tensor"
 
 
 def runs_in_replays(func: OpOverload) -> bool:
     """Whether a replay makes it, whatever its schema says of what it writes."""
-    return func.namespace in ("c10d", "fsdp") or only_waits(func)
+    return func.namespace in ("c10d", "fsdp") or _only_waits(func)
 
 
 def stand_in(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,6 +52,6 @@ def finished(func: OpOverload, returned: Any) -> Any:
     """What a collective has returned in a replay, when it is done."""
     if func.namespace == "c10d":
         returned[-1].wait()
-    elif func.namespace == _FUNCTIONAL and isinstance(returned, Tensor) and not only_waits(func):
+    elif func.namespace == _FUNCTIONAL and isinstance(returned, Tensor) and not _only_waits(func):
         return waited_for(returned)
     return returned

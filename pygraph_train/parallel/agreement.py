@@ -24,7 +24,7 @@ from pygraph_train.parallel.mailbox import Mailbox, SharedMailbox, StoreMailbox,
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.torch_private.distributed import default_store, group_timeout
 
-__all__ = ["Agreement", "Said", "Word", "agreement", "decline"]
+__all__ = ["Agreement", "Said", "Word", "agreement", "decline", "versions"]
 
 _PREFIX = "pygraph_train"
 

@@ -80,7 +80,7 @@ class CaptureMaker:
         program, replication = self._program, self._program.replication
         reads = variant.trace.tensors(program.function(), args, kwargs)
         gradients = self.gradients(variant, args, kwargs, position)
-        with self._stage():
+        with self.stage():
             problem = history(variant.trace, reads)
             if problem is None and hooked(gradients.parameters):
                 problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
@@ -112,7 +112,7 @@ class CaptureMaker:
         graph: Graph | None = None
         exchanges = False
         try:
-            with self._stage():
+            with self.stage():
                 if variant.inputs is None:
                     variant.inputs = StaticInputs(leaves, variant.used)
                 variant.inputs.load(leaves)
@@ -130,7 +130,7 @@ class CaptureMaker:
             reference = time.perf_counter() - started
             watched = optimizer.state.none_is_made() if optimizer is not None and updates else nullcontext()
             exchanges = position.sync
-            with self._stage(), self._context(), watched:
+            with self.stage(), self._context(), watched:
                 graph, (loss, outputs) = self._engine.capture(body)
         except BaseException as error:
             if graph is not None:  # another rank has none
@@ -186,7 +186,7 @@ class CaptureMaker:
         Gradients are exchanged after the backward, and not in it: nobody waits then for a rank that fails.
         """
         replication = self._program.replication
-        with self._stage():
+        with self.stage():
             before = gradients.snapshot()
             moves = self.moves(variant, args, kwargs)
             scratch = ScratchState(self._program.device, self.beside_parameters(variant, args, kwargs))
@@ -194,14 +194,14 @@ class CaptureMaker:
         try:
             replication.exchange_buffers()
             with self._context(), self._engine.warm_up(gradients.emptied):
-                with self._stage(), replication.local():
+                with self.stage(), replication.local():
                     gradients.empty()
                     gradients.isolate()
                     loss, _ = self._program.forward(call, args, kwargs)
                     self._program.backward(loss)
                 if sync:
                     replication.reduce(gradients.parameters)
-                with self._stage():
+                with self.stage():
                     if updates:
                         self._program.transform_gradients(in_kernels=False)
                     return Fingerprint.of(loss.detach(), gradients.snapshot())
@@ -211,7 +211,7 @@ class CaptureMaker:
             gradients.restore(before)
             put_back()
 
-    def _stage(self) -> AbstractContextManager[None]:
+    def stage(self) -> AbstractContextManager[None]:
         """Around what may fail on one rank, before others wait for it."""
         return nullcontext() if self._together is None else self._together.stage()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -296,7 +295,7 @@ class Capturing:
                     variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
                 )
             before = capture.gradients.snapshot()
-            with nullcontext() if self._together is None else self._together.stage():
+            with maker.stage():
                 backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
         except Exception as error:  # nothing of the step was made: there may be no memory for a second run
             raise NotLegal(problem_of(error)) from error
