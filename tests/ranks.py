@@ -79,11 +79,7 @@ class Ranks:
         Raises:
             RankFailed: a rank raised or was not done in time.
         """
-        if not self._processes:
-            self._start()
-        for orders in self._orders:
-            orders.send((name, timeout, kwargs))
-        answers = [self._answer(orders, timeout) for orders in self._orders]
+        answers = self._ask(name, timeout, kwargs)
         failed = [f"rank {rank}: {told}" for rank, (kind, told) in enumerate(answers) if kind != "done"]
         if failed:
             self.stop()
@@ -92,13 +88,16 @@ class Ranks:
 
     def answers(self, name: str, *, timeout: float = 60.0, **kwargs: Any) -> list[tuple[str, Any]]:
         """As `run`, for ranks that are meant to fail: ("done", result), ("raised", traceback) or ("silent", "")."""
+        found = self._ask(name, timeout, kwargs)
+        self.stop()
+        return found
+
+    def _ask(self, name: str, timeout: float, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         if not self._processes:
             self._start()
         for orders in self._orders:
             orders.send((name, timeout, kwargs))
-        found = [self._answer(orders, timeout) for orders in self._orders]
-        self.stop()
-        return found
+        return [self._answer(orders, timeout) for orders in self._orders]
 
     def _answer(self, orders: Any, timeout: float) -> tuple[str, Any]:
         try:
