@@ -13,8 +13,8 @@ __all__ = ["Mailbox", "SharedMailbox", "StoreMailbox", "TimedOut"]
 
 _ROUND_BITS = 16
 _SPINS, _CROWDED_SPINS = 2000, 20
-"""Looks at the mailbox before the processor is given to others in between, ten each microsecond; with fewer
-processors than ranks another rank may be waiting for this one's."""
+"""A rank looks at the mailbox so often, about ten times a microsecond, before it lets other processes run. Where
+there are more ranks than processors, the rank that it waits for may need its processor."""
 
 _LOOK_FOR_THE_DEAD = 0.5
 """Seconds from one look at whether a process is alive to the next."""
