@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import Engine, make_engine
@@ -21,8 +20,10 @@ from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.integrations.regioned_call import RegionedCall, begins
 from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import NO_DEVICE, tell_why_off
+from pygraph_train.report.backend_report import RegionRuns
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.torch_private.dynamo import compiled_call, is_optimized_module
 
@@ -56,11 +57,13 @@ class Loop:
         self._engine: Engine | None = None
         self._steps = 0
         self._counts = (0, 0)
+        self._runs = RegionRuns(self.report.regions)
         self._silent = 0
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
+        self._over = False
         self.active = False
-        self.wrappers: list[DistributedDataParallel] = []
+        self.shared: list[nn.Module] = []
         if disabled_by_environment() or config.engine == "off":
             self.report.note("graphs are off: training runs as it is")
             tell_why_off(config)
@@ -88,11 +91,9 @@ class Loop:
         config = self.config
         if config.region_phases == "none":
             self.report.note("forward='off', backward='off': forward and backward run as they are")
-        elif isinstance(module, DistributedDataParallel):
-            self.wrappers.append(module)
-            self.report.note(
-                "forward and backward under DistributedDataParallel run as they are; a graphed step holds them"
-            )
+        elif (name := replication_of(module).name) != "":
+            self.shared.append(module)
+            self.report.note(f"forward and backward under {name} run as they are; a graphed step holds them")
         elif config.compile is False:
             self.report.note(
                 "compile=False: forward and backward run as they are; their graphs need Inductor"
@@ -115,6 +116,7 @@ class Loop:
             def first(name: str) -> FirstCalls:
                 return FirstCalls(name, lambda: self._steps, self.report.fell_back)
 
+            self._over = False
             self._calls.append(RegionedCall(module, options, first, self._tell, **compile_options))
 
     def take_optimizer(
@@ -125,6 +127,7 @@ class Loop:
             return None
         graph = OptimizerGraph(optimizer, self._engine, self.config, self.report, scaler)
         self._optimizers.append(graph)
+        self._over = False
         return graph
 
     def give_up_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -168,6 +171,12 @@ class Loop:
         """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""
         if graph is None:
             return body()
+        if self._over:
+            body()
+            if graph is self._optimizers[-1]:
+                self._steps += 1
+                self.report.step_began()
+            return
         graph.run(body, constants)
         counted = [g for g in self._optimizers if not g.suspended]
         if counted and graph is counted[-1]:
@@ -199,8 +208,11 @@ class Loop:
         self._silent = 0 if replays > self._counts[0] else self._silent + 1
         if self._silent == _SILENCE:
             self._break_the_silence()
+        elif self._silent % _SILENCE == 0 and self._silent:
+            self._end_in_silence()
         regions = (replays > self._counts[0]) and plain == self._counts[1]
         self._counts = (replays, plain)
+        report.step_ended(self._runs.plan(optimizer=updates), updated=True)
         if not regions or not updates:
             self._last = None
             return
@@ -222,6 +234,20 @@ class Loop:
             start = begins(type(call.module).__name__)
             if not any(row.reason.startswith(start) for row in self.report.fallbacks):
                 call.explain(self._device, self._tell)
+
+    def _end_in_silence(self) -> None:
+        """No graph ran since `_break_the_silence` has asked why: modules that no graph can hold are given back.
+
+        Each call of such a module would be looked at in vain. Regions that run and wait for graphs keep their kernels.
+        """
+        if any(r.decision == "warming up" and r.plain_runs >= _SILENCE for r in self.report.regions()):
+            return
+        for call in self._calls:
+            if call.changing and not call.removed:
+                call.remove()
+        graphs = self._optimizers
+        given_back = all(call.removed for call in self._calls)
+        self._over = given_back and bool(graphs) and all(g.over and not g.suspended for g in graphs)
 
     def _tell(self, problem: Problem) -> None:
         if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._steps)):

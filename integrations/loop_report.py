@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pygraph_train import backend
 from pygraph_train.backend import RegionRecord
+from pygraph_train.report.headline import Headline
 from pygraph_train.report.step_report import StepReport
+from pygraph_train.report.table import reasons_of, rows_of
 
 __all__ = ["LoopReport"]
 
@@ -87,15 +90,30 @@ class LoopReport(StepReport):
             "whole_steps": {name: report.to_dict() for name, report in self.whole_steps.items()},
         }
 
-    def rows(self) -> list[tuple[str, str]]:
-        """The lines of the table."""
+    def parts(self) -> Sequence[StepReport]:
+        """The loop, and the steps that were graphed as a whole."""
+        return [self, *self.whole_steps.values()]
+
+    def rows(self, *, verbose: bool = False) -> list[tuple[str, str]]:
+        """The lines of the table. Its short form has one line for a graphed step where there is something beside it."""
         self.plan = self.present_plan()
-        rows = [] if self.whole_steps and not self.steps else super().rows()
-        if self.engine != "off" and not self.steps and not self.whole_steps:
-            rows.append(("note", _NO_OPTIMIZER))
+        above = None if verbose else Headline(self)
+        rows = list(reasons_of(self, above)) if self.whole_steps and not self.steps else rows_of(self, above)
+        if len(self.whole_steps) == 1 and not self.steps and not verbose:
+            (whole,) = self.whole_steps.values()
+            return [*rows_of(whole, above), *rows]
         for name, report in self.whole_steps.items():
-            rows += [("graphed step", name), *report.rows()]
+            if verbose:
+                rows += [("graphed step", name), *report.rows(verbose=True)]
+            else:
+                rows.append((f"graphed step {name}", report.headline()))
         return rows
+
+    @property
+    def why_no_step(self) -> str:
+        """Why no step is counted, where something is known of that."""
+        nothing = self.engine != "off" and not self.steps and not self.whole_steps
+        return _NO_OPTIMIZER if nothing and not self.fallbacks else ""
 
 
 def _runs(regions: list[RegionRecord]) -> dict[int, int]:

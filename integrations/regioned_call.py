@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +29,7 @@ from pygraph_train.tracing.dry_trace import DryTrace
 from pygraph_train.tracing.reasons import compiler_failed, innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
 from pygraph_train.tracing.refusals import GLOBAL_HOOK, SAVED_TENSORS_HOOKS
+from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes
 
 __all__ = ["RegionedCall", "begins"]
 
@@ -45,6 +47,11 @@ class RegionedCall:
             gradient (a penalty on it often comes in few steps only), and once for the others; for each autocast.
         tell: called with the reason why calls run as they are later on.
         **compile_options: further arguments of `torch.compile`.
+
+    Attributes:
+        paused: whether calls run the module as it is for now.
+        removed: whether the module was given back.
+        changing: whether `explain` has found that the module depends on Python state that changes with each call.
     """
 
     def __init__(
@@ -62,6 +69,8 @@ class RegionedCall:
         self._first: dict[tuple[bool, State], FirstCalls | None] = {}
         self._autocast: dict[tuple[bool, State], State | None] = {}  # around the backwards of these calls
         self.paused = False
+        self.removed = False
+        self.changing = False
         # a code object of its own: Dynamo counts compiled variants per code object
         code = _call.__code__.replace(co_name="regions_of_module")
         function = types.FunctionType(code, _call.__globals__)
@@ -143,6 +152,7 @@ class RegionedCall:
             if done:
                 self._compiled = compiled
                 changed = trace.traced and not trace.still_holds(call, *args, **kwargs)
+                self.changing = changed
                 why = trace.what_changed(call, *args, **kwargs) if changed else trace.refused
                 tell(_without_graphs(module, why))
             return compiled(module, args, kwargs)
@@ -151,6 +161,7 @@ class RegionedCall:
 
     def remove(self) -> None:
         """Give the module back as it was."""
+        self.removed = True
         if compiled_call(self.module) is self:
             set_compiled_call(self.module, None)
 
@@ -194,7 +205,9 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
         activations = handed_out(gm)
         kept = dynamo_side_effects() if activations else []
         if not kept:
-            return explained(backend.pygraph(gm, inputs, **kwargs), activations, name)
+            places = uncounted_changes(gm)
+            compiled = counted_as_eager(backend.pygraph(gm, inputs, **kwargs), places)
+            return explained(compiled, activations, name)
         _, _, stack = kept[0]
         return eager(
             gm,
@@ -210,7 +223,16 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
 
 
 def _requires_grad(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    """Whether an argument is, or holds, a tensor that requires a gradient."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return any(map(_requires_grad, value))
+    if isinstance(value, Mapping):
+        return any(map(_requires_grad, value.values()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_requires_grad(getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    return False
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "verify": ("off", "first", "sample", "always"),
     "engine": ("auto", "cuda", "emulated", "off"),
     "on_failure": ("fallback", "raise"),
+    "log_metrics": (True, False),
 }
 
 
@@ -39,6 +40,7 @@ class StepOptions(TypedDict, total=False):
     engine: Literal["auto", "cuda", "emulated", "off"]
     on_failure: Literal["fallback", "raise"]
     cache_dir: str | os.PathLike[str] | None
+    log_metrics: bool
 
 
 class PyGraphOptions(StepOptions, total=False):
@@ -60,8 +62,14 @@ class PyGraphConfig:
         compile: use Inductor's kernels inside the graphs. "auto" compiles when the training steps left
             make up for the compile time; where their number is unknown, it is taken to be as large as the
             number of steps made. False captures eager kernels: no compile time.
-        warmup_steps: training steps run without a graph before the first capture (>= 2; at least 11
-            under DistributedDataParallel).
+        warmup_steps: steps in which the library watches what a step reads and writes (>= 2). Two more steps
+            run with the kernels that the graph will hold, and the next step is the first one that a graph
+            runs: step `warmup_steps + 3`. It is a later one where the library times plain steps first (one
+            or two, on CUDA), compiles (one step), waits for gradients that are added up, or trains under
+            DistributedDataParallel (the graph is captured after 11 steps). Steps with a batch of another
+            shape run `warmup_steps` times before they are watched. In a loop that the user wrote (Accelerate,
+            Fabric, transformers, manual optimization) each forward and backward runs so often before its graph
+            is made.
         max_signatures: captures kept; the least recently used one is released (>= 1).
         indirection: how inputs at new addresses are served; only "copy" and "auto" exist so far.
         verify: compare replays with the same step run without a graph: never, on the first replay of
@@ -73,6 +81,9 @@ class PyGraphConfig:
         on_failure: "fallback" goes on without the graph and says why in the report; "raise" raises.
         cache_dir: a directory where decisions are kept: the next run of the same model, signature, GPU,
             driver and versions starts with the winner and only verifies it. None keeps nothing.
+        log_metrics: whether the loggers of a Lightning Trainer, and the trackers of an Accelerator, get
+            `pygraph/share_from_graphs` and, on CUDA, `pygraph/step_ms` and `pygraph/gpu_idle_fraction`
+            (docs/report.md). Other loops have no loggers.
 
     Raises:
         ValueError: an option has a value that is not allowed, or options contradict each other. The
@@ -92,6 +103,7 @@ class PyGraphConfig:
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
     on_failure: Literal["fallback", "raise"] = "fallback"
     cache_dir: str | os.PathLike[str] | None = None
+    log_metrics: bool = False
 
     def __post_init__(self) -> None:
         check_values(self, _CHOICES, {"warmup_steps": 2, "max_signatures": 1}, "PyGraphConfig.{}={!r}")

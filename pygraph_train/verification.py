@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.torch_private.sharding import local_tensor
 
 __all__ = ["Audits", "Fingerprint", "HostCopy", "ScratchState"]
 
@@ -44,7 +45,7 @@ class Fingerprint:
         Raises:
             NotLegal: one is sparse.
         """
-        present = [g.detach() for g in gradients if g is not None]
+        present = [local_tensor(g.detach()) for g in gradients if g is not None]
         if any(g.layout is not torch.strided for g in present):
             raise NotLegal(
                 Problem(
@@ -170,7 +171,7 @@ class ScratchState:
         self._device = device
         self._cpu_random = torch.get_rng_state()
         self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._tensors = [t.detach() for t in tensors]
+        self._tensors = [local_tensor(t.detach()) for t in tensors]
         self._values = [t.clone() for t in self._tensors]
 
     @torch.no_grad()
@@ -188,7 +189,7 @@ class HostCopy:
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
         self._random = ScratchState(device, ())
-        self._tensors = [t.detach() for t in tensors]
+        self._tensors = [local_tensor(t.detach()) for t in tensors]
         self._values = [t.to("cpu", copy=True) for t in self._tensors]
 
     @torch.no_grad()

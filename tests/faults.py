@@ -12,6 +12,7 @@ from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.cuda import CudaEngine
 from pygraph_train.graphs.emulated import EmulatedEngine, is_capturing
 from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.optimizers.numbers import LiveNumbers, NumberPlace
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.regions.region_capture import RegionCapture
 from pygraph_train.step import capturing, lookup
@@ -102,6 +103,16 @@ def _gradients_pile_up_in_graphs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gradients, "empty", empty)
 
 
+def _hyperparameters_stay(patch: pytest.MonkeyPatch) -> None:
+    """Each graph writes the numbers of its first replay again and again."""
+    value = LiveNumbers.value
+
+    def first(self: LiveNumbers, place: NumberPlace) -> Any:
+        return vars(self).setdefault("first", {}).setdefault(place, value(self, place))
+
+    patch.setattr(LiveNumbers, "value", first)
+
+
 FAULTS: dict[str, Plant] = {
     "guards always hold": _constant(Trace, "holds", True),
     "the last tensor of a batch is not copied": _forgets_the_last_tensor,
@@ -113,6 +124,7 @@ FAULTS: dict[str, Plant] = {
     "modules are never looked at": _constant(ModuleWatch, "unchanged", True),
     "results are overwritten by the next replay": _results_in_the_memory_of_the_graph,
     "other hyperparameters are baked in": _constant(OptimizerPreparation, "hyperparameters", ()),
+    "replays keep the hyperparameters of their capture": _hyperparameters_stay,
     "absent gradients are zero": _absent_gradients_are_zero,
     "`.data = ...` in a step is not noticed": _memory_of_parameters_is_not_looked_at,
     "shapes and strides of parameters are not looked at": _constant(

@@ -83,6 +83,9 @@ class Module(pl.LightningModule):
         if self.scheduler == "step":
             cosine = schedulers.CosineAnnealingLR(optimizer, T_max=60)
             return [optimizer], [{"scheduler": cosine, "interval": "step"}]
+        if self.scheduler == "one cycle":  # which changes betas and momentum as well
+            cycle = schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=200)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
         if self.scheduler == "epoch":
             return [optimizer], [schedulers.ExponentialLR(optimizer, 0.7)]
         if self.scheduler == "plateau":

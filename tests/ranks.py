@@ -86,10 +86,17 @@ class Ranks:
             raise RankFailed("\n".join(failed))
         return [told for _, told in answers]
 
-    def answers(self, name: str, *, timeout: float = 60.0, **kwargs: Any) -> list[tuple[str, Any]]:
-        """As `run`, for ranks that are meant to fail: ("done", result), ("raised", traceback) or ("silent", "")."""
+    def answers(
+        self, name: str, *, timeout: float = 60.0, keep: bool = False, **kwargs: Any
+    ) -> list[tuple[str, Any]]:
+        """As `run`, for ranks that may fail: ("done", result), ("raised", traceback) or ("silent", "").
+
+        Args:
+            keep: let processes go on that are all done.
+        """
         found = self._ask(name, timeout, kwargs)
-        self.stop()
+        if not keep or any(kind != "done" for kind, _ in found):
+            self.stop()
         return found
 
     def _ask(self, name: str, timeout: float, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
@@ -14,9 +15,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train import GraphedStep, PyGraphConfig
+from pygraph_train.parallel import agreement
 from tests import ranks_traps
+from tests.replays import text_of
 
-__all__ = ["driven", "graphed_step", "hooked", "joined", "scaled"]
+__all__ = ["driven", "graphed_step", "hooked", "joined", "on_two_machines", "scaled"]
 
 STEPS = 32
 
@@ -76,19 +79,21 @@ def graphed_step(
     config: dict[str, Any] | None = None,
     trap: str = "",
     calls: int = 1,
+    hook: str = "",
 ) -> dict[str, Any]:
     """Train with a plain loop and with `GraphedStep`, and compare every loss and the final state."""
     plain_losses, plain = _train(
-        rank, None, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap, calls
+        rank, None, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap, calls, hook
     )
     losses, state, report = _train(
-        rank, True, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap, calls
+        rank, True, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap, calls, hook
     )
     return {
         "losses": all(map(torch.equal, plain_losses, losses)) and len(losses) == len(plain_losses),
         "state": all(map(torch.equal, plain, state)),
         "replayed": report.steps_replayed,
-        "report": str(report),
+        "report": text_of(report),
+        "printed": str(report),
         "fallbacks": [f"{f.reason} {f.fix}" for f in report.fallbacks],
     }
 
@@ -107,8 +112,11 @@ def _train(
     config: dict[str, Any] | None,
     trap: str,
     calls: int,
+    hook: str,
 ) -> Any:
     model = DistributedDataParallel(Net().to(device_of(rank)), **(ddp or {}))
+    if hook:
+        model.register_comm_hook(None, getattr(default_hooks, hook))
     if kind == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(
             model.parameters(), lr=0.1, momentum=0.9, fused=True
@@ -164,10 +172,14 @@ def _train(
     return losses, state_of(model), report
 
 
+def _python_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotations
+    return default_hooks.allreduce_hook(state, bucket)
+
+
 def hooked(rank: int) -> str:
-    """The report of steps whose all-reduces a communication hook replaces."""
+    """The report of steps whose all-reduces a communication hook of the user's replaces."""
     model = DistributedDataParallel(Net())
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    model.register_comm_hook(None, _python_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     config = PyGraphConfig(engine="emulated")
     step = GraphedStep(
@@ -175,7 +187,7 @@ def hooked(rank: int) -> str:
     )
     for x, y in batches(rank, 12, SIZES["same"]):
         step(x, y)
-    report = str(step.report())
+    report = text_of(step.report())
     step.close()
     return report
 
@@ -208,7 +220,7 @@ def scaled(rank: int) -> dict[str, Any]:
         "losses": scales[0] == scales[1],
         "state": same,
         "replayed": report.steps_replayed,
-        "report": str(report),
+        "report": text_of(report),
     }
 
 
@@ -254,7 +266,7 @@ def driven(rank: int) -> dict[str, Any]:
         "losses": all(map(torch.equal, *losses)),
         "state": all(map(torch.equal, *ends)),
         "replayed": report.steps_replayed,
-        "report": str(report),
+        "report": text_of(report),
     }
 
 
@@ -274,7 +286,13 @@ def joined(rank: int) -> dict[str, Any]:
         with Join([model]):
             for x, y in batches(rank, 12 + 3 * rank, SIZES["same"]):
                 step(x, y)
-        report = str(step.report())
+        report = text_of(step.report())
         step.close()
         ends.append(state_of(model))
     return {"state": all(map(torch.equal, *ends)), "report": report}
+
+
+def on_two_machines(rank: int, **options: Any) -> dict[str, Any]:
+    """As `graphed_step`, for ranks that share no memory: they vote through the store of the process group."""
+    with mock.patch.object(agreement, "_machine", return_value=f"machine {rank}"):
+        return graphed_step(rank, **options)

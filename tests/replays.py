@@ -6,7 +6,12 @@ from typing import Any
 
 from pygraph_train import StepReport, backend
 
-__all__ = ["enough", "regions_ran", "runs_of_graphs"]
+__all__ = ["enough", "regions_ran", "runs_of_graphs", "text_of"]
+
+
+def text_of(report: StepReport) -> str:
+    """Everything that a report prints, in one line."""
+    return " ".join(str(report.verbose()).split())
 
 
 def runs_of_graphs(report: Any) -> int:

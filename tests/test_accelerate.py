@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import linecache
 import pickle
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from replays import text_of
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader
@@ -324,6 +326,53 @@ def test_calls_for_a_gradient_penalty_run_as_they_are(every: int) -> None:
     assert file == __file__ and "create_graph=True" in linecache.getline(file, int(line)), row
 
 
+@dataclasses.dataclass
+class Points:
+    """What a critic is called with."""
+
+    x: torch.Tensor
+
+
+WRAPPED: dict[str, tuple[Any, Any]] = {
+    "dict": (lambda x: {"x": x}, lambda points: points["x"]),
+    "dict of lists": (lambda x: {"all": [x]}, lambda points: points["all"][0]),
+    "dataclass": (Points, lambda points: points.x),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_late_gradient_penalty_whose_points_are_in_a_container(kind: str) -> None:
+    wrap, unwrap = WRAPPED[kind]
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, points: Any) -> torch.Tensor:
+            return self.layers(unwrap(points))  # type: ignore[no-any-return]
+
+    def script(s: Script) -> None:
+        critic: Any = Critic()
+        optimizer: Any = torch.optim.AdamW(critic.parameters(), lr=1e-2, fused=True)
+        critic, optimizer, loader = s.accelerator.prepare(
+            critic, optimizer, DataLoader(Numbers(), batch_size=6)
+        )
+        for i, batch in enumerate(loader):
+            loss = critic(wrap(batch["x"].flip(0))).mean()
+            if i % 16 == 15:
+                mixed = batch["x"].requires_grad_()
+                (slope,) = torch.autograd.grad(critic(wrap(mixed)).sum(), mixed, create_graph=True)
+                loss = loss + (slope.norm(dim=1) - 1).square().mean()
+            s.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            s.write_state(critic, optimizer)
+
+    report = both(script, replays=60)
+    assert any("where its inputs require a gradient" in f.reason for f in report.fallbacks), str(report)
+
+
 @pytest.mark.parametrize("asked", [lambda i: True, lambda i: i % 4 == 3, lambda i: i == 20])
 def test_the_gradient_of_an_activation_that_a_hook_keeps(asked: Any) -> None:
     """Grad-CAM, in every step or in a later one."""
@@ -607,7 +656,7 @@ def test_everything_is_given_back(tmp_path: Path) -> None:
         assert all(type(group["lr"]) is float for group in inner.param_groups)
         optimizer.step()
         report = accelerator.pygraph.report()
-        assert report.steps == 30 and "{F} {B} {O}" in str(report)
+        assert report.steps == 30 and "{F} {B} {O}" in text_of(report)
 
     before_and_after(lambda accelerator: accelerator.free_memory())
     torch.compiler.reset()
@@ -706,7 +755,7 @@ def test_disabled_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYGRAPH_DISABLE", "1")
     report = both(train, never="graphs are off")
     assert not report.regions()
-    assert "graphs are off" in str(report)
+    assert "graphs are off" in text_of(report)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
@@ -721,7 +770,7 @@ def test_forward_and_backward_off() -> None:
     plugin = PyGraph(engine="emulated", warmup_steps=2, forward="off", backward="off")
     run(train, plugin)
     assert plugin.report().present_plan() == "F B {O}", str(plugin.report())
-    assert not plugin.report().regions() and "forward='off', backward='off'" in str(plugin.report())
+    assert not plugin.report().regions() and "forward='off', backward='off'" in text_of(plugin.report())
 
 
 def test_inductor_of_the_user_becomes_ours_and_other_compilers_stay() -> None:
@@ -731,14 +780,14 @@ def test_inductor_of_the_user_becomes_ours_and_other_compilers_stay() -> None:
     plugin = PyGraph(engine="emulated", warmup_steps=2)
     run(train, plugin, dynamo_backend="eager")
     assert plugin.report().present_plan() == "F B {O}"
-    assert "compiles models with eager" in str(plugin.report())
+    assert "compiles models with eager" in text_of(plugin.report())
 
 
 def test_a_model_compiled_by_the_user_is_left_to_that() -> None:
     plugin = PyGraph(engine="emulated", warmup_steps=2, on_failure="fallback")
     accelerator = Accelerator(cpu=True, plugins=[plugin])
     accelerator.prepare(torch.compile(Net(), backend="eager"))
-    assert "is compiled already" in str(plugin.report())
+    assert "is compiled already" in text_of(plugin.report())
 
 
 def test_trackers_get_the_values() -> None:
@@ -769,8 +818,11 @@ def test_trackers_get_the_values() -> None:
             accelerator.log({"step": step}, step=step)
 
     run(script, PyGraph(engine="emulated", warmup_steps=2), log_with=Tracker())
+    assert logged == [{"step": step} for step in range(30)], "nobody asked for more"
+    logged.clear()
+    run(script, PyGraph(engine="emulated", warmup_steps=2, log_metrics=True), log_with=Tracker())
     assert [values["step"] for values in logged] == list(range(30))
-    assert logged[-1]["pygraph/replayed"] > 0.6 and logged[-1]["pygraph/step_ms"] > 0
+    assert logged[-1]["pygraph/share_from_graphs"] > 0.6 and "pygraph/step_ms" not in logged[-1]
     assert any(values.get("pygraph/plan") == "{F} {B} {O}" for values in logged)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from replays import text_of
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -19,6 +20,7 @@ from accelerate_training import Island, Numbers, Script, both, fresh, loss_of, r
 from training import Net  # noqa: E402
 
 from pygraph_train import Accelerator, PyGraph, PyGraphError  # noqa: E402
+from pygraph_train.graphs.emulated import EmulatedEngine  # noqa: E402
 from pygraph_train.selection import timing  # noqa: E402
 from pygraph_train.selection.controller import Estimate  # noqa: E402
 from pygraph_train.step.decisions import Decisions  # noqa: E402
@@ -393,7 +395,9 @@ def test_a_step_that_trains_what_was_not_prepared(prepared: str) -> None:
     elif prepared == "optimizer":
         assert step.steps_replayed > 15, str(report)
     else:
-        assert "uses gradients or parameters after backward" in step.fallbacks[0].reason, str(report)
+        assert "the optimizer AdamW that the step calls was not prepared" in step.fallbacks[0].reason, str(
+            report
+        )
 
 
 def test_step_without_backward_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -417,7 +421,7 @@ def test_step_with_two_optimizer_steps_says_so() -> None:
     assert "calls optimizer.step twice" in illegal(body)
 
 
-def test_two_backwards_and_a_step_before_backward_say_so() -> None:
+def test_two_backwards_and_a_step_before_backward_say_so(caplog: pytest.LogCaptureFixture) -> None:
     def twice(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
         for _ in range(2):
             accelerator.backward(loss_of(model, batch))
@@ -429,7 +433,9 @@ def test_two_backwards_and_a_step_before_backward_say_so() -> None:
         optimizer.zero_grad()
         accelerator.backward(loss_of(model, batch))
 
-    assert "accelerator.backward 2 times" in illegal(twice)
+    with caplog.at_level(logging.WARNING, "pygraph_train"):
+        assert "accelerator.backward 2 times" in illegal(twice)
+    assert "Make a graphed step for each loss and its optimizer" in caplog.text
     assert "step before backward" in illegal(late)
 
 
@@ -515,7 +521,7 @@ def test_on_failure_raise_raises() -> None:
 def test_graphs_off_runs_the_step_as_it_is() -> None:
     plugin = PyGraph(engine="off")
     run(train, plugin)
-    assert "graphs are off" in str(plugin.report())
+    assert "Graphs are off" in text_of(plugin.report())
 
 
 def test_decorator_keeps_name_and_docstring() -> None:
@@ -527,3 +533,57 @@ def test_decorator_keeps_name_and_docstring() -> None:
 
     assert my_step.__name__ == "my_step" and my_step.__doc__ == "Mine."
     assert my_step.report().steps == 0
+
+
+@pytest.mark.notices("replays keep the hyperparameters of their capture")
+@pytest.mark.parametrize("whole", [True, False], ids=["graphed step", "stock loop"])
+def test_one_cycle_with_its_defaults_stays_in_the_graph(whole, monkeypatch):
+    monkeypatch.setattr(EmulatedEngine, "rewrites_numbers", True)
+
+    def script(script: Script) -> None:
+        accelerator, model = script.accelerator, Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+        loader = DataLoader(Numbers(), batch_size=8)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+
+        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            return loss
+
+        made = script.graphed(step) if whole else step
+        for batch in loader:
+            script.write("loss", made(batch))
+            script.write_state(model, optimizer)
+
+    report = both(script, replays=20, compiled_reference=not whole)
+    plans = [r.plan for r in report.whole_steps.values()] if whole else ["{O}"]
+    assert plans == ["{F B O}" if whole else "{O}"], str(report)
+    assert whole or report.optimizer_steps_replayed >= 20, str(report)
+
+
+@pytest.mark.parametrize("when", ["always", "later", "by turns"])
+def test_a_step_gets_one_tensor_twice(when):
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        model, optimizer, loader, _ = setup(script)
+
+        @script.graphed
+        def step(x: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = loss_of(model, batch) + (model(x) * (2.0 if x is batch["x"] else 3.0)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        for index, batch in enumerate(loader):
+            same = {"always": True, "later": index > 10, "by turns": index % 2 == 1}[when]
+            script.write("loss", step(batch["x"] if same else batch["x"].clone(), batch))
+            script.write_state(model, optimizer)
+
+    report = both(script, replays=18)
+    assert [r.plan for r in report.whole_steps.values()] == ["{F B O}"], str(report)

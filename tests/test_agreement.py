@@ -119,3 +119,20 @@ def test_words_and_numbers_arrive_as_they_were_said() -> None:
     assert agreement.told(0) == ""
     agreement.tell("why")
     assert agreement.told(0) == "why"
+
+
+def test_a_store_that_is_gone_names_a_rank() -> None:
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            """The first word still arrives."""
+
+        def wait(self, *_: Any) -> None:
+            raise RuntimeError("Broken pipe")
+
+        check = wait
+
+    mailbox = StoreMailbox(1, 2, Gone())
+    mailbox.post(3)
+    with pytest.raises(TimedOut) as told:
+        mailbox.read(1.0)
+    assert told.value.ranks == [0]

@@ -122,6 +122,36 @@ def test_the_stock_loop_with_model_and_optimizer_set_up_apart() -> None:
     phases(both(script, replays=60))
 
 
+class WithLoss(Net):
+    """Returns its loss and what the loss is computed from, as models of transformers do."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        out = super().forward(x)
+        return {"loss": nn.functional.cross_entropy(out, y), "logits": out}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_stock_loop_with_a_model_that_returns_its_loss(asks: bool) -> None:
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script, net=WithLoss)
+        for x, y in loader:
+            optimizer.zero_grad()
+            found = model(x, y)
+            if asks:
+                found["logits"].register_hook(lambda gradient: script.write("gradient", gradient))
+            script.fabric.backward(found["loss"])
+            optimizer.step()
+            script.write("loss", found["loss"])
+        script.write_state(model, optimizer)
+
+    report = both(script, replays=10 if asks else 60)
+    if asks:
+        assert report.present_plan() == "F B {O}", str(report)
+        assert any("the gradient of an activation" in f.reason for f in report.fallbacks), str(report)
+    else:
+        phases(report)
+
+
 def test_a_closure_and_two_optimizers_in_the_stock_loop() -> None:
     def script(script: Script) -> None:
         fabric = script.fabric

@@ -166,7 +166,8 @@ def test_random_numbers_of_python_are_pythons() -> None:
     report = train(lambda model: lambda batch: entropy(model, batch) * random.uniform(0.5, 1), replays=80)
     assert report.steps_replayed == 0
     assert (
-        "draws a number on the host" in report.fallbacks[0].reason and __file__ in report.fallbacks[0].where
+        "draws random numbers in Python" in report.fallbacks[0].reason
+        and __file__ in report.fallbacks[0].where
     )
 
 

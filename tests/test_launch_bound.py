@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from replays import text_of
 from torch import nn
 
 from pygraph_train import GraphedStep
@@ -159,5 +160,5 @@ def test_the_runner_leaves_such_steps_untouched(
     assert report is not None and (report.steps_replayed > 0) is replays
     if not replays:
         assert report.plan == "F B O"
-        assert "the GPU does not wait for the host" in str(report)
+        assert "the GPU does not wait for the host" in text_of(report)
         assert report.phases()[0].why == report.why_nothing

@@ -13,16 +13,8 @@ from torch import Tensor, nn
 pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.callbacks import (  # noqa: E402
-    BackboneFinetuning,
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
     LambdaCallback,
-    LearningRateMonitor,
     ModelCheckpoint,
-    RichProgressBar,
-    StochasticWeightAveraging,
-    TQDMProgressBar,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
@@ -40,6 +32,7 @@ from lightning_training import (  # noqa: E402
 )
 from training import batches, differs, frozen  # noqa: E402
 
+from pygraph_train.graphs.emulated import EmulatedEngine  # noqa: E402
 from pygraph_train.integrations.lightning import log as lightning_log  # noqa: E402
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -137,6 +130,35 @@ def test_schedulers_change_the_learning_rate_of_replays(optimizer, scheduler):
     )
 
 
+@pytest.mark.notices("replays keep the hyperparameters of their capture")
+@OPTIMIZERS
+def test_one_cycle_with_its_defaults_stays_in_the_graph(optimizer, monkeypatch):
+    monkeypatch.setattr(EmulatedEngine, "rewrites_numbers", True)
+    parity(lambda: Module(optimizer, "one cycle"), replays=15, plan="{F B O}")
+
+
+@pytest.mark.parametrize("when", ["always", "by turns"])
+def test_a_batch_holds_one_tensor_twice(when):
+    class Twice(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            factor = 2.0 if batch["input"] is batch["target"] else 3.0
+            return (self.net(batch["input"]) - batch["target"][:, :3]).square().mean() * factor
+
+    def collate(items: list[tuple[int, Tensor]]) -> dict[str, Tensor]:
+        x = torch.stack([row for _, row in items])
+        apart = when == "by turns" and items[0][0] % 8 == 0
+        return {"input": x, "target": x.clone() if apart else x}
+
+    rows = list(enumerate(torch.randn(160, 6)))
+    parity(
+        Twice,
+        make_batches=lambda: torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate),
+        replays=25,
+        plan="{F B O}",
+        max_epochs=1,
+    )
+
+
 def test_fast_dev_run():
     _, graphed = parity(fast_dev_run=True, never="there is one step")
     assert graphed.report.steps == 1
@@ -227,12 +249,6 @@ def test_a_value_logged_in_some_steps_only():
     )
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_progress_bars_are_shown_and_not_stale(bar, capsys):
-    parity(make_callbacks=lambda: (bar(),), enable_progress_bar=True, replays=20, plan="{F B O}")
-    assert "loss_step" in capsys.readouterr().out + capsys.readouterr().err
-
-
 def test_numbers_on_the_bar_are_at_most_one_step_late(monkeypatch):
     """On a GPU the host does not wait for the numbers of the present step; here that is imitated."""
 
@@ -315,14 +331,6 @@ def test_results_of_the_step_have_the_history_that_they_have_without():
 # -- other callbacks -----------------------------------------------------------------------------------
 
 
-def test_early_stopping_stops_at_the_same_step():
-    def stop() -> list[Any]:
-        return [EarlyStopping("loss_epoch", patience=1, min_delta=0.05)]
-
-    plain, graphed = parity(make_callbacks=stop, max_epochs=30, replays=20, plan="{F B O}")
-    assert plain.trainer.global_step == graphed.trainer.global_step < 30 * 11
-
-
 def test_a_callback_that_stops_in_the_middle_of_an_epoch():
     class Stop(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -330,57 +338,6 @@ def test_a_callback_that_stops_in_the_middle_of_an_epoch():
 
     plain, _ = parity(make_callbacks=lambda: (Stop(),), max_epochs=9, replays=20, plan="{F B O}")
     assert plain.trainer.global_step == 37
-
-
-def test_exponential_moving_average():
-    parity(make_callbacks=lambda: [EMAWeightAveraging(decay=0.9)], validate=True, replays=36, plan="{F B O}")
-
-
-def test_stochastic_weight_averaging():
-    def swa() -> list[Any]:
-        return [StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2)]
-
-    parity(lambda: Module("sgd", "epoch"), swa, max_epochs=6, replays=40, plan="{F B O}")
-
-
-class WithBackbone(Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.backbone = self.net.first
-
-    def configure_optimizers(self) -> Any:
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-
-
-def test_layers_are_unfrozen_and_replayed_again():
-    def finetuning() -> list[Any]:
-        return [BackboneFinetuning(unfreeze_backbone_at_epoch=3, verbose=False)]
-
-    fits = parity(WithBackbone, finetuning, max_epochs=6, replays=50, plan="{F B O}")
-    report = fits[1].report
-    assert max(c.step for c in report.captures) > 33
-    assert len(fits[1].trainer.optimizers[0].param_groups) == 2
-
-
-def test_learning_rate_monitor():
-    parity(
-        lambda: Module("adamw", "step"),
-        lambda: [LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)],
-        logger=MemoryLogger(),
-        log_every_n_steps=1,
-        replays=36,
-        plan="{F B O}",
-    )
-
-
-def test_accumulation_that_changes_between_epochs():
-    parity(
-        make_callbacks=lambda: [GradientAccumulationScheduler({0: 1, 2: 3, 5: 2})],
-        max_epochs=8,
-        replays=60,
-        plan="{F B O}",
-    )
 
 
 def test_clipping_threshold_changed_by_a_callback():

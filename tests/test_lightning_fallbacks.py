@@ -743,7 +743,7 @@ def test_the_report_is_printed_once_and_is_json_at_any_time(capsys):
     replayed(done)
     done.trainer.validate(done.module, loader(), verbose=False)
     done.trainer.test(done.module, loader(), verbose=False)
-    assert capsys.readouterr().out.count("steps replayed") == 1
+    assert capsys.readouterr().out.count("pygraph-train: ") == 1
 
 
 def test_steps_left():

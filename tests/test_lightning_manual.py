@@ -29,7 +29,7 @@ from test_lightning_callback import scaled_on_cpu  # noqa: E402
 from training import Net, differs, frozen  # noqa: E402
 
 from pygraph_train import PyGraphError  # noqa: E402
-from pygraph_train.integrations.lightning.callback import _metrics  # noqa: E402
+from pygraph_train.report.metrics import metrics_of  # noqa: E402
 
 MIXED = {"precision": "bf16-mixed"}
 
@@ -604,7 +604,7 @@ def test_without_an_engine_nothing_is_patched():
 
 def test_the_report_is_printed_once_and_counts_batches(capsys):
     done = fit([emulated()], module=Wgan())
-    assert capsys.readouterr().out.count("steps replayed") == 1
+    assert capsys.readouterr().out.count("pygraph-train: ") == 1
     assert done.report.steps == 44 and done.report.steps_replayed >= 20, str(done.report)
     assert done.report.to_dict()["plan"] == "{F} {B} {O}"
 
@@ -620,6 +620,9 @@ def test_global_step_counts_updates_and_the_loss_of_the_step_is_passed_on():
     parity(Classifier, lambda: [Looks()], replays=100, plan="{F} {B} {O}")
 
 
-def test_loggers_get_the_time_of_a_step_and_the_plan():
+def test_loggers_get_the_time_of_a_step_and_how_much_ran_from_graphs():
     report = fit([emulated()], module=Gan()).report
-    assert _metrics(report) == {"pygraph/step_ms": report.ms_with_graph, "pygraph/plan": 3.0}
+    share = {"pygraph/share_from_graphs": report.steps_from_graphs / report.steps}
+    assert metrics_of(report) == share and 0.5 < share["pygraph/share_from_graphs"] < 1
+    report.engine = "cuda"
+    assert metrics_of(report) == {**share, "pygraph/step_ms": report.ms_with_graph}

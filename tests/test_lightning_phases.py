@@ -16,7 +16,7 @@ from lightning_training import MemoryLogger, Module, emulated, fit, parity, refu
 from test_phases import PLANS  # noqa: E402
 
 from pygraph_train import PyGraphCallback  # noqa: E402
-from pygraph_train.integrations.lightning.callback import _metrics  # noqa: E402
+from pygraph_train.report.metrics import metrics_of  # noqa: E402
 from pygraph_train.selection import timing  # noqa: E402
 from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, OPTIMIZER, SPLIT, Arm  # noqa: E402
 from pygraph_train.selection.controller import Estimate, Switch  # noqa: E402
@@ -262,28 +262,31 @@ class Measured(PyGraphCallback):
 
 def test_loggers_get_what_was_measured_at_the_trainers_cadence():
     logger = MemoryLogger()
-    fit([Measured(engine="emulated", warmup_steps=2)], logger=logger, log_every_n_steps=5)
+    fit([Measured(engine="emulated", warmup_steps=2, log_metrics=True)], logger=logger, log_every_n_steps=5)
     ours = [(step, m) for step, m in logger.received if "pygraph/step_ms" in m]
     assert ours and all(step % 5 == 0 for step, _ in ours)
     assert len({step for step, _ in ours}) == len(ours)
-    assert set(ours[-1][1]) == {"pygraph/step_ms", "pygraph/plan", "pygraph/gpu_idle_fraction"}
-    assert ours[-1][1]["pygraph/plan"] == 6.0
+    names = {"pygraph/share_from_graphs", "pygraph/step_ms", "pygraph/gpu_idle_fraction"}
+    assert set(ours[-1][1]) == names and ours[-1][1]["pygraph/share_from_graphs"] > 0.8
 
 
-def test_loggers_get_nothing_that_was_only_declared():
+@pytest.mark.parametrize("asked", [False, True])
+def test_loggers_get_nothing_unless_asked_and_no_declared_times(asked):
     logger = MemoryLogger()
-    replayed(fit([emulated()], logger=logger))
-    assert not any(name.startswith("pygraph/") for _, metrics in logger.received for name in metrics)
+    replayed(fit([emulated(log_metrics=asked)], logger=logger))
+    names = {name for _, metrics in logger.received for name in metrics if name.startswith("pygraph/")}
+    assert names == ({"pygraph/share_from_graphs"} if asked else set())
 
 
 def test_metrics_of_a_run_without_graphs():
     callback = emulated()
     report = callback.report()
-    assert _metrics(report) == {}
+    assert metrics_of(report) == {}
     report.engine, report.plan = "cuda", "F B O"
     report.latest[Arm(NOTHING)] = StepTime(host=0.010, device=0.004)
-    found = _metrics(report)
-    assert found["pygraph/step_ms"] == pytest.approx(10.0) and found["pygraph/plan"] == 0
+    report.step_began()
+    found = metrics_of(report)
+    assert found["pygraph/step_ms"] == pytest.approx(10.0) and found["pygraph/share_from_graphs"] == 0
     assert found["pygraph/gpu_idle_fraction"] == pytest.approx(0.6)
 
 

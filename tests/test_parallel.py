@@ -76,25 +76,34 @@ def test_accelerate_says_how_it_spreads_a_training() -> None:
     accelerate = pytest.importorskip("accelerate")
     kinds = accelerate.utils.DistributedType
 
-    def why(kind: Any, precision: str = "no") -> str | None:
-        told = SimpleNamespace(distributed_type=kind, mixed_precision=precision)
+    def why(kind: Any, precision: str = "no", *, fsdp2: bool = False) -> str | None:
+        told = SimpleNamespace(distributed_type=kind, mixed_precision=precision, is_fsdp2=fsdp2)
         return reason(plugin._unsupported(told))
 
     assert why(kinds.NO) is None
     assert why(kinds.MULTI_GPU) is None
     assert why(kinds.DEEPSPEED) == "DEEPSPEED is not supported yet: its steps run as they are"
+    assert why(kinds.FSDP, fsdp2=True) is None
     assert why(kinds.FSDP, "fp8") == "FSDP is not supported yet: its steps run as they are"
     assert why(kinds.NO, "fp8") == "mixed_precision='fp8' is not supported yet: its steps run as they are"
 
 
 def test_transformers_says_how_it_spreads_a_training() -> None:
     callback = pytest.importorskip("pygraph_train.integrations.transformers.callback")
+    from transformers.training_args import ParallelMode
 
     def why(**told: Any) -> str | None:
-        plain = {"world_size": 1, "n_gpu": 1, "deepspeed": None, "fsdp": []}
+        plain = {
+            "world_size": 1,
+            "n_gpu": 1,
+            "deepspeed": None,
+            "fsdp": [],
+            "parallel_mode": "not distributed",
+        }
         return reason(callback.unsupported(SimpleNamespace(**{**plain, **told})))
 
     assert why() is None and why(n_gpu=0) is None
+    assert why(world_size=2, parallel_mode=ParallelMode.DISTRIBUTED) is None
     for told in ({"world_size": 2}, {"n_gpu": 4}):
         assert why(**told) == "training on several devices is not supported yet: its steps run as they are"
     assert why(deepspeed="config.json") == "DeepSpeed is not supported yet: its steps run as they are"
@@ -113,8 +122,10 @@ def test_lightning_says_how_it_spreads_a_training(spread: bool) -> None:
         return reason(callback._unsupported(trainer, pl.LightningModule()))
 
     if spread:
+        strategy = strategies.DDPStrategy(process_group_backend="gloo")  # it has wrapped nothing
+        assert why(strategy) == "DDPStrategy is not supported yet: its steps run as they are"
         found = why(strategies.ModelParallelStrategy(process_group_backend="gloo"))
-        assert found == "ModelParallelStrategy is not supported yet: its steps run as they are"
+        assert found is None or "not supported yet" not in found
     else:
         found = why("auto")
         assert found is None or "not supported yet" not in found

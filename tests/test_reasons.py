@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from training import CONFIG, Diary, batches, both, line_of
 
 from pygraph_train import GraphedStep
+from pygraph_train.graphs.cuda import _reason as cuda_reason
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.tracing.dry_trace import DryTrace
 
@@ -384,3 +385,12 @@ def test_a_trace_that_runs_nothing_names_arguments_as_the_function_does() -> Non
     trace.look(step_fn, x, 2.0)
     assert trace.refused is None and trace.still_holds(step_fn, x, 2.0)
     assert trace.what_changed(step_fn, x, 3.0).reason.startswith("factor is no longer 2.0")
+
+
+def test_an_error_of_cuda_about_the_default_stream_says_what_belongs_to_it() -> None:
+    said = cuda_reason(
+        RuntimeError(
+            "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+        )
+    )
+    assert "made steps before pygraph-train met it" in said

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from replays import enough
+from replays import enough, text_of
 from torch import Tensor, nn
 from training import CONFIG, Diary, Net, adamw, batches, both, line_of, loss_of, sgd
 
@@ -657,7 +657,7 @@ def test_regions_on_a_device_need_inductor():
 
 def test_the_report_lists_the_regions():
     report = in_regions(both(training(with_metric), replays=105))
-    assert "forward" in str(report) and "replays" in str(report)
+    assert "forward" in text_of(report) and "replays" in text_of(report)
     assert {r["phase"] for r in report.to_dict()["regions"]} >= {"forward", "backward"}
 
 

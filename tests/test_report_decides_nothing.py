@@ -21,6 +21,7 @@ from pygraph_train.step.flight import StepInFlight
 EVENTS = (
     "began",
     "step_began",
+    "step_ended",
     "replayed",
     "replay_undone",
     "update_replayed",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +80,12 @@ def test_a_branch_on_one_rank_is_taken_by_that_rank_alone(ranks: Ranks) -> None:
     trained(ranks.run(STEP, trap="a branch"), 20)
 
 
+@pytest.mark.parametrize("trap", ["the capture fails", "the comparison fails"])
+def test_what_one_rank_cannot_do_between_updates_none_does(ranks: Ranks, trap: str) -> None:
+    """The ranks exchange BatchNorm's buffers in the same forwards afterwards."""
+    trained(ranks.run(STEP, trap=trap, accumulate=2, steps=40), 0)
+
+
 def test_a_parameter_that_moves_on_one_rank_is_captured_anew_on_all(ranks: Ranks) -> None:
     found = trained(ranks.run(STEP, trap="a parameter moves"), 18)
     assert found[0]["report"].count("captured {F B O}") == 2
@@ -88,6 +98,14 @@ def test_ranks_with_different_options_are_told_at_the_start(ranks: Ranks) -> Non
         assert (
             "the ranks of this training differ in the option warmup_steps: 3 on rank 0, 4 on rank 1" in told
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"sizes": "one rank", "clip": 0.5}, {"trap": "the comparison fails"}])
+def test_ranks_on_two_machines_vote_through_the_store(ranks: Ranks, options: dict[str, Any]) -> None:
+    least = 0 if "trap" in options else 20
+    found = trained(ranks.run("tests.ranks_training:on_two_machines", **options), least)
+    assert all((told["replayed"] > 0) == (least > 0) for told in found)
 
 
 @pytest.mark.slow
@@ -124,10 +142,24 @@ def test_a_step_that_does_not_call_the_model_once(ranks: Ranks, calls: int, reas
         assert told["replayed"] == 0 and reason in told["report"], told["report"]
 
 
-def test_a_communication_hook_is_left_to_python(ranks: Ranks) -> None:
+def test_a_communication_hook_of_the_user_is_left_to_python(ranks: Ranks) -> None:
     for report in ranks.run("tests.ranks_training:hooked"):
-        assert "steps replayed      0 of 12" in report
-        assert "the communication hook allreduce_hook takes the place of the all-reduce" in report
+        assert "all phases in 0 of 12 steps" in report
+        assert "the communication hook _python_hook takes the place of the all-reduce" in report
+
+
+@pytest.mark.parametrize(
+    ("hook", "options"),
+    [
+        ("fp16_compress_hook", {"accumulate": 2, "steps": 40}),
+        ("fp16_compress_hook", {"clip": 0.5, "optimizer": "adamw"}),
+        ("allreduce_hook", {"ddp": {"gradient_as_bucket_view": True}}),
+    ],
+)
+def test_hooks_of_torch_that_compress_gradients_are_in_the_graph(
+    ranks: Ranks, hook: str, options: dict[str, Any]
+) -> None:
+    trained(ranks.run(STEP, hook=hook, **options), 24)
 
 
 LIGHTNING = "tests.ranks_lightning:same"
@@ -174,10 +206,67 @@ def test_a_signal_that_one_rank_got_ends_both() -> None:
         ({"clip": 0.5, "accumulate": 3, "steps": 48}, 25),
         ({"precision": "bf16", "sizes": "one rank"}, 15),
         ({"stock": True}, 5),
+        ({"stock": True, "attached": True}, 5),
+        ({"attached": True}, 0),
     ],
 )
 def test_accelerate_with_replicas_trains_as_the_stock_accelerator(
     ranks: Ranks, options: dict[str, Any], least: int
 ) -> None:
     pytest.importorskip("accelerate")
-    trained(ranks.run("tests.ranks_accelerate:same", timeout=100.0, **options), least)
+    for told in trained(ranks.run("tests.ranks_accelerate:same", timeout=100.0, **options), least):
+        assert ("Call attach() before prepare()" in told["report"]) == ("attached" in options)
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ({"gradient_accumulation_steps": 3, "max_grad_norm": 0.5}, 20),
+        ({"stock": True}, 10),
+        ({"num_train_epochs": 2, "eval_strategy": "epoch"}, 50),
+        ({"bf16": True, "lr_scheduler_type": "cosine"}, 20),
+    ],
+)
+@pytest.mark.slow_after(2)
+def test_the_trainer_of_transformers_with_replicas_trains_as_the_stock_one(
+    ranks: Ranks, options: dict[str, Any], least: int
+) -> None:
+    """Logs and parameters of both ranks."""
+    pytest.importorskip("transformers")
+    for told in ranks.run("tests.ranks_transformers:same", timeout=100.0, **options):
+        assert told["difference"] is None, told["difference"]
+        assert told["replayed"] >= least, told["report"]
+
+
+def test_the_trainer_of_transformers_says_what_stands_in_the_way(ranks: Ranks) -> None:
+    """It looks for unused parameters unless it is told not to."""
+    pytest.importorskip("transformers")
+    for told in ranks.run(
+        "tests.ranks_transformers:same", timeout=100.0, count=120, ddp_find_unused_parameters=None
+    ):
+        text = " ".join(told["report"].split())
+        assert told["difference"] is None and told["replayed"] == 0
+        assert "looks through each step on the host" in text and "ddp_find_unused_parameters=False" in text
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook"])
+@pytest.mark.slow
+def test_processes_that_lightning_starts_itself(strategy: str) -> None:
+    pytest.importorskip("lightning")
+    script = Path(__file__).with_name("spawned_training.py")
+    done = subprocess.run(
+        [sys.executable, str(script), strategy],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert "equal: True, replays: 20" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_manual_optimization_of_several_processes(ranks: Ranks, shards: bool) -> None:
+    """The optimizer's step has a graph. Losses, gradients, parameters and logs of both ranks, after every batch."""
+    pytest.importorskip("lightning")
+    for replayed, report in ranks.run("tests.ranks_lightning:manual", timeout=100.0, shards=shards):
+        assert replayed >= 10, report

@@ -26,7 +26,9 @@ LEVELS = (
     ("regions",),
     ("backend",),
     ("step",),
+    ("diagnosis",),
     ("integrations",),
+    ("__main__",),
 )
 """A package imports only from lines above its own, and packages of one line know nothing of each other."""
 
@@ -34,7 +36,6 @@ LONG = {
     "pygraph_train/optimizers/preparation.py": "one class with what torch's own optimizers need",
     "pygraph_train/regions/region.py": "one class: a region's decisions, run by run",
     "pygraph_train/graphs/emulated.py": "the emulation of a whole engine",
-    "pygraph_train/tracing/trace.py": "one class that sees a step through Dynamo",
     "integrations/lightning/callback.py": "the callback, and the step as Lightning sees it",
     "integrations/accelerate/plugin.py": "the plugin and the Accelerator",
     "integrations/accelerate/step.py": "the loop of Accelerate as one step",

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate_training import fresh, fresh_state  # noqa: E402, F401
-from replays import enough  # noqa: E402
+from replays import enough, text_of  # noqa: E402
 from training import differs, frozen  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
@@ -226,7 +226,7 @@ def test_overridden_parts_of_the_step_run_on_every_step(change: Any, inside: boo
     trainer, found = train(whole(ours), tmp_path)
     assert differs(frozen(expected), frozen(found)) is None
     report = trainer.report()
-    assert report.present_plan() == "{F} {B} {O}" and "is overridden" in str(report), str(report)
+    assert report.present_plan() == "{F} {B} {O}" and "is overridden" in text_of(report), str(report)
 
 
 def test_a_loss_that_reads_the_host_runs_in_regions(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_torch_compile_of_the_trainer_and_ours_do_not_fight(tmp_path: Path) -> N
     both(whole(), tmp_path, replays=20, **options)
     report: Any = both(with_callback, tmp_path, replays=10, **options).report()
     assert report.present_plan() == "F B {O}", str(report)
-    assert "torch_compile=True" in str(report)
+    assert "torch_compile=True" in text_of(report)
 
 
 def test_checkpoints_are_those_of_a_plain_run(tmp_path: Path) -> None:

@@ -151,9 +151,9 @@ def replayed(report: StepReport, *, least: int = 20, plan: str = "{F B O}") -> S
 
 
 def frozen(value: Any) -> Any:
-    """A deep copy in which tensors are detached copies."""
+    """A deep copy in which tensors are detached copies: of a sharded one, of the part that this rank holds."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return getattr(value, "_local_tensor", value).detach().clone()
     if isinstance(value, Mapping):
         return {name: frozen(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

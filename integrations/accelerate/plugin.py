@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -42,9 +43,11 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
-from pygraph_train.parallel.replication import beside_default_stream
+from pygraph_train.parallel.replicas import beside_default_stream
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem
+from pygraph_train.report.announcements import tell_once
+from pygraph_train.report.metrics import metrics_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,6 +76,14 @@ _INDUCTOR_MODES = (None, "default", "reduce-overhead")
 """Modes of a user's own Inductor that the backend stands in for; it has no autotuning modes."""
 
 
+_UNATTACHED = (
+    "a PyGraph() was made and served no Accelerator. accelerate.Accelerator takes no plugins=: write "
+    "pygraph_train.Accelerator(plugins=[PyGraph()]), or PyGraph().attach(accelerator)"
+)
+_unattached: weakref.WeakKeyDictionary[PyGraph, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
+"""What tells so, for each that serves none yet: when it is gone, or when the program ends."""
+
+
 class PyGraph:
     """The Accelerate plugin: `Accelerator(plugins=[PyGraph()])`, or `PyGraph().attach(accelerator)`.
 
@@ -86,6 +97,7 @@ class PyGraph:
 
     def __init__(self, config: PyGraphConfig | None = None, **overrides: Unpack[PyGraphOptions]) -> None:
         self.config = PyGraphConfig.of(config, overrides)
+        _unattached[self] = weakref.finalize(self, tell_once, _UNATTACHED)
         self._accelerator: accelerate.Accelerator | None = None
         self._stock_class: type | None = None
         self._loop: Loop | None = None
@@ -114,7 +126,13 @@ class PyGraph:
             )
             accelerator.__class__ = graphed  # type: ignore[assignment]
         self._bind(accelerator)
-        for model in accelerator._models:
+        several = accelerator.num_processes > 1 and not accelerator.is_fsdp2
+        if several and accelerator._models:  # Accelerate does not keep the wrappers
+            self._the_loop().refuse(
+                "models that were prepared before attach() run as they are in several processes",
+                "Call attach() before prepare()",
+            )
+        for model in () if several else accelerator._models:
             self._take_model(model)
         for optimizer in accelerator._optimizers:
             self._take_optimizer(optimizer)
@@ -145,20 +163,10 @@ class PyGraph:
         self._loop, self._steps = None, []
 
     def values(self) -> dict[str, Any]:
-        """What trackers get: the plan when it has changed, the median step in ms, the share of replays."""
-        report = self._report
-        found: dict[str, Any] = {}
-        steps, replayed = report.steps, report.steps_replayed
-        ms, plan = report.ms_with_graph, report.present_plan()
-        for whole in report.whole_steps.values():
-            steps, replayed = steps + whole.steps, replayed + whole.steps_replayed
-            ms, plan = whole.ms_with_graph or ms, whole.plan
-        if not steps:
-            return found
-        found["pygraph/replayed"] = replayed / steps
-        if ms is not None:
-            found["pygraph/step_ms"] = ms
-        if plan != self._logged_plan:
+        """What trackers get with `log_metrics=True`: see `metrics_of`, and the plan as a text when it has changed."""
+        found: dict[str, Any] = dict(metrics_of(self._report))
+        plan = self._report.running_plan
+        if found and plan != self._logged_plan:
             found["pygraph/plan"] = self._logged_plan = plan
         return found
 
@@ -166,6 +174,8 @@ class PyGraph:
         if self._accelerator is not None and self._accelerator is not accelerator:
             raise ValueError("this PyGraph serves another Accelerator: make one for each")
         self._accelerator = accelerator
+        if self in _unattached:
+            _unattached.pop(self).detach()
         accelerator.__dict__["_pygraph"] = self
         self._the_loop()  # an engine that cannot work is refused here, not in the first step
 
@@ -247,6 +257,16 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
             raise RuntimeError("graphed_step needs a PyGraph: Accelerator(plugins=[PyGraph()])")
         return plugin._graphed_step(fn)
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        before = list(map(id, (*self._models, *self._optimizers)))
+        result = super().prepare(*args, **kwargs)
+        if self.pygraph is not None and self.is_fsdp2:  # parameters, and what optimizers hold, were replaced
+            for model in (m for m in self._models if id(m) not in before):
+                self.pygraph._take_model(model)
+            for optimizer in (o for o in self._optimizers if id(o) not in before):
+                self.pygraph._take_optimizer(optimizer)
+        return result
+
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         plugin = self.pygraph
         if plugin is None or evaluation_mode or not plugin._the_loop().active:
@@ -280,12 +300,12 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         known = optimizer in self._optimizers
         optimizer = super().prepare_optimizer(optimizer, device_placement)
-        if self.pygraph is not None and not known:
+        if self.pygraph is not None and not known and not self.is_fsdp2:
             self.pygraph._take_optimizer(optimizer)
         return optimizer
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        if self.pygraph is not None and self.trackers:
+        if self.pygraph is not None and self.pygraph.config.log_metrics and self.trackers:
             values = {**values, **self.pygraph.values()}
         super().log(values, step=step, log_kwargs=log_kwargs)
 
@@ -433,7 +453,7 @@ def _unsupported(accelerator: accelerate.Accelerator) -> Problem | None:
     """Why nothing of this Accelerator's training can be graphed."""
     kind = accelerator.distributed_type
     known = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    spread = Spread(wrapper=None if kind in known else kind.value)
+    spread = Spread(wrapper=None if kind in known or accelerator.is_fsdp2 else kind.value)
     if spread.problem is None and accelerator.mixed_precision == "fp8":
         return Problem("mixed_precision='fp8' is not supported yet: its steps run as they are")
     return spread.problem

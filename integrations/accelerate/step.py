@@ -23,23 +23,24 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.calls import (
     CLIPS,
     Event,
-    Observation,
     Script,
     after_backward,
     before_backward,
     clips,
     in_words,
     no_context,
-    standing_in,
-    stubs,
     under_autocast,
 )
+from pygraph_train.integrations.accelerate.observation import Observation
+from pygraph_train.integrations.accelerate.stubs import stubs
 from pygraph_train.integrations.loop import Loop
+from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.agreement import decline
-from pygraph_train.parallel.replication import RECORDER, Alone, Replicas, Replication
+from pygraph_train.parallel.replication import RECORDER, Alone, Replication
+from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed
@@ -89,7 +90,7 @@ class GraphedStepFunction:
             What the function returns, detached: tensors of their own.
         """
         if not self._on:
-            self._report.step_began()
+            self._report.step_began(elsewhere=self._loop.active)
             return _detached(self._fn(*args, **kwargs))
         if self._hoists_accumulate:
             self._accelerator._do_sync()
@@ -117,13 +118,17 @@ class GraphedStepFunction:
             step.finish()
         if program.problem is not None:
             self._leave(program.problem)
-        elif runner.stopped or runner.hopeless:
+        elif runner.stopped or runner.hopeless or runner.over:
             self._leave(None)
         return result
 
     def report(self) -> StepReport:
         """What became of the steps so far. Prints as a table."""
         return self._report
+
+    def parts(self) -> tuple[Callable[..., Any], Any, Loop]:
+        """The function, its Accelerator, and what else of this training is graphed."""
+        return self._fn, self._accelerator, self._loop
 
     def close(self) -> None:
         """Release all graphs. Later steps run as they are."""
@@ -164,13 +169,13 @@ class GraphedStepFunction:
 
     def _replication(self) -> Replication:
         """How the models of the step are shared with other processes."""
-        wrappers = self._loop.wrappers
-        if not wrappers:
+        shared = self._loop.shared
+        if not shared:
             return Alone()
-        replicas = Replicas(wrappers[0])
-        if len(wrappers) > 1:
-            replicas.problem = Problem("several models are in DistributedDataParallel, and a step calls one")
-        return replicas
+        replication = replication_of(shared[0], switches=True)
+        if len(shared) > 1:
+            replication.problem = Problem(f"several models are in {replication.name}, and a step calls one")
+        return replication
 
     def _leave(self, problem: Problem | None) -> None:
         """Further steps run as they are, forward, backward and optimizer apart."""
@@ -304,6 +309,9 @@ class _StepFunctionProgram:
     def update(self) -> None:
         self.accelerated.step()
 
+    def exchanges(self) -> bool:
+        return self.replication.sharded and (self.scaling.on or any(map(clips, self.observed.values())))
+
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
         reason = self.scaling.why_update_stays_outside(preparation)
@@ -376,7 +384,8 @@ class _StepFunctionProgram:
         tensors = {name: tensor for name, _, _, tensor, _ in put_off if name == "backward"}
         self._present = script
         self._norms = [tensor for name, _, _, tensor, _ in put_off if name in CLIPS]
-        self._clipped = [clipped for name, _, _, _, clipped in put_off if name in CLIPS]
+        clipped_by = [clipped for name, _, _, _, clipped in put_off if name in CLIPS]
+        self._clipped = list(map(self.replication.resting, clipped_by))
         if self._clipped:
             self._clips_others = self._others_are_clipped()
         expected = self.observed.get(self._accelerator.sync_gradients)
@@ -390,6 +399,8 @@ class _StepFunctionProgram:
         leaves: list[Any] = []
         map_leaves(leaves.append, result)
         clipped = self._places_of_clipped()
+        if self.replication.sharded and any(id(leaf) in wanted for leaf in leaves):
+            self.problem = Problem("the step returns the norm of sharded gradients, which is no plain tensor")
         entry = (script, tuple(k for k, leaf in enumerate(leaves) if id(leaf) in wanted), clipped)
         if entry not in self._scripts:
             self._scripts.append(entry)
@@ -412,7 +423,7 @@ class _StepFunctionProgram:
 
     def _clip(self, event: Event, norm: Tensor | None, parameters: list[Tensor]) -> Tensor | None:
         found = getattr(self._accelerator, event.name)(parameters, *event.arguments)
-        if norm is not None and found is not None:
+        if norm is not None and found is not None and not self.replication.sharded:
             norm.copy_(found)
         return found
 
@@ -480,6 +491,8 @@ def _with_leaves(tree: Any, replaced: dict[int, Tensor]) -> Any:
 
 
 def _detached(result: Any) -> Any:
+    if type(result) is Tensor:
+        return result.detach()
     try:
         return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
     except TypeError:

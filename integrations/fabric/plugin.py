@@ -20,7 +20,7 @@ try:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy
-    from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+    from lightning.fabric.wrappers import _backward_hook, _FabricModule, _FabricOptimizer
 except ImportError as error:
     raise ImportError("PyGraphFabric needs Lightning: pip install 'pygraph-train[lightning]'") from error
 
@@ -32,6 +32,7 @@ from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem
+from pygraph_train.step.activations import asks_for_no_gradient
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["PyGraphFabric"]
 
 _KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+
+# Fabric registers it on every result of a model, to see that backward is `fabric.backward`
+asks_for_no_gradient(_backward_hook)
 
 _CLOSED = "this PyGraphFabric serves no Fabric: call attach(fabric) first"
 

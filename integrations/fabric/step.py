@@ -126,8 +126,6 @@ class FabricStep(LossSteps):
         if self._runner is None:
             result = self._make(args, kwargs, update=update)
         else:
-            # another step of this optimizer may have been given up in the meantime
-            self._loop.give_up_optimizer(self._fabric_optimizer.optimizer)
             with self._loop.paused():
                 result = self._make(args, kwargs, update=update)
             if self._runner.stopped or self._runner.hopeless:
@@ -157,6 +155,7 @@ class FabricStep(LossSteps):
     def _leave(self, problem: Problem | None) -> None:
         """Further steps run as they are, forward, backward and optimizer apart."""
         self.close()
+        self._counted_elsewhere = self._loop.active
         self._loop.take_back_optimizer(self._fabric_optimizer.optimizer)
         if problem is None:
             return

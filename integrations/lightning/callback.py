@@ -25,34 +25,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
+from pygraph_train.integrations.lightning.given_up import ON_EACH_BATCH, only_count
 from pygraph_train.integrations.lightning.log import LogBook, Recorder
 from pygraph_train.integrations.lightning.manual import ManualOptimization
 from pygraph_train.integrations.lightning.package import Package, base_of, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
-from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.parallel.agreement import decline
-from pygraph_train.parallel.replication import Alone, Replicas, Replication
+from pygraph_train.parallel.replicas import Replicas
+from pygraph_train.parallel.replication import Alone, Replication
+from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
 from pygraph_train.report.announcements import show, tell_why_off
+from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import Fallback, StepReport
-from pygraph_train.selection.arms import (
-    BACKWARD,
-    BACKWARD_AND_OPTIMIZER,
-    FORWARD,
-    FORWARD_AND_OPTIMIZER,
-    FORWARD_BACKWARD,
-    NOTHING,
-    OPTIMIZER,
-    REGIONS,
-    SEPARATE,
-    SPLIT,
-    WHOLE,
-)
 from pygraph_train.selection.controller import Switch
 from pygraph_train.step.flight import Replayed, StepInFlight
 from pygraph_train.step.plan import PositionInAccumulation
@@ -65,14 +55,14 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["PyGraphCallback"]
+__all__ = ["INSIDE_FORWARD_BACKWARD", "INSIDE_UPDATE", "PyGraphCallback", "overrides"]
 
 log = logging.getLogger("pygraph_train")
 
-_INSIDE_FORWARD_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
+INSIDE_FORWARD_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
 """Hooks between forward and backward: overridden, they split the step there."""
 
-_INSIDE_UPDATE = (
+INSIDE_UPDATE = (
     "on_after_backward",
     "on_before_optimizer_step",
     "configure_gradient_clipping",
@@ -196,20 +186,20 @@ class PyGraphCallback(Callback):
             announce=lambda text: _announce(trainer, text),
             on_decision=self._on_decision,
         )
-        self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner)
+        self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner, self)
         automatic.attach()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the loggers, as often as the Trainer tells them anything."""
-        if not trainer.loggers or not self._report.measured:
+        """Tell the loggers, as often as the Trainer tells them anything, where `log_metrics=True` asks for it."""
+        if not self.config.log_metrics or not trainer.loggers:
             return
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         if step == self._logged or step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         self._logged = step
-        metrics = _metrics(self._report)
+        metrics = metrics_of(self._report)
         for logger in trainer.loggers if metrics else ():
             logger.log_metrics(metrics, step=step)
 
@@ -237,9 +227,15 @@ class _AutomaticStep:
     """Takes the place of `run` of Lightning's automatic optimization loop while attached."""
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, program: _LightningProgram, runner: StepRunner
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        program: _LightningProgram,
+        runner: StepRunner,
+        callback: PyGraphCallback,
     ) -> None:
         self._trainer = trainer
+        self._callback = callback
         self._program = program
         self._runner = runner
         self._step: StepInFlight | None = None
@@ -266,9 +262,21 @@ class _AutomaticStep:
             self._undo.append(lambda: epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None))
 
     def detach(self) -> None:
+        self._give_back()
+        self._runner.close()
+
+    def _give_back(self) -> None:
         while self._undo:
             self._undo.pop()()
-        self._runner.close()
+
+    def _only_count(self) -> None:
+        """No step can have a graph any more: Lightning makes them, and the report counts them."""
+        self._program.book.ran()
+        self._give_back()
+        self._step = None
+        callback = self._callback
+        idle = [hook for hook in ON_EACH_BATCH if not overrides(callback, hook)]
+        self._undo.append(only_count(self._loop, self._runner, self._lightning_run, callback, idle))
 
     def _share_sigterm(self, stock: Callable[[], None]) -> None:
         """Before each batch: has the first rank been told to end? Lightning asks the device, which waits for it."""
@@ -286,8 +294,8 @@ class _AutomaticStep:
         """Some came or went during training: what graphs hold was decided without them."""
         new = [c for c in self._trainer.callbacks if c not in self._callbacks]  # type: ignore[attr-defined]
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined]
-        for callback, hook in itertools.product(new, (*_INSIDE_FORWARD_BACKWARD, *_INSIDE_UPDATE)):
-            if _overrides(callback, hook) and not self._runner.stopped:
+        for callback, hook in itertools.product(new, (*INSIDE_FORWARD_BACKWARD, *INSIDE_UPDATE)):
+            if overrides(callback, hook) and not self._runner.stopped:
                 name = f"{type(callback).__name__}.{hook}"
                 where = defined_at(getattr(callback, hook))
                 self._runner.stop(
@@ -315,7 +323,7 @@ class _AutomaticStep:
                 trainer.gradient_clip_algorithm,
                 *replication.constants(),
             ),
-            sync=update or replication.group is None,
+            sync=replication.exchanges(update=update),
         )
         if position.update and not self._closure_is_known and not self._runner.stopped:
             return self._observe(optimizer, batch_idx, kwargs)
@@ -339,6 +347,8 @@ class _AutomaticStep:
         if not isinstance(outcome, Replayed):
             step.finish()
             self._program.book.ran()
+            if self._runner.over:
+                self._only_count()
             return outcome.result
         output, logged = outcome.outputs
         self._program.book.replayed(logged)
@@ -569,6 +579,12 @@ class _LightningProgram:
     def update(self) -> None:
         self.scaling.step()
 
+    def exchanges(self) -> bool:
+        if not self.replication.sharded:
+            return False
+        clips = any(_overridden(self._trainer, self.model, hook) for hook in _CLIPPING)
+        return self.scaling.on or clips or bool(self._trainer.gradient_clip_val)
+
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
         # Lightning steps with a closure, which may be asked for anything
@@ -588,7 +604,7 @@ class _LightningProgram:
         return None
 
     def acts_before_backward(self) -> Problem | None:
-        for hook in _INSIDE_FORWARD_BACKWARD:
+        for hook in INSIDE_FORWARD_BACKWARD:
             owner = _overridden(self._trainer, self.model, hook)
             if owner is not None:
                 return Problem(
@@ -599,7 +615,7 @@ class _LightningProgram:
         return None
 
     def acts_before_update(self) -> str | None:
-        for hook in _INSIDE_UPDATE:
+        for hook in INSIDE_UPDATE:
             owner = _overridden(self._trainer, self.model, hook)
             if owner is not None:
                 return f"{owner} runs in Python on every step"
@@ -619,12 +635,9 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
             fix="It knows those of `import lightning.pytorch as pl` and of `import pytorch_lightning as pl`",
         )
     strategy = type(trainer.strategy)
-    replicated = strategy is package.ddp and isinstance(trainer.strategy.model, DistributedDataParallel)
-    if replicated and not module.automatic_optimization:
-        return Problem(
-            "manual optimization under DDPStrategy is not supported yet: its steps run as they are"
-        )
-    spread = Spread(wrapper=None if strategy is package.single_device or replicated else strategy.__name__)
+    shared = strategy is package.ddp and isinstance(trainer.strategy.model, DistributedDataParallel)
+    shared |= strategy is package.model_parallel
+    spread = Spread(wrapper=None if strategy is package.single_device or shared else strategy.__name__)
     if spread.problem is not None:
         return spread.problem
     if type(trainer.precision_plugin) not in package.precisions:
@@ -645,8 +658,11 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
 
 def _replication(trainer: Trainer) -> Replication:
     """How the Trainer shares its model with other processes."""
-    wrapper = getattr(getattr(trainer, "strategy", None), "model", None)
-    return Replicas(wrapper, called=False) if isinstance(wrapper, DistributedDataParallel) else Alone()
+    model = getattr(getattr(trainer, "strategy", None), "model", None)
+    if isinstance(model, DistributedDataParallel):
+        return Replicas(model, called=False)
+    module = getattr(trainer, "lightning_module", None)  # a Trainer of another package may lack both
+    return Alone() if module is None else replication_of(module)
 
 
 def _decline(trainer: Trainer, reason: str) -> None:
@@ -681,12 +697,12 @@ def _not_manual(trainer: Trainer, package: Package) -> Problem | None:
 def _overridden(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
     """`Class.hook` of whoever overrides it."""
     for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-        if _overrides(owner, hook):
+        if overrides(owner, hook):
             return f"{type(owner).__name__}.{hook}"
     return None
 
 
-def _overrides(owner: Any, hook: str) -> bool:
+def overrides(owner: Any, hook: str) -> bool:
     parent = base_of(owner) or Callback
     if not hasattr(parent, hook):
         return False
@@ -697,35 +713,9 @@ def _overrides(owner: Any, hook: str) -> bool:
 def _where(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
     for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         where = defined_at(getattr(owner, hook, None))
-        if _overrides(owner, hook) and where is not None:
+        if overrides(owner, hook) and where is not None:
             return where
     return None
-
-
-_PLANS = (
-    *(NOTHING, OPTIMIZER, REGIONS, SEPARATE, FORWARD_BACKWARD, SPLIT, WHOLE),
-    *(FORWARD, BACKWARD, FORWARD_AND_OPTIMIZER, BACKWARD_AND_OPTIMIZER),
-)
-_PLAN_NUMBERS = {str(plan): number for number, plan in enumerate(_PLANS)}
-"""Loggers take numbers, higher ones for more in fewer graphs: 0 `F B O`, 1 `F B {O}`, 2 `{F} {B} O`,
-3 `{F} {B} {O}`, 4 `{F B} O`, 5 `{F B} {O}`, 6 `{F B O}`. With "off" for the forward or the backward alone:
-7 `{F} B O`, 8 `F {B} O`, 9 `{F} B {O}`, 10 `F {B} {O}`."""
-
-
-def _metrics(report: StepReport) -> dict[str, float]:
-    """What loggers get: nothing that was not measured."""
-    metrics: dict[str, float] = {}
-    if isinstance(report, LoopReport):
-        ms = report.ms_with_graph
-        plan = float(_PLAN_NUMBERS[report.present_plan()])
-        return {} if ms is None else {"pygraph/step_ms": ms, "pygraph/plan": plan}
-    last = next((t for arm, t in report.latest.items() if str(arm.plan) == report.plan), None)
-    if last is not None:
-        metrics["pygraph/step_ms"] = last.seconds * 1e3
-        metrics["pygraph/plan"] = float(_PLAN_NUMBERS[report.plan])
-    if report.gpu_idle_fraction is not None:
-        metrics["pygraph/gpu_idle_fraction"] = report.gpu_idle_fraction
-    return metrics
 
 
 def _announce(trainer: Trainer, text: str) -> None:

@@ -1,7 +1,8 @@
 """Lightning's manual optimization: forward and backward from regions, and a graph for each optimizer's step.
 
 The user's `training_step` runs in Python on every batch, and with it `manual_backward`, toggling, clipping, logging and
-all hooks. Lightning's own loop calls it, and counts what the optimizers do.
+all hooks. Lightning's own loop calls it, and counts what the optimizers do. In several processes forward and backward
+run as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.optimizers.scaling import Scaling
+from pygraph_train.parallel.sharing import replication_of
 
 __all__ = ["ManualOptimization"]
 
@@ -46,6 +48,7 @@ class ManualOptimization:
         self._batches = trainer.fit_loop.epoch_loop.manual_optimization
         self._scaler: torch.amp.GradScaler | None = getattr(self._precision, "scaler", None)
         self._loop = Loop(config, trainer.strategy.root_device)
+        self._shared = replication_of(trainer.strategy.model or module).name
         self._optimizers: dict[int, tuple[OptimizerGraph, Scaling]] = {}
         self._unused = 0  # batches so far, while no optimizer was stepped
         self._patches = ExitStack()
@@ -56,8 +59,11 @@ class ManualOptimization:
         """Take over calls of the module's parts, and steps of the optimizers."""
         if not self._loop.active:
             return
-        for module in _called(self._module):
-            self._loop.take_module(module)
+        if self._shared:
+            self.report.note(f"forward and backward under {self._shared} run as they are")
+        else:
+            for module in _called(self._module):
+                self._loop.take_module(module)
         # Dynamo would trace Lightning's loggers where a forward that is compiled calls these
         self._logs = [
             (self._module, name, torch.compiler.disable(getattr(self._module, name)))

@@ -21,6 +21,7 @@ class Package:
     data_hooks: type
     single_device: type
     ddp: type
+    model_parallel: type
     automatic_optimization: type
     manual_optimization: type
     mock_optimizer: type
@@ -67,6 +68,7 @@ def _package(root: str) -> Package:
         data_hooks=of("core.hooks", "DataHooks"),
         single_device=of("strategies", "SingleDeviceStrategy"),
         ddp=of("strategies", "DDPStrategy"),
+        model_parallel=of("strategies", "ModelParallelStrategy"),
         automatic_optimization=of("loops.optimization.automatic", "_AutomaticOptimization"),
         manual_optimization=of("loops.optimization.manual", "_ManualOptimization"),
         mock_optimizer=of("core.optimizer", "_MockOptimizer"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
+from transformers.training_args import ParallelMode
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.plugin import route_step
@@ -82,6 +83,10 @@ class PyGraphTrainerCallback(TrainerCallback):
                 "torch_compile=True: forward and backward are left to that",
                 "Leave torch_compile out: pygraph-train uses Inductor's kernels. Or use PyGraphTrainer",
             )
+        elif args.world_size > 1:
+            loop.report.note(
+                "forward and backward in several processes run as they are; PyGraphTrainer holds them in one graph"
+            )
         else:
             loop.take_module(kwargs["model"])
         optimizer = kwargs["optimizer"]
@@ -110,4 +115,5 @@ def show_report(report: LoopReport, args: Any) -> None:
 def unsupported(args: Any) -> Problem | None:
     """Why nothing of this training can be graphed."""
     wrapper = "DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else None
-    return Spread(wrapper, processes=args.world_size, devices=args.n_gpu).problem
+    replicated = args.parallel_mode == ParallelMode.DISTRIBUTED
+    return Spread(wrapper, processes=1 if replicated else args.world_size, devices=args.n_gpu).problem

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
@@ -21,7 +23,10 @@ from pygraph_train.integrations.transformers.callback import show_report, unsupp
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.replication import Alone, Replication
+from pygraph_train.parallel.agreement import decline
+from pygraph_train.parallel.replicas import Replicas
+from pygraph_train.parallel.replication import RECORDER, Replication
+from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed, StepInFlight
@@ -106,9 +111,11 @@ class _WholeStep:
         self._step: StepInFlight | None = None
         self._undo: Callable[[], None] = lambda: None
         problem = _not_whole(trainer)
+        self._replication = _replication(trainer)
         if problem is None:
             self._start()
         else:
+            self._decline(str(problem))
             self._fall_back(problem)
 
     def forward_and_backward(
@@ -122,19 +129,21 @@ class _WholeStep:
         program.model.train()
         inputs = dict(trainer._prepare_inputs(inputs))
         program.scale = _loss_scale(trainer, num_items)
-        sync = trainer.accelerator.sync_gradients
+        update, replication = trainer.accelerator.sync_gradients, self._replication
         position = PositionInAccumulation(
             fresh=all(p.grad is None for p in program.parameters),
-            update=sync,
-            constants=(program.scale, trainer.args.max_grad_norm),
+            update=update,
+            constants=(program.scale, trainer.args.max_grad_norm, *replication.constants()),
+            sync=replication.exchanges(update=update),
         )
         self._step = runner.begin(position)
 
         def run(call: Call) -> Tensor:
-            if call is plain_call:
-                return step(program.model, inputs)
-            loss, _ = program.forward(call, (inputs, num_items), {})
-            program.backward(loss)
+            with replication.micro_batch(sync=position.sync):
+                if call is plain_call:
+                    return step(program.model, inputs)
+                loss, _ = program.forward(call, (inputs, num_items), {})
+                program.backward(loss)
             return loss.detach()
 
         outcome = runner.make(self._step, (inputs, num_items), {}, run)
@@ -143,7 +152,7 @@ class _WholeStep:
             self.updated = outcome.updated
         else:
             loss = outcome.result
-        if not sync:
+        if not update:
             self._step.finish()
         return loss
 
@@ -160,7 +169,9 @@ class _WholeStep:
         engine = make_engine(loop.config.engine, trainer.args.device)
         assert engine is not None
         state = trainer.state
-        self._program = _TrainerProgram(trainer)
+        if isinstance(self._replication, Replicas):
+            self._replication.leave_default_stream()
+        self._program = _TrainerProgram(trainer, self._replication)
         self._runner = StepRunner(
             self._program,
             loop.config,
@@ -183,6 +194,11 @@ class _WholeStep:
         if runner.stopped or runner.hopeless:
             self._fall_back(None)
 
+    def _decline(self, reason: str) -> None:
+        """Tell ranks that want to agree that this one runs without graphs."""
+        if self._replication.group is not None:
+            decline(self._replication.group, reason)
+
     def _fall_back(self, problem: Problem | None) -> None:
         """Forward, backward and optimizer by themselves, as under the callback."""
         self.close()
@@ -194,7 +210,7 @@ class _WholeStep:
             if loop.config.on_failure == "raise":
                 raise PyGraphError(str(problem))
         if not trainer.args.torch_compile and trainer.model is not None:
-            loop.take_module(trainer.model)
+            loop.take_module(trainer.model if self._replication.group is None else trainer.model_wrapped)
         optimizer: Any = trainer.optimizer
         if hasattr(optimizer, "scaler"):
             graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
@@ -204,17 +220,16 @@ class _WholeStep:
 class _TrainerProgram:
     """`StepProgram` over a transformers Trainer."""
 
-    recorder: str | tuple[str, ...] | None = None
-    replication: Replication = Alone()
+    recorder: str | tuple[str, ...] | None = RECORDER
     empties_first: bool = False
     detaches_results: bool = True
 
-    def __init__(self, trainer: PyGraphTrainerMixin) -> None:
+    def __init__(self, trainer: PyGraphTrainerMixin, replication: Replication) -> None:
         accelerated: Any = trainer.optimizer
-        # what torch_compile=True would compile again
-        self.model: nn.Module = trainer.accelerator.unwrap_model(
-            trainer.model_wrapped, keep_torch_compile=False
-        )
+        self.replication = replication
+        self.model: nn.Module = trainer.model_wrapped
+        if replication.group is None:  # without what torch_compile=True would compile again
+            self.model = trainer.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         self.optimizer: torch.optim.Optimizer | None = accelerated.optimizer
         self.device = trainer.args.device
         self.scale = 1
@@ -234,14 +249,18 @@ class _TrainerProgram:
     def function(self) -> Callable[..., Any]:
         return self._function
 
-    def context(self) -> AbstractContextManager[Any]:
-        return self._trainer.compute_loss_context_manager()
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        with self._trainer.compute_loss_context_manager(), self.replication.seen_through():
+            yield
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         preparation = self._preparation
         # code of the user that looks at the learning rate sees the Python number
-        with nullcontext() if preparation is None else preparation.suspended(), self.context():
-            loss = call(self._function, args, kwargs)
+        with nullcontext() if preparation is None else preparation.suspended():
+            around = nullcontext() if call is plain_call else self.replication.around()
+            with self._trainer.compute_loss_context_manager(), around:
+                loss = call(self._function, args, kwargs)
         if self.scale != 1:
             loss = loss / self.scale
         self._norm = torch.zeros((), device=self.device)  # filled when gradients are clipped
@@ -258,6 +277,9 @@ class _TrainerProgram:
 
     def update(self) -> None:
         self._step()
+
+    def exchanges(self) -> bool:
+        return False  # Replicas have the same gradients
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
@@ -288,6 +310,14 @@ class _TrainerProgram:
         return self.scaling.tensors()
 
 
+def _replication(trainer: transformers.Trainer) -> Replication:
+    """How the Trainer shares its model with other processes."""
+    replication = replication_of(trainer.model_wrapped)
+    if replication.problem is not None and "find_unused_parameters=True" in replication.problem.reason:
+        replication.problem = replace(replication.problem, fix="Set ddp_find_unused_parameters=False")
+    return replication
+
+
 def _not_whole(trainer: transformers.Trainer) -> Problem | None:
     """Why steps of this Trainer cannot be graphed as a whole, seen before the first one."""
     if not hasattr(transformers.Trainer, "_clip_grad_norm"):
@@ -301,6 +331,8 @@ def _not_whole(trainer: transformers.Trainer) -> Problem | None:
         return Problem("torch_empty_cache_steps frees memory inside of the step")
     if trainer.args.optim in ("lomo", "adalomo"):
         return Problem(f"{trainer.args.optim} updates parameters during backward")
+    if trainer.args.torch_compile and isinstance(trainer.model_wrapped, DistributedDataParallel):
+        return Problem("torch_compile=True under DistributedDataParallel: the model is compiled already")
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return Problem("a parallelism_config changes what runs around the loss")
     for name in ("training_step", "_clip_grad_norm"):  # graphs hold what the Trainer's own do

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.torch_private.memory import copy_all
+from pygraph_train.torch_private.sharding import local_tensor
 
 __all__ = ["Gradients", "Snapshot"]
 
@@ -82,8 +83,8 @@ class Gradients:
                 self._keep_if_alike(p, p.grad)
             canonical = self._canonical.get(p)
             if p.grad is not None and canonical is not None and canonical is not p.grad:
-                sources.append(p.grad)
-                targets.append(canonical)
+                sources.append(local_tensor(p.grad))
+                targets.append(local_tensor(canonical))
                 p.grad = canonical
         if targets:
             copy_all(targets, sources)
@@ -96,6 +97,8 @@ class Gradients:
         self._final = self.snapshot()
         if self.emptied:
             self._leave_out_what_is_only_read()
+        for p, grad in zip(self.carried, self._began, strict=True):  # no value was computed yet
+            p.grad = grad
 
     def _leave_out_what_is_only_read(self) -> None:
         """Forget parameters of others that the step reads and does not differentiate: their gradients may come and go.
@@ -142,7 +145,7 @@ class Gradients:
         """Let carried gradients lie in these tensors."""
         for p, place in zip(self.carried, places, strict=True):
             if p.grad is not None and place is not None and place is not p.grad:
-                place.copy_(p.grad)
+                local_tensor(place).copy_(local_tensor(p.grad))
                 p.grad = place
 
     def _keep_if_alike(self, parameter: Tensor, gradient: Tensor) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from pygraph_train.torch_private.sharding import local_tensor
+
 __all__ = ["Layout", "Place", "Source"]
 
 Source = Literal["graph", "regions", "autograd"]
@@ -44,7 +46,7 @@ class Layout(NamedTuple):
         Raises:
             RuntimeError: one of them has no memory of its own (sparse gradients).
         """
-        present = [g for g in gradients if g is not None]
+        present = [local_tensor(g) for g in gradients if g is not None]
         missing = () if len(present) == len(gradients) else [g is None for g in gradients]
         strides = () if all(map(Tensor.is_contiguous, present)) else list(map(Tensor.stride, present))
         looks = (missing, list(map(_dtype, present)), list(map(Tensor.numel, present)), strides)

@@ -121,6 +121,7 @@ class CudaEngine:
 
     name = "cuda"
     shares_memory = True
+    rewrites_numbers = False
     _pool: torch.cuda.MemPool | None = None
 
     def __init__(self, device: torch.device) -> None:
@@ -331,6 +332,12 @@ def _is_cuda_error(error: BaseException) -> bool:
 
 def _reason(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
+    if "legacy stream" in text:
+        return (
+            "something of the step belongs to the default stream, which no capture can hold: a model in "
+            "DistributedDataParallel that has made steps before pygraph-train met it, or results of an earlier step "
+            "that somebody keeps with their autograd graph"
+        )
     if "pinned" in text:
         return "the step copies unpinned memory from the host to the device, which a CUDA graph cannot hold"
     return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,11 +25,13 @@ from pygraph_train.graphs.emulated_collectives import (
     stand_in,
 )
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
-from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.emulated_trees import aliases, leaves_of, number_slots, poison, tensors_of
+from pygraph_train.graphs.engine import CaptureError, NumberSlot
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.nodes import Node
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
+    FakeTensor,
     TorchDispatchMode,
     below_autograd,
     is_operator,
@@ -72,6 +74,8 @@ class EmulatedEngine:
     name: str = "emulated"
     device: torch.device = torch.device("cpu")
     shares_memory: bool = False
+    rewrites_numbers: bool = False
+    """True in tests only, as long as no graph of a device can do so: the emulation has the rules of CUDA."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -172,6 +176,7 @@ class EmulatedGraph:
 
     def __init__(self, operations: list[_Operation]) -> None:
         self._operations = operations
+        self._freed = _freed(operations)
         self.nodes: int = len(operations)
         self.closed: bool = False
 
@@ -179,13 +184,18 @@ class EmulatedGraph:
         """Run the recorded operations in order, in the current random state."""
         if self.closed:
             raise RuntimeError("this graph is closed: capture it again instead of replaying it")
+        sizes = [storage.nbytes() for storage, _ in self._freed]
+        for storage, size in self._freed:
+            storage.resize_(max(size, storage.nbytes()))
         with below_autograd():
             for operation in self._operations:
                 operation.run()
+        for (storage, _), size in zip(self._freed, sizes, strict=True):
+            storage.resize_(size)
 
     def close(self) -> None:
         """Release the recorded storages that nobody else holds."""
-        self._operations = []
+        self._operations, self._freed = [], []
         self.closed = True
 
     def as_nodes(self, book: AddressBook) -> list[Node]:
@@ -202,9 +212,27 @@ class EmulatedGraph:
             for operation in self._operations
         ]
 
+    def number_slots(self, value: float) -> list[NumberSlot]:
+        """See `engine.RewritableGraph`."""
+        return number_slots(self._operations, value)
+
     def tensor_at(self, node: int, offset: int) -> torch.Tensor:
         """The recorded alias that `as_nodes` put at that place."""
         return self._operations[node].tensors()[offset // 8]
+
+
+def _freed(operations: list[_Operation]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Storages that have no memory after the capture, and how many bytes the operations use (FSDP's gathered ones)."""
+    needed: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    for tensor in (tensor for operation in operations for tensor in operation.tensors()):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() or not tensor.numel():
+            continue
+        last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+        end = (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
+        key = storage_key(storage)
+        needed[key] = (storage, max(end, needed[key][1] if key in needed else 0))
+    return list(needed.values())
 
 
 @dataclass(slots=True)
@@ -225,7 +253,7 @@ class _Operation:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every recorded alias, in an order that equal operations share."""
-        return [*_tensors((self.args, self.kwargs)), *(recorded for _, recorded in self.results)]
+        return [*tensors_of((self.args, self.kwargs)), *(recorded for _, recorded in self.results)]
 
     def run(self) -> None:
         before = torch.get_default_dtype()
@@ -242,7 +270,7 @@ class _Operation:
         returned = self.func(*self.args, **self.kwargs)
         if is_collective(self.func):
             returned = finished(self.func, returned)
-        tensors = list(_tensors(returned))
+        tensors = list(tensors_of(returned))
         for position, recorded in self.results:
             new = tensors[position]
             if (new.shape, new.stride(), new.dtype) != (recorded.shape, recorded.stride(), recorded.dtype):
@@ -272,22 +300,24 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(t is FakeTensor for t in types):
+            return func(*args, **(kwargs or {}))  # shapes are computed, and nothing else
         if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a tensor subclass unwraps itself, its inner operations come back here
         kwargs = kwargs or {}
         # Function modes of the user have seen the public call already, and not this one in eager.
         with no_torch_function():
             self._check(func, args, kwargs)
-            inputs = list(_tensors((args, kwargs)))
+            inputs = list(tensors_of((args, kwargs)))
             if func is _aten.lift_fresh.default and self._record_constant(inputs[0]):
                 return func(*args, **kwargs)
             for tensor in inputs:
                 self._keep_external(tensor)
-            for leaf in _leaves((args, kwargs)):
+            for leaf in leaves_of((args, kwargs)):
                 if isinstance(leaf, torch.Generator) and leaf not in self._generators:
                     self._generators[leaf] = leaf.get_state()
             # Aliases now: an in-place change of shape below must not reach the tape.
-            recorded_args, recorded_kwargs = _aliases(args), _aliases(kwargs)
+            recorded_args, recorded_kwargs = aliases(args), aliases(kwargs)
             returned = self._collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
             self._random_state = torch.get_rng_state()
             self._record(func, recorded_args, recorded_kwargs, inputs, returned)
@@ -311,11 +341,13 @@ class _Tape(TorchDispatchMode):
         """Put back every byte and random state, and make values that were never computed visible."""
         torch.set_rng_state(self._random_state_before)
         for storage, before in self._external.values():
+            if not storage.nbytes():
+                continue  # the captured function has freed it, as it frees it on every step
             if storage.nbytes() != before.nbytes():
                 storage.resize_(before.nbytes())
             storage.copy_(before)
         for storage, dtype in self._created.values():
-            _poison(storage, dtype)
+            poison(storage, dtype)
         for generator, state in self._generators.items():
             generator.set_state(state)
 
@@ -371,7 +403,9 @@ class _Tape(TorchDispatchMode):
             self._external[key] = (storage, storage.clone())
 
     def _record(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], returned: Any) -> None:
-        outputs = list(_tensors(returned))
+        outputs = [
+            t for t in tensors_of(returned) if type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        ]
         borrowed = {storage_key(tensor.untyped_storage()) for tensor in inputs}
         results = []
         for position, output in enumerate(outputs):
@@ -418,7 +452,7 @@ class _RefuseHostReads(TorchFunctionMode):
 def _shape_depends_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """As on CUDA, where these operations synchronise with the host."""
     if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
-        masks = [index for index in _tensors(args[1]) if index.dtype in (torch.bool, torch.uint8)]
+        masks = [index for index in tensors_of(args[1]) if index.dtype in (torch.bool, torch.uint8)]
         if func.overloadpacket is _aten.index or not masks:
             return bool(masks)
         # x[mask] = number is a masked fill; anything else looks for the indices of the mask first.
@@ -427,40 +461,3 @@ def _shape_depends_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str,
     if func is _aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
     return torch.Tag.dynamic_output_shape in func.tags
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _leaves(item)
-    elif isinstance(tree, dict):
-        yield from _leaves(list(tree.values()))
-    else:
-        yield tree
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def _aliases(tree: Any) -> Any:
-    """The same tree with other tensor objects on the same memory.
-
-    `.data`, because it shares neither the autograd graph (which would be kept alive, and whose leaf
-    gradients are only adopted, not copied, while nobody else holds them) nor the version counter
-    (replays write memory behind autograd's back, as CUDA graphs do).
-    """
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_aliases(item) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _aliases(value) for key, value in tree.items()}
-    return tree.data if isinstance(tree, torch.Tensor) else tree
-
-
-def _poison(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-    """NaN in floating-point memory, a huge number in integer memory, nothing in booleans."""
-    if dtype is torch.bool or not storage.nbytes():
-        return
-    # All ones is NaN in every IEEE-like format; 0x7f7f... is large in every integer one, never an index.
-    byte = 0xFF if dtype.is_floating_point or dtype.is_complex else 0x7F
-    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(byte)

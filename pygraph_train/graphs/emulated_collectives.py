@@ -34,7 +34,7 @@ def stand_in(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """What a collective returns in a capture, where nothing is sent. None for one that is not known."""
     name = packet_name(func)
     if func.namespace == _FUNCTIONAL:
-        if name == "wait_tensor":
+        if name in ("wait_tensor", "_wrap_tensor_autograd"):
             return func(*args, **kwargs)
         return args[0].clone() if name == "all_reduce" else None
     if name in ("allreduce_", "broadcast_"):

@@ -12,7 +12,15 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-__all__ = ["CaptureError", "Engine", "Graph", "IndirectGraph", "IndirectionUnavailable"]
+__all__ = [
+    "CaptureError",
+    "Engine",
+    "Graph",
+    "IndirectGraph",
+    "IndirectionUnavailable",
+    "NumberSlot",
+    "RewritableGraph",
+]
 
 T = TypeVar("T")
 
@@ -54,6 +62,21 @@ class Graph(Protocol):
         """Release the graph and its private memory. Replaying it afterwards raises RuntimeError."""
 
 
+class NumberSlot(Protocol):
+    """A place in a captured operation that holds a Python number."""
+
+    def write(self, value: float) -> None:
+        """Let later replays use another number there."""
+
+
+@runtime_checkable
+class RewritableGraph(Graph, Protocol):
+    """A graph of an engine that `rewrites_numbers`."""
+
+    def number_slots(self, value: float) -> list[NumberSlot]:
+        """Every place that holds exactly this number."""
+
+
 @runtime_checkable
 class IndirectGraph(Graph, Protocol):
     """A graph that can be pointed at other inputs of the same shapes, strides and dtypes, without copies."""
@@ -93,6 +116,8 @@ class Engine(Protocol):
     device: torch.device
     shares_memory: bool
     """Whether a graph may overwrite what another one left in the pool."""
+    rewrites_numbers: bool
+    """Whether its graphs are `RewritableGraph`s: Python numbers that a capture has seen can be replaced."""
 
     def capturing(self) -> bool:
         """Whether the calling thread's current work is being captured, by whomever."""

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGNMENT", "AddressRange", "address_range", "bits", "copy_elsewhere", "extent", "span"]
+__all__ = [
+    "ALIGNMENT",
+    "AddressRange",
+    "Storages",
+    "address_range",
+    "bits",
+    "copy_elsewhere",
+    "extent",
+    "span",
+]
 
 ALIGNMENT = 16
 """Bytes: what kernels of Inductor and cuBLAS, and TMA descriptors, look for in an address."""
@@ -18,6 +28,32 @@ class AddressRange(NamedTuple):
 
     address: int
     nbytes: int
+
+
+class Storages:
+    """The memory of some tensors: all of their storages, as they lie now.
+
+    Args:
+        tensors: those that are not strided have no such memory.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
+        found = {(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes()}
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in sorted(found):
+            if self._ends and start < self._ends[-1]:  # two storages over the same memory
+                self._ends[-1] = max(end, self._ends[-1])
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether the first element of a tensor lies there. Hot path."""
+        address = tensor.data_ptr()
+        index = bisect_right(self._starts, address) - 1
+        return index >= 0 and address < self._ends[index]
 
 
 def extent(size: Sequence[int], stride: Sequence[int]) -> int:

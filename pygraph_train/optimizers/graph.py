@@ -18,6 +18,7 @@ from pygraph_train.optimizers.program import UNSCALED, UpdateProgram
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.torch_private.sharding import local_tensor
 
 __all__ = ["OptimizerGraph"]
 
@@ -82,6 +83,11 @@ class OptimizerGraph:
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
         self._run_phase(body, constants)
+
+    @property
+    def over(self) -> bool:
+        """Whether no further step can come from a graph, whoever looks after the optimizer."""
+        return self._off
 
     def serves(self) -> bool:
         """Whether `run` may replay the next step. It is found out before the first one."""
@@ -165,8 +171,17 @@ class _OptimizerProgram:
         self.device = device
         self.scaling = Scaling(scaler, optimizer)
 
+    def exchanges(self) -> bool:
+        return False  # the user's loop clips, and a scaler is refused below
+
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
-        return self.scaling.why_update_stays_outside(preparation)
+        reason = self.scaling.why_update_stays_outside(preparation)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if reason is None and self.scaling.on and any(local_tensor(p) is not p for p in parameters):
+            return (
+                "parameters are sharded, and the GradScaler asks all ranks whether gradients have overflowed"
+            )
+        return reason
 
     def extra_state(self) -> Iterable[Tensor]:
         return self.scaling.tensors()

@@ -27,10 +27,17 @@ from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import borrow_memory, copy_all, tensor_looks
+from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.refusals import problem_of
 from pygraph_train.verification import Audits, Fingerprint, HostCopy
 
-__all__ = ["OptimizerPhase"]
+__all__ = ["OF_SHARDS", "OptimizerPhase"]
+
+OF_SHARDS = Problem(
+    "the optimizer runs outside of the graph: parameters are sharded, and clipping or scaling their gradients needs "
+    "all ranks"
+)
+"""Reason against a graph of the update alone: ranks vote on whole steps only."""
 
 log = logging.getLogger("pygraph_train")
 
@@ -199,12 +206,12 @@ class OptimizerPhase:
         present = [g for g in gradients if g is not None] if buffers is not None else []
         if buffers is not None:
             with torch.no_grad():
-                copy_all(buffers, present)
+                copy_all(list(map(local_tensor, buffers)), list(map(local_tensor, present)))
         self._preparation.sync()
         capture.graph.replay()
         if buffers is not None:  # clipped and unscaled, and whoever holds one sees that
             with torch.no_grad():
-                copy_all(present, buffers)
+                copy_all(list(map(local_tensor, present)), list(map(local_tensor, buffers)))
         capture.replays += 1
         self._replays += 1
 
@@ -212,7 +219,7 @@ class OptimizerPhase:
         self, capture: _Capture, parameters: list[Tensor], layout: Layout, constants: Any
     ) -> Problem | None:
         """What to say if this goes on, None where everything but the gradients' addresses is as captured."""
-        if list(map(Tensor.data_ptr, parameters)) != capture.addresses:
+        if [local_tensor(p).data_ptr() for p in parameters] != capture.addresses:
             return Problem("parameters live at new addresses again and again")
         if not capture.looks(*parameters):
             return Problem("parameters change their shape, strides or requires_grad again and again")
@@ -247,7 +254,7 @@ class OptimizerPhase:
         if (reason := self._program.why_update_stays_outside(preparation)) is not None:
             self.problem = _outside(reason)
             return None
-        self.problem = preparation.prove()
+        self.problem = OF_SHARDS if self._program.exchanges() else preparation.prove()
         if self.problem is not None:
             return None
         preparation.settle()
@@ -255,10 +262,11 @@ class OptimizerPhase:
         stand_in = _copy if buffers else borrow_memory
         stand_ins = [None if g is None else stand_in(g) for g in gradients]
         put_back = self._program.scaling.notes()
+        numbers = preparation.live_numbers(self._engine)
         try:
             for p, s in zip(parameters, stand_ins, strict=True):
                 p.grad = s
-            with preparation.prepared(), preparation.state.none_is_made():
+            with preparation.prepared(), numbers.marked(), preparation.state.none_is_made():
                 graph, _ = self._engine.capture(body)
         except Exception as error:
             self.problem = problem_of(error)
@@ -269,12 +277,12 @@ class OptimizerPhase:
             put_back()
         preparation.remember()
         made = _Capture(
-            graph=graph,
-            addresses=list(map(Tensor.data_ptr, parameters)),
+            graph=numbers.follow(graph),
+            addresses=[local_tensor(p).data_ptr() for p in parameters],
             looks=tensor_looks(parameters),
             gradients=layout,
             buffers=[s for s in stand_ins if s is not None] if buffers else None,
-            hyperparameters=preparation.hyperparameters(),
+            hyperparameters=numbers.baked(preparation.hyperparameters()),
             constants=constants,
             generation=preparation.generation,
             verified=self._config.verify == "off",

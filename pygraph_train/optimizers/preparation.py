@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, zip_longest
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
 
+from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.kernels import (
     CAPTURABLE,
     FUSED,
@@ -32,9 +32,10 @@ from pygraph_train.optimizers.kernels import (
     supported_class,
     unsupported,
 )
+from pygraph_train.optimizers.numbers import LiveNumbers
+from pygraph_train.optimizers.rates import LearningRate
 from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
     fused_adagrad_on_cuda,
@@ -44,105 +45,12 @@ from pygraph_train.torch_private.optim import (
     restore_optimizer_private_attributes,
     set_step_supports_amp_scaling,
 )
+from pygraph_train.torch_private.sharding import local_tensor
 
 __all__ = ["OptimizerPreparation"]
 
 _FLAGS = ("capturable", "fused", "foreach")
 _MISSING: Any = object()
-
-
-class _LearningRate:
-    """The device tensors that stand for one group's learning rate.
-
-    Attributes:
-        tensor: for a Python number.
-        stand_in: for a tensor of the user's that was replaced by another one since: its value is copied there before
-            each replay. None as long as it is the same tensor, which schedulers fill in place and kernels read.
-    """
-
-    __slots__ = ("_copied", "_stood_in", "seen", "stand_in", "tensor", "value", "version")
-
-    def __init__(self, device: torch.device) -> None:
-        # Fused CUDA kernels read float32. CPU kernels read a double, as they would the Python float.
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
-        self.tensor = torch.zeros((), dtype=dtype, device=device)
-        self.value = math.nan  # differs from everything: the first `set` always fills
-        self.seen: object = None
-        self.version = tensor_version(self.tensor)
-        self.stand_in: Tensor | None = None
-        self._copied: tuple[Any, ...] = ()
-        self._stood_in = 0
-
-    def set(self, lr: Any) -> None:
-        if isinstance(lr, Tensor):
-            return self._set_tensor(lr)
-        if lr == self.value:
-            self.seen = lr
-            return
-        if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            # The copy would become part of the graph and undo every later change of the learning rate.
-            raise RuntimeError(
-                "the learning rate changed inside a capture; enter prepared() before capturing"
-            )
-        self.seen, self.value = lr, float(lr)
-        self.tensor.fill_(self.value)
-        self.version = tensor_version(self.tensor)
-
-    def _set_tensor(self, lr: Tensor) -> None:
-        replaced = isinstance(self.seen, Tensor) and self.seen is not lr
-        self.seen = lr
-        if self.stand_in is None and not replaced:
-            return
-        if type(lr) is not Tensor or lr.requires_grad or lr.is_inference():
-            self.stand_in = None
-            return
-        if self.stand_in is None or _looks(self.stand_in) != _looks(lr):
-            self.stand_in = torch.empty_like(lr)
-            self._copied = ()
-        now = (lr, tensor_version(lr))
-        if self._copied and self._copied[0] is lr and self._copied[1] == now[1]:
-            return  # inside a capture nothing may be copied
-        self._copied = now
-        self.copy()
-
-    def copy(self) -> None:
-        """Read the user's tensor anew: `.data` of it may have been written, which no version tells."""
-        if self.stand_in is not None and isinstance(self.seen, Tensor):
-            with torch.no_grad():
-                self.stand_in.copy_(self.seen)
-            self._stood_in = tensor_version(self.stand_in)
-
-    def of(self, lr: Any) -> Tensor:
-        """What kernels read in the place of `lr`."""
-        if not isinstance(lr, Tensor):
-            return self.tensor
-        return lr if self.stand_in is None else self.stand_in
-
-    def baked(self, lr: Tensor) -> Any:
-        """What a capture bakes in of `lr`."""
-        return id(lr) if self.stand_in is None else _looks(lr)
-
-    def user_value(self, found: Any, value: Any) -> Any:
-        """The user's learning rate at the end of `prepared()`.
-
-        Args:
-            found: what is in the group now.
-            value: what was there before.
-        """
-        if found is self.tensor:
-            version = tensor_version(self.tensor)
-            if version != self.version:  # a scheduler stepped inside and filled the tensor
-                value = self.value = self.tensor.item()
-                self.version = version
-        elif tensor_version(found) != self._stood_in:
-            with torch.no_grad():
-                value.copy_(found)
-            self._stood_in = tensor_version(found)
-        return value
-
-
-def _looks(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.device
 
 
 class OptimizerPreparation:
@@ -173,7 +81,7 @@ class OptimizerPreparation:
         self._at_home: set[tuple[int, str]] = set()
         self._compacted: set[int] = set()
         self._param_sets: list[list[Tensor]] = []
-        self._rates: list[_LearningRate] = []
+        self._rates: list[LearningRate] = []
         self._user_rates: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._class = supported_class(optimizer)
@@ -255,6 +163,8 @@ class OptimizerPreparation:
             return f"{where} of {name} has differentiable=True"
         if "fused" in plan.changes and not all(p.is_floating_point() for p in group["params"]):
             return f"{where} of {name} has complex parameters, which its fused kernels do not take"
+        if "fused" in plan.changes and any(local_tensor(p) is not p for p in group["params"]):
+            return f"{where} of {name} has sharded parameters, which its fused kernels do not take"
         if cls in NEEDS_FOREACH and not flags.get("foreach"):
             # torch picks foreach by itself only for plain tensors (not for DTensor, for instance).
             odd = {type(p) for p in group["params"]} - {Tensor, torch.nn.Parameter}
@@ -312,6 +222,11 @@ class OptimizerPreparation:
         finally:
             self._depth -= 1
             self._swap_out()
+
+    @property
+    def active(self) -> bool:
+        """Whether this is inside of `prepared()`."""
+        return bool(self._saved)
 
     def warm_up(self) -> AbstractContextManager[None]:
         """Context of a step that runs without a graph so that a capture may follow."""
@@ -467,6 +382,13 @@ class OptimizerPreparation:
         if list in map(type, baked):  # its owner may change it in place
             baked = [tuple(value) if type(value) is list else value for value in baked]
         return tuple(baked)
+
+    def live_numbers(self, engine: Engine) -> LiveNumbers:
+        """For a capture: the hyperparameters that its replays can read anew."""
+        keys = self._keys if self._class in FUSED and not self._closed else ()
+        groups = range(len(self._optimizer.param_groups))
+        entries = [(4 + g * (2 + len(keys)) + k, g, key) for g in groups for k, key in enumerate(keys)]
+        return LiveNumbers(self._optimizer, entries, engine)
 
     def _parameter_set(self, params: list[Tensor]) -> int:
         """A small number that stands for these very parameters."""
@@ -627,7 +549,7 @@ class OptimizerPreparation:
     def _make_rates(self) -> None:
         # Tensors are kept: their addresses are baked into captures of the groups there were.
         missing = len(self._optimizer.param_groups) - len(self._rates)
-        self._rates += [_LearningRate(self._device()) for _ in range(missing)]
+        self._rates += [LearningRate(self._device()) for _ in range(missing)]
         del self._rates[len(self._optimizer.param_groups) :]
 
 

@@ -62,6 +62,9 @@ class UpdateProgram(Protocol):
     def update(self) -> None:
         """The optimizer's step and the scaler's update."""
 
+    def exchanges(self) -> bool:
+        """Whether the update talks to other processes: the norm of sharded gradients, and whether they overflow."""
+
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         """A reason, beside the optimizer's own, why `update` cannot be captured."""
 

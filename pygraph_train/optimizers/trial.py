@@ -18,6 +18,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.optimizers.trace import OptimizerTrace
@@ -89,6 +91,11 @@ class OptimizerTrial(OptimizerPreparation):
         """Nothing is changed."""
         yield
 
+    @property
+    def active(self) -> bool:
+        """Never: nothing is changed."""
+        return False
+
     @contextmanager
     def warm_up(self) -> Iterator[None]:
         """Watch what the step that runs inside changes in Python."""
@@ -146,6 +153,10 @@ class OptimizerTrial(OptimizerPreparation):
                 if k != "params"
             ]
         return tuple(baked)
+
+    def live_numbers(self, engine: Engine) -> LiveNumbers:
+        """None: what its kernels make of a number is not known."""
+        return LiveNumbers(self._optimizer, (), engine)
 
     def state_tensors(self) -> list[Tensor]:
         """Every tensor that a step may write, besides parameters."""

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 __all__ = ["Mailbox", "SharedMailbox", "StoreMailbox", "TimedOut"]
@@ -161,10 +162,14 @@ class StoreMailbox:
             try:
                 self._store.wait([key], timedelta(seconds=max(0.01, end - self._clock())))
             except RuntimeError:  # torch.distributed.DistStoreError
-                missing = [r for r in range(position, self._ranks) if not self._store.check([keys[r]])]
-                raise TimedOut(missing or [position], dead=False) from None
+                raise TimedOut(self._missing(keys) or [position], dead=False) from None
             found.append(int(self._store.get(key)))
         return found
+
+    def _missing(self, keys: Sequence[str]) -> list[int]:
+        with suppress(RuntimeError):  # the store is gone, with the process that had it
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        return []
 
     def _key(self, number: int, rank: int) -> str:
         return f"vote/{number}/{rank}"

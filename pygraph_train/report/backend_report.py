@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pygraph_train.random_state import random_numbers_kept
+from pygraph_train.selection.arms import Plan, graphs_apart
 
-__all__ = ["BackendReport", "RegionRecord"]
+__all__ = ["BackendReport", "RegionRecord", "RegionRuns"]
 
 
 @dataclass
@@ -56,6 +58,41 @@ class RegionRecord:
     def settled(self) -> bool:
         """Whether the decision stands."""
         return self.decision not in ("warming up", "measuring")
+
+
+class RegionRuns:
+    """Looks at the counters of regions, to tell which of a step's phases ran from their graphs.
+
+    Args:
+        records: of all regions of the training.
+    """
+
+    def __init__(self, records: Callable[[], Sequence[RegionRecord]]) -> None:
+        self._records = records
+        self._before = self._totals()
+
+    def plan(self, *, optimizer: bool) -> Plan:
+        """What ran from graphs since the last look: phases all of whose regions were replayed, and the optimizer.
+
+        Args:
+            optimizer: whether its step ran from a graph of its own.
+        """
+        before, self._before = self._before, self._totals()
+        (forward, plain_forward), (backward, plain_backward) = (
+            (replays - old_replays, plain - old_plain)
+            for (replays, plain), (old_replays, old_plain) in zip(self._before, before, strict=True)
+        )
+        return graphs_apart(forward > 0 and not plain_forward, backward > 0 and not plain_backward, optimizer)
+
+    def _totals(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Replays, and runs without a graph, of forwards and of backwards."""
+        forward, backward, plain_forward, plain_backward = 0, 0, 0, 0
+        for record in self._records():
+            if record.phase in ("forward", "function"):
+                forward, plain_forward = forward + record.replays, plain_forward + record.plain_runs
+            if record.phase in ("backward", "function"):
+                backward, plain_backward = backward + record.replays, plain_backward + record.plain_runs
+        return (forward, plain_forward), (backward, plain_backward)
 
 
 @dataclass

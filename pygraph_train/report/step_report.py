@@ -10,15 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pygraph_train.report.headline import Headline
+from pygraph_train.report.plans import ArmRow, PhaseRow, arms_of, phases_of
+from pygraph_train.report.printing import as_rich, as_text
+from pygraph_train.report.progress import Progress
 from pygraph_train.report.table import peak_memory_mib, rows_of
-from pygraph_train.selection.arms import Arm, Phase
+from pygraph_train.selection.arms import NOTHING, Arm, Phase, Plan
 from pygraph_train.selection.controller import Controller, Switch
 from pygraph_train.selection.timing import StepTime
 
 if TYPE_CHECKING:
     from pygraph_train.report.backend_report import RegionRecord
 
-__all__ = ["ArmRow", "CaptureRecord", "Fallback", "PhaseRow", "StepReport"]
+__all__ = ["ArmRow", "CaptureRecord", "Fallback", "PhaseRow", "StepReport", "VerboseReport"]
 
 
 @dataclass(frozen=True)
@@ -59,40 +63,6 @@ class Fallback:
     count: int = 1
 
 
-@dataclass(frozen=True)
-class PhaseRow:
-    """What became of a phase, or of several that share a graph.
-
-    Attributes:
-        phases: as in `F B`.
-        off_ms: without a graph, fastest step of the warm-up; None where it was not measured.
-        on_ms: in a graph; None where there is none, or other phases run beside it.
-        kept: whether a graph is kept.
-        why: one sentence.
-    """
-
-    phases: str
-    off_ms: float | None
-    on_ms: float | None
-    kept: bool
-    why: str
-
-
-@dataclass(frozen=True)
-class ArmRow:
-    """One plan that was compared.
-
-    Attributes:
-        arm: as it prints.
-        ms: a step of it; None where it was not measured.
-        verdict: why it is kept or not.
-    """
-
-    arm: str
-    ms: float | None
-    verdict: str
-
-
 @dataclass
 class StepReport:
     """What became of the training steps. Prints as a table; `to_dict` for programs. Times in ms or s as named."""
@@ -119,6 +89,7 @@ class StepReport:
     phase_seconds: dict[str, float] = field(default_factory=dict, repr=False)
     latest: dict[Arm, StepTime] = field(default_factory=dict, repr=False)
     _explored: int = field(default=0, repr=False)  # with controllers that are gone
+    _progress: Progress = field(default_factory=Progress, repr=False)
     regions: Callable[[], Sequence[RegionRecord]] = field(default=tuple, repr=False)
     """What the compile backend says of the graphs of a forward or a backward."""
 
@@ -143,9 +114,23 @@ class StepReport:
         self.phase_seconds = self.phase_seconds if phase_seconds is None else phase_seconds
         self.regions = regions or self.regions
 
-    def step_began(self) -> None:
-        """One more step, or micro-batch."""
+    def step_began(self, *, elsewhere: bool = False) -> None:
+        """One more step, or micro-batch.
+
+        Args:
+            elsewhere: whether another report counts the step too, and what of it runs from graphs.
+        """
         self.steps += 1
+        self._progress.elsewhere += elsewhere
+
+    def step_ended(self, plan: Plan, *, updated: bool) -> None:
+        """A step ended.
+
+        Args:
+            plan: what of it ran from graphs.
+            updated: whether it had an optimizer step.
+        """
+        self._progress.step_ended(plan, updated=updated)
 
     def replayed(self, step: int, *, since_start: float, interval: float | None) -> None:
         """A step came from a graph.
@@ -228,15 +213,59 @@ class StepReport:
 
     # -- what is read -----------------------------------------------------------------------------------
 
+    def parts(self) -> Sequence[StepReport]:
+        """The reports that this one is made of, itself included."""
+        return [self]
+
+    @property
+    def why_no_step(self) -> str:
+        """Why no step is counted, where something is known of that."""
+        return ""
+
+    def progress(self) -> Progress:
+        """How much of the steps ran from graphs. Steps of other parts are not in it."""
+        self._progress.steps = self.steps
+        return self._progress
+
+    @property
+    def steps_from_graphs(self) -> int:
+        """Steps of which everything ran from graphs: forward, backward, and the optimizer where the step had one.
+
+        This number means the same for every framework and every plan. `steps_replayed` counts other things: replays
+        of one graph with forward and backward, with or without the optimizer.
+        """
+        return Progress.of(part.progress() for part in self.parts()).from_graphs
+
+    @property
+    def running_plan(self) -> str:
+        """What the last steps ran from, as in `{F B O}`. `plan` is the plan that was chosen."""
+        return str(Progress.of(part.progress() for part in self.parts()).plan)
+
     @property
     def ms_without_graph(self) -> float | None:
-        """Fastest step that ran without a graph in warm-up, in ms: first steps carry one-time costs."""
-        return min(self.ungraphed_seconds) * 1e3 if self.ungraphed_seconds else None
+        """A step without a graph, in ms: the fastest of the warm-up, because first steps carry one-time costs.
+
+        Steps in which something is traced or compiled are left out. Where no other one was timed it is the time that
+        the comparison of plans has found.
+        """
+        if self.ungraphed_seconds:
+            return min(self.ungraphed_seconds) * 1e3
+        return self._ms_compared(NOTHING)
 
     @property
     def ms_with_graph(self) -> float | None:
-        """Median time from one replayed step to the next, in ms, data loading included."""
-        return statistics.median(self.replay_intervals) * 1e3 if self.replay_intervals else None
+        """Median time from one replayed step to the next, in ms, data loading included.
+
+        Where forward and backward have graphs of their own it is the time that was measured last for the plan.
+        """
+        if self.replay_intervals:
+            return statistics.median(self.replay_intervals) * 1e3
+        plan = self.progress().plan
+        return self._ms_compared(plan) if plan.graphs else None
+
+    def _ms_compared(self, plan: Plan) -> float | None:
+        found = [t.seconds for arm, t in self.latest.items() if arm.plan == plan]
+        return min(found) * 1e3 if self.measured and found else None
 
     @property
     def speedup(self) -> float | None:
@@ -274,58 +303,11 @@ class StepReport:
 
     def arms(self) -> list[ArmRow]:
         """The plans that were compared for the first signature, the kept one first."""
-        if not self.controllers:
-            return []
-        controller = self.controllers[0]
-        times, verdicts = controller.times, controller.verdicts
-        arms = sorted({*times, *verdicts}, key=lambda arm: (arm != controller.best, str(arm)))
-        return [
-            ArmRow(
-                str(arm),
-                times[arm] * 1e3 if arm in times and self.measured else None,
-                verdicts.get(arm, "") if self.measured else verdicts.get(arm, "").partition(":")[0],
-            )
-            for arm in arms
-        ]
+        return arms_of(self)
 
     def phases(self) -> list[PhaseRow]:
         """What became of forward, backward and optimizer (for the first signature)."""
-        off = {p: s * 1e3 for p, s in self.phase_seconds.items()} if self.measured else {}
-        best = self.controllers[0].best if self.controllers else None
-        graphs = best.plan.graphs if best is not None else ()
-        rows = []
-        for phase in Phase:
-            graph = next((g for g in graphs if phase in g), None)
-            if graph is not None and graph[0] is not phase:
-                continue
-            names = [p.value for p in graph or (phase,)]
-            known = [off[name] for name in names if name in off]
-            alone = graph is not None and len(graphs) == 1 and len(graph) == len(Phase)
-            on = self.controllers[0].times.get(best) if best is not None and alone and self.measured else None
-            rows.append(
-                PhaseRow(
-                    " ".join(names),
-                    sum(known) if len(known) == len(names) else None,
-                    on * 1e3 if on is not None else None,
-                    graph is not None,
-                    self._why(phase, kept=graph is not None),
-                )
-            )
-        return rows
-
-    def _why(self, phase: Phase, *, kept: bool) -> str:
-        if not self.controllers:
-            return self.why_nothing or (
-                self.fallbacks[0].reason if self.fallbacks else "no plan was tried yet"
-            )
-        controller = self.controllers[0]
-        verdict = controller.verdicts.get(controller.best, "")
-        if kept:
-            return verdict if self.measured else verdict.partition(":")[0]
-        about = [
-            f for f in self.fallbacks if f.reason.startswith("the optimizer") == (phase is Phase.OPTIMIZER)
-        ]
-        return about[0].reason if about else verdict
+        return phases_of(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the compared plans and the history of switches.
@@ -342,10 +324,15 @@ class StepReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts: ready for JSON."""
         memory = peak_memory_mib() if self.engine == "cuda" else {}
+        total = Progress.of(part.progress() for part in self.parts())
         return {
             "engine": self.engine,
             "plan": self.plan,
             "steps": self.steps,
+            "headline": self.headline(),
+            "running_plan": self.running_plan,
+            "steps_from_graphs": total.from_graphs,
+            "phases_from_graphs": {phase.value: total.phase(phase) for phase in Phase},
             "steps_replayed": self.steps_replayed,
             "first_replay_step": self.first_replay_step,
             "first_replay_seconds": self.first_replay_seconds,
@@ -370,23 +357,34 @@ class StepReport:
             **memory,
         }
 
-    def rows(self) -> list[tuple[str, str]]:
-        """The lines of the table."""
-        return rows_of(self)
+    def rows(self, *, verbose: bool = False) -> list[tuple[str, str]]:
+        """The lines of the table, of the verbose one on demand."""
+        return rows_of(self, None if verbose else Headline(self))
+
+    def headline(self) -> str:
+        """What ran from graphs, how much faster, and what stands in the way of more."""
+        return Headline(self).text
+
+    def verbose(self) -> VerboseReport:
+        """The report with all of its rows, to be printed: `print(report.verbose())`."""
+        return VerboseReport(self)
 
     def __str__(self) -> str:
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows)
-        indent = "\n" + " " * (width + 2)
-        lines = [f"{name:<{width}}  " + text.replace("\n", indent) for name, text in rows]
-        return "\n".join(["pygraph-train", *lines])
+        return as_text(self.headline(), self.rows())
 
     def __rich__(self) -> Any:
-        """A rich table, for `rich.print`."""
-        from rich.table import Table
-        from rich.text import Text
+        """The first line and a table, for `rich.print`."""
+        return as_rich(self.headline(), self.rows())
 
-        table = Table(title="pygraph-train", show_header=False, title_justify="left")
-        for name, text in self.rows():
-            table.add_row(name, Text(text))
-        return table
+
+@dataclass(frozen=True)
+class VerboseReport:
+    """A report with all of its rows. Prints as a table, as the report does."""
+
+    report: StepReport
+
+    def __str__(self) -> str:
+        return as_text(self.report.headline(), self.report.rows(verbose=True))
+
+    def __rich__(self) -> Any:
+        return as_rich(self.report.headline(), self.report.rows(verbose=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 
 __all__ = [
     "BACKWARD",
@@ -21,6 +21,7 @@ __all__ = [
     "Arm",
     "Phase",
     "Plan",
+    "graphs_apart",
 ]
 
 
@@ -87,6 +88,13 @@ BACKWARD = Plan(((_B,),))
 FORWARD_BACKWARD = Plan(((_F, _B),))
 OPTIMIZER = Plan(((_O,),))
 NOTHING = Plan()
+
+
+@cache
+def graphs_apart(forward: bool, backward: bool, optimizer: bool) -> Plan:
+    """The plan in which each of these phases has a graph of its own."""
+    kept = zip(Phase, (forward, backward, optimizer), strict=True)
+    return Plan(tuple((phase,) for phase, graphed in kept if graphed))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ and it cannot be differentiated again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,24 @@ from pygraph_train.torch_private.autograd import backward_ends_at, nodes_behind,
 from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.torch_private.hooks import gradient_hooks
 
-__all__ = ["Activation", "activations_among", "explained", "handed_out"]
+__all__ = ["Activation", "activations_among", "asks_for_no_gradient", "explained", "handed_out"]
 
 _FIX = "Ask for it in the first step, too, and it is not compiled; or set forward='off', backward='off'"
+
+
+_FRAMEWORKS: list[Callable[..., Any]] = []
+
+
+def asks_for_no_gradient(hook: Callable[..., Any]) -> None:
+    """Say of a function that a framework registers on results, alone or in a `partial`, that nobody asks with it."""
+    if hook not in _FRAMEWORKS:
+        _FRAMEWORKS.append(hook)
+
+
+def _asking(hooks: Mapping[int, Any] | None) -> int:
+    """How many hooks of a tensor may be somebody's who asks for its gradient."""
+    found = [getattr(hook, "func", hook) for hook in (hooks or {}).values()]
+    return sum(not any(hook is known for known in _FRAMEWORKS) for hook in found)
 
 
 class Activation:
@@ -39,11 +54,11 @@ class Activation:
         self._eager = eager
         tensor.register_hook(_nothing)
         self._hooks = gradient_hooks(tensor)
-        self._registered = len(self._hooks or ())
+        self._registered = _asking(self._hooks)
 
     def is_asked_for(self) -> bool:
         """Inside a backward: whether somebody wants its gradient."""
-        if len(self._hooks or ()) > self._registered:
+        if _asking(self._hooks) > self._registered:
             return True
         tensor = self._tensor()
         if tensor is None:

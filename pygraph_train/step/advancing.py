@@ -23,6 +23,7 @@ from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Signatures, Variant
 from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.gradient_hooks import backward_hook
+from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.refusals import unsupported_leaf
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint
@@ -33,6 +34,9 @@ R = TypeVar("R")
 
 REPLAYS_BEFORE_COMPILING = 100
 """Signatures other than the first one prove with eager kernels that they are worth Inductor's time."""
+
+_LONG = 20
+"""Steps in a row that may not be traced, after which a row says why."""
 
 _TRACED = (Stage.FIRST_LOOK, Stage.SECOND_LOOK, Stage.WATCHED)
 
@@ -70,6 +74,7 @@ class Advancing:
         self._replay = replay
         self._together = together
         self._begun = False
+        self._untraceable = 0  # steps in a row
 
     def __call__(
         self,
@@ -94,7 +99,11 @@ class Advancing:
         if self._refusing.off is not None or life.stage is Stage.REFUSED:
             return Ran(self._ungraphed.with_the_best_plan(step, run))
         if not self._training.program.replication.traceable():
+            self._untraceable += 1
+            if self._untraceable == _LONG:
+                self._training.note(self._training.program.replication.why_not_traceable())
             return Ran(self._ungraphed.plainly(run))
+        self._untraceable = 0
         if life.stage is Stage.MET:
             signature.life = next_life(life, LifeEvent.RAN, self._signatures.lengths)
             return Ran(self._ungraphed.plainly(run))
@@ -224,6 +233,10 @@ class Advancing:
     def _ask_for_reasons(self) -> None:
         """On the first step: why forward and backward cannot be in a graph at all."""
         config, program = self._training.config, self._training.program
+        if config.compile is True and program.replication.sharded:
+            self._training.report.note(
+                "compile=True: Inductor does not compile steps of sharded parameters yet, and graphs hold eager kernels"
+            )
         off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
         off += ["fuse='off'"] if config.fuse == "off" and not off else []
         asked = (
@@ -267,6 +280,8 @@ class Advancing:
 
     def _new_trace(self) -> Trace:
         program = self._training.program
+        if program.replication.sharded:
+            return OpenedTrace(program.device, program.replication.opened, recorder=program.recorder)
         return Trace(program.device, recorder=program.recorder)
 
     def compare_plans(self, variant: Variant) -> Choice:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
@@ -22,8 +22,9 @@ from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture, Variant, picker
 from pygraph_train.torch_private.hooks import hook_registrations
+from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
-from pygraph_train.tracing.refusals import history, problem_of
+from pygraph_train.tracing.refusals import BATCH_IN_STATE, history, problem_of
 from pygraph_train.tracing.signature import flatten
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Audits, Fingerprint, HostCopy, ScratchState
@@ -101,20 +102,25 @@ class CaptureMaker:
                 program.backward(loss)
             if updates:
                 program.transform_gradients()
-                program.update()
+                with nullcontext() if numbers is None else numbers.marked():
+                    program.update()
             gradients.settle()
             outputs = Outputs(tree, static_leaves, reads, detached=program.detaches_results)
             batch = [leaf for leaf in static_leaves if isinstance(leaf, Tensor)]
             self.anchors.settle(moves, [*moves.tensors, *batch, *outputs.tensors])
             return loss.detach(), outputs
 
-        put_back = program.scaling.notes()
+        numbers = optimizer.live_numbers(self._engine) if optimizer is not None and updates else None
+        put_back, forget = program.scaling.notes(), replication.notes()
         graph: Graph | None = None
         exchanges = False
         try:
             with self.stage():
                 if variant.inputs is None:
                     variant.inputs = StaticInputs(leaves, variant.used)
+                written = variant.maybe_written(reads)
+                if written is not None and variant.inputs.lie_in(written, leaves):
+                    raise NotLegal(BATCH_IN_STATE)
                 variant.inputs.load(leaves)
                 static_args, static_kwargs = variant.inputs.tree((args, kwargs))
                 flatten((static_args, static_kwargs), static_leaves)
@@ -130,7 +136,7 @@ class CaptureMaker:
             reference = time.perf_counter() - started
             watched = optimizer.state.none_is_made() if optimizer is not None and updates else nullcontext()
             exchanges = position.sync
-            with self.stage(), self._context(), watched:
+            with self.stage(), self._context(), watched, replication.capturing():
                 graph, (loss, outputs) = self._engine.capture(body)
         except BaseException as error:
             if graph is not None:  # another rank has none
@@ -139,33 +145,38 @@ class CaptureMaker:
             put_back()
             if exchanges and isinstance(error, Exception):
                 replication.reset()
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or isinstance(error, PyGraphError):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error)) from error
         finally:
+            forget()
             moves.put_back()
             self.anchors.end(rebound)
         put_back()
         outputs.tensors.clear()
         gradients.claim()
-        if optimizer is not None and updates:
+        hyperparameters = None
+        if optimizer is not None and numbers is not None:
             optimizer.remember()
+            graph, hyperparameters = numbers.follow(graph), numbers.baked(optimizer.hyperparameters())
         capture = Capture(
             graph=graph,
             loss=loss,
             outputs=outputs,
             gradients=gradients,
             updates=updates,
-            hyperparameters=optimizer.hyperparameters() if optimizer is not None and updates else None,
+            hyperparameters=hyperparameters,
             optimizer_generation=optimizer.generation if optimizer is not None else 0,
             leaves=[t for t in reads if t.requires_grad],
             pick_leaves=picker([i for i, t in enumerate(reads) if t.requires_grad]),
-            addresses=list(map(Tensor.data_ptr, reads)),
+            addresses=[local_tensor(t).data_ptr() for t in reads],
             rebound=rebound,
             verified=self._config.verify == "off",
             hook_registrations=hook_registrations(),
             audits=Audits(self._config.verify, time.perf_counter(), reference),
             sync=position.sync,
+            written=written,
+            sharded=replication.sharded,
             number=0 if self._together is None else self._together.number,
         )
         return capture, expected
@@ -186,6 +197,7 @@ class CaptureMaker:
         Gradients are exchanged after the backward, and not in it: nobody waits then for a rank that fails.
         """
         replication = self._program.replication
+        stage = self._out_of_step if replication.sharded else self.stage
         with self.stage():
             before = gradients.snapshot()
             moves = self.moves(variant, args, kwargs)
@@ -194,14 +206,14 @@ class CaptureMaker:
         try:
             replication.exchange_buffers()
             with self._context(), self._engine.warm_up(gradients.emptied):
-                with self.stage(), replication.local():
+                with stage(), replication.micro_batch(sync=sync), replication.local():
                     gradients.empty()
                     gradients.isolate()
                     loss, _ = self._program.forward(call, args, kwargs)
                     self._program.backward(loss)
                 if sync:
                     replication.reduce(gradients.parameters)
-                with self.stage():
+                with stage():
                     if updates:
                         self._program.transform_gradients(in_kernels=False)
                     return Fingerprint.of(loss.detach(), gradients.snapshot())
@@ -210,6 +222,21 @@ class CaptureMaker:
             scratch.restore()
             gradients.restore(before)
             put_back()
+
+    @contextmanager
+    def _out_of_step(self) -> Iterator[None]:
+        """Around a run in which each rank needs the others: what fails on one ends the training, as without graphs.
+
+        Raises:
+            PyGraphError: anything has failed. The others wait for a collective, or are ended by it.
+        """
+        try:
+            yield
+        except Exception as error:
+            raise PyGraphError(
+                f"a training step failed on this rank ({type(error).__name__}: {error}). Ranks that share their "
+                "parameters cannot leave a step alone, and the others are in it: start the training anew"
+            ) from error
 
     def stage(self) -> AbstractContextManager[None]:
         """Around what may fail on one rank, before others wait for it."""
@@ -245,7 +272,8 @@ class CaptureMaker:
         """From now on, of tensors that live longer than a step: a run that is undone must not leave them elsewhere."""
         model = self._program.model
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
-        return Moves([*reads, *model.parameters(), *model.buffers(), *self._optimized()])
+        found = [*reads, *model.parameters(), *model.buffers(), *self._optimized()]
+        return Moves(map(local_tensor, found) if self._program.replication.sharded else found)
 
     def _optimized(self) -> list[Tensor]:
         """The optimizer's parameters."""
@@ -275,6 +303,7 @@ class CaptureMaker:
         owned = self.owned()
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
         reached = {id(t): t for t in (*owned, *(t for t in reads if t.requires_grad))}
+        reached |= {id(t): t for t in self._program.replication.leaves(sync=position.sync)}
         # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
         emptied = owned if position.fresh else ()
         return self._addresses.of_step(reached.values(), emptied, compiled=variant.arm.compiled)

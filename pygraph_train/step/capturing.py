@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.report.step_report import CaptureRecord
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.decisions import Decisions
@@ -21,6 +21,7 @@ from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signatures, Variant, same_memory
+from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.refusals import compiler_problem, problem_of
@@ -297,8 +298,11 @@ class Capturing:
             before = capture.gradients.snapshot()
             with maker.stage():
                 backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
+        except PyGraphError:
+            raise
         except Exception as error:  # nothing of the step was made: there may be no memory for a second run
             raise NotLegal(problem_of(error)) from error
+        put_back = training.program.replication.notes()
         result = replay()
         found = Fingerprint.of(capture.loss, capture.gradients.final)
         difference = expected.compare(found, bits=training.engine.name == "emulated")
@@ -321,6 +325,7 @@ class Capturing:
             capture.verified = True
             return result
         backup.restore()
+        put_back()
         capture.gradients.restore(before)
         training.replays -= 1
         training.clock.undone()
@@ -352,6 +357,6 @@ def _moved(variant: Variant, capture: Capture, tensors: Sequence[Tensor]) -> str
     """The first tensor that is another one, or lies elsewhere."""
     leaves = set(map(id, capture.leaves))
     for expression, tensor, address in zip(variant.trace.inputs, tensors, capture.addresses, strict=True):
-        if tensor.data_ptr() != address or (tensor.requires_grad and id(tensor) not in leaves):
+        if local_tensor(tensor).data_ptr() != address or (tensor.requires_grad and id(tensor) not in leaves):
             return expression
     return None

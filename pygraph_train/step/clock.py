@@ -49,8 +49,12 @@ class Clock:
         self._last = None
 
     @contextmanager
-    def ungraphed(self) -> Iterator[None]:
-        """A step of the warm-up: timed as a whole, and between the marks set meanwhile."""
+    def ungraphed(self, *, traced: bool = False) -> Iterator[None]:
+        """A step of the warm-up: timed as a whole, and between the marks set meanwhile.
+
+        Args:
+            traced: whether Dynamo traces in it, so that the report takes its time for no step's.
+        """
         self._last = None
         if self._cuda:
             torch.cuda.synchronize()
@@ -64,7 +68,8 @@ class Clock:
         if self._cuda:
             torch.cuda.synchronize()
         self._times.ungraphed = time.perf_counter() - started
-        self._report.ran_without_graph(self._times.ungraphed)
+        if not traced:
+            self._report.ran_without_graph(self._times.ungraphed)
         if len(marks) == 3:  # a step with an update
             for phase, begin, until in zip(marks, marks.values(), [*marks.values(), end][1:], strict=True):
                 seconds = self._between(begin, until)

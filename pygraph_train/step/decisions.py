@@ -66,7 +66,7 @@ class Decisions:
         on_decision: Callable[[Switch], None],
         on_settled: Callable[[Arm], None] = lambda arm: None,
     ) -> None:
-        self.compiles = engine.name == "cuda"
+        self.compiles = engine.name == "cuda" and not program.replication.sharded
         self._program = program
         self._config = config
         self._engine = engine

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from pygraph_train.gradients.places import Source
 from pygraph_train.optimizers.program import UNSCALED
 from pygraph_train.problems import Problem
-from pygraph_train.selection.arms import NOTHING, Arm, Phase
+from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, SPLIT, WHOLE, Arm, Phase, Plan
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.regions import Regions
@@ -62,7 +62,9 @@ class StepInFlight:
         "_leave",
         "_regions",
         "_training",
+        "_update_replayed",
         "_updates",
+        "_whole",
         "arm",
         "choice",
         "position",
@@ -84,6 +86,8 @@ class StepInFlight:
         self.arm = NO_GRAPH
         self.choice: Choice | None = None
         self.replayed = False
+        self._update_replayed = False
+        self._whole: bool | None = None
         self._training = training
         self._updates = updates
         self._regions = regions
@@ -101,9 +105,13 @@ class StepInFlight:
         self.choice = choice
         choice.start()
 
+    def came_from_graph(self, *, updated: bool) -> None:
+        """Forward and backward came from one graph, with the update if `updated`. Only the report asks for it."""
+        self._whole = updated
+
     def give_up(self) -> None:
         """It runs without a graph of forward and backward after all, and counts for nothing."""
-        self.arm, self.choice = NO_GRAPH, None
+        self.arm, self.choice, self._whole = NO_GRAPH, None, None
 
     @property
     def graphs_update(self) -> bool:
@@ -140,6 +148,7 @@ class StepInFlight:
         source: Source = "graph" if plan.forward_backward else "regions" if of_regions else "autograd"
         phase.run(body, constants, source=source, step=self._training.step)
         if phase.replayed:
+            self._update_replayed = True
             self._training.report.update_replayed()
         elif self.choice is not None:
             self.choice.as_planned = False
@@ -148,6 +157,7 @@ class StepInFlight:
 
     def finish(self) -> None:
         """The step has ended, its update included."""
+        self._training.report.step_ended(self._ran(), updated=self.position.update)
         choice = self.choice
         if choice is None:
             return
@@ -161,6 +171,14 @@ class StepInFlight:
         if self.position.update or self._training.program.optimizer is None:
             self.choice = None
             choice.end()
+
+    def _ran(self) -> Plan:
+        """What of the step ran from graphs."""
+        if self._whole is None:
+            return self._regions.runs.plan(optimizer=self._update_replayed)
+        if self._whole:
+            return WHOLE
+        return SPLIT if self._update_replayed else FORWARD_BACKWARD
 
     def _has_no_graph(self, problem: Problem) -> None:
         """The arm that is compared cannot run from its graphs, and the others go on."""

@@ -54,7 +54,7 @@ class GraphedStep(LossSteps):
 
     Raises:
         ValueError: an option has a value that is not allowed, or the engine cannot work on the model's device.
-        TypeError: an option is unknown.
+        TypeError: an option is unknown, or `optimizer` is not one optimizer.
     """
 
     def __init__(
@@ -70,6 +70,11 @@ class GraphedStep(LossSteps):
         **overrides: Unpack[StepOptions],
     ) -> None:
         self._config = PyGraphConfig.of(config, overrides)
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"GraphedStep steps one optimizer, got a {type(optimizer).__name__}; for several optimizers make a "
+                "GraphedStep for each, with the loss that it is for"
+            )
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         program = LossProgram(step_fn, model, optimizer, device, scaler, max_grad_norm)
         engine = None if disabled_by_environment() else make_engine(self._config.engine, device)
@@ -105,7 +110,7 @@ class GraphedStep(LossSteps):
     def _moved_to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         device = self._program.device
         assert self._transfer is not None
-        return self._transfer(lambda: map_leaves(lambda leaf: _moved(leaf, device), (args, kwargs)))
+        return self._transfer(lambda: map_leaves(_mover(device), (args, kwargs)))
 
     def __enter__(self) -> GraphedStep:
         return self
@@ -114,6 +119,15 @@ class GraphedStep(LossSteps):
         self.close()
 
 
-def _moved(leaf: Any, device: torch.device) -> Any:
-    on_host = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
-    return leaf.to(device, non_blocking=True) if on_host else leaf
+def _mover(device: torch.device) -> Callable[[Any], Any]:
+    """Moves the leaves of one batch from the host to the device. One that comes twice stays one tensor."""
+    known: dict[int, Tensor] = {}
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
+            return leaf
+        if id(leaf) not in known:
+            known[id(leaf)] = leaf.to(device, non_blocking=True)
+        return known[id(leaf)]
+
+    return move

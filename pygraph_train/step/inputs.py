@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pygraph_train.graphs.memory import Storages
 from pygraph_train.torch_private.memory import copy_all
 from pygraph_train.tracing.signature import alignment, flatten, map_leaves
 
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 class StaticInputs:
-    """Buffers for the tensor leaves of one signature.
+    """Buffers for the tensor leaves of one signature. Leaves that are one tensor have one buffer.
 
     Args:
         leaves: example leaves; tensors give shape, dtype, strides and device.
@@ -25,14 +26,22 @@ class StaticInputs:
     """
 
     def __init__(self, leaves: Sequence[Any], used: Sequence[bool]) -> None:
-        self._index = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and used[i]]
+        read = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and used[i]]
+        first = {id(leaves[i]): i for i in reversed(read)}
+        self._index = sorted(first.values())
+        self._same = {i: first[id(leaves[i])] for i in read}
         self.tensors: list[Tensor] = [_buffer_like(leaves[i]) for i in self._index]
 
     def tree(self, args: Any) -> Any:
         """`args` with every used tensor leaf replaced by its buffer."""
-        by_position = dict(zip(self._index, self.tensors, strict=True))
+        buffers = dict(zip(self._index, self.tensors, strict=True))
+        by_position = {i: buffers[k] for i, k in self._same.items()}
         position = iter(range(1 << 62))
         return map_leaves(lambda leaf: by_position.get(next(position), leaf), args)
+
+    def lie_in(self, memory: Storages, leaves: Sequence[Any]) -> bool:
+        """Whether a leaf of a call that would be copied lies in this memory. Hot path."""
+        return any(memory.hold(leaves[i]) for i in self._index)
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the leaves of a call into the buffers, in the caller's stream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pygraph_train.step.program import StepProgram
@@ -30,7 +31,7 @@ class Lookup:
         self._anchors = anchors
 
     def variant_of(
-        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> Variant | None:
         """The kind of call that this one is: the guards of its trace hold."""
         if not signature.variants:
@@ -39,9 +40,17 @@ class Lookup:
         with program.context():
             fn = program.function()
             for variant in signature.variants:
-                if not variant.trace.traced or variant.trace.holds(fn, args, kwargs):
+                if not variant.trace.traced:
+                    return variant
+                if variant.trace.holds(fn, args, kwargs) and (not variant.anchored or variant.is_for(leaves)):
                     return variant
         return None
+
+    def reads_written_memory(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> bool:
+        """Whether a tensor of the batch lies where forward may write: a replay would read a copy from before."""
+        if capture.written is None or variant.inputs is None:
+            return False
+        return variant.inputs.lie_in(capture.written, leaves)
 
     def is_valid(self, variant: Variant, capture: Capture) -> bool:
         """Everything that the guards do not cover: addresses, optimizer state, hyperparameters."""

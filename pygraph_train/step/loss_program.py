@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -15,10 +16,13 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.agreement import decline
-from pygraph_train.parallel.replication import RECORDER, Replicas, replication_of
+from pygraph_train.parallel.replicas import Replicas
+from pygraph_train.parallel.replication import RECORDER
+from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import tell_why_off
+from pygraph_train.report.announcements import tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
+from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.flight import Replayed
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
@@ -42,6 +46,10 @@ class LossSteps:
         self._report = StepReport()
         self._runner: StepRunner | None = None
         self._pending = False
+        self._counted_elsewhere = False
+        self._made = False
+        self._over = False  # no step can have a graph any more
+        self._after_first: AfterFirstStep | None = None
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         if engine is None:
             self._report.note("graphs are off: steps run as they are")
@@ -53,12 +61,19 @@ class LossSteps:
                 program.replication.leave_default_stream()
             self._runner = StepRunner(program, config, engine, self._report)
 
+    @property
+    def program(self) -> LossProgram:
+        """What a step is."""
+        return self._program
+
     def report(self) -> StepReport:
         """What became of the steps so far. Prints as a table."""
         return self._report
 
     def close(self) -> None:
         """Release all graphs and give the optimizer back as it was. Later steps run without graphs."""
+        if self._after_first is not None:
+            self._after_first.close()
         if self._runner is not None:
             self._runner.close()
             self._runner = None
@@ -81,7 +96,11 @@ class LossSteps:
             What that function returned, detached: tensors of their own.
         """
         program = self._program
-        sync = (update and program.replication.exchanging()) or program.replication.group is None
+        if self._over:
+            return self._make_plainly(args, kwargs, update=update)
+        if self._after_first is not None:
+            self._second_step(self._after_first)
+        sync = program.replication.exchanges(update=update)
         update = update and program.optimizer is not None
         fresh = program.starts_fresh() if program.optimizer is None else not self._pending
         constants = program.constants() + program.replication.constants()
@@ -90,7 +109,7 @@ class LossSteps:
         position = self._position
 
         if self._runner is None:
-            self._report.step_began()
+            self._report.step_began(elsewhere=self._counted_elsewhere)
             result = program.run(plain_call, args, kwargs, position, plain_update)
         else:
             step = self._runner.begin(position)
@@ -106,8 +125,39 @@ class LossSteps:
             else:
                 result = outcome.result
             step.finish()
+            self._over = self._made and self._runner.over
         self._pending = not update  # only now: a step that raised is not part of an accumulation
+        if not self._made:
+            self._made = True
+            self._after_first = AfterFirstStep(result, program.optimizer if update else None)
         return result
+
+    def _make_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
+        """Make one step where no graph is left, and one process trains: what the user's own loop would do. Hot path."""
+        self._report.step_began()
+        program = self._program
+        optimizer = program.optimizer
+        if optimizer is not None and not self._pending:
+            optimizer.zero_grad(set_to_none=True)
+        loss, result = program.forward(plain_call, args, kwargs)
+        if program.nothing_but_steps:
+            loss.backward()
+            if update and optimizer is not None:
+                optimizer.step()
+        else:
+            program.backward(loss)
+            if update and optimizer is not None:
+                program.before_update()()
+        self._pending = not update
+        return result.detach() if type(result) is Tensor else _detached(result)
+
+    def _second_step(self, first: AfterFirstStep) -> None:
+        """Tell what the caller has done since the first one."""
+        told = first.end()
+        self._after_first = None
+        if told is not None:
+            self._report.note(told)
+            tell_once(told)
 
 
 class LossProgram:
@@ -136,6 +186,11 @@ class LossProgram:
         self._preparation: OptimizerPreparation | None = None
         self._others: list[Tensor] = []  # that are clipped, and not the optimizer's
 
+    @functools.cached_property
+    def nothing_but_steps(self) -> bool:
+        """Whether backward and update are those of torch: nothing is scaled or clipped."""
+        return type(self) is LossProgram and self._max_grad_norm is None and not self.scaling.on
+
     def function(self) -> Callable[..., Any]:
         return self._step_fn
 
@@ -144,13 +199,18 @@ class LossProgram:
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         preparation = self._preparation
+        if call is plain_call and (preparation is None or not preparation.active):
+            return self._loss_of(self._step_fn(*args, **kwargs))
         with ExitStack() as around:
             if preparation is not None:  # a step_fn that looks at its learning rate sees the Python number
                 around.enter_context(preparation.suspended())
             if call is not plain_call:
                 around.enter_context(self.replication.around())
             result = call(self._step_fn, args, kwargs)
-        loss = result.get("loss") if isinstance(result, Mapping) else result
+        return self._loss_of(result)
+
+    def _loss_of(self, result: Any) -> tuple[Tensor, Any]:
+        loss = result.get("loss") if type(result) is not Tensor and isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
             raise TypeError(
                 "step_fn must return the loss, a 0-dim tensor that requires grad, or a dict with it under "
@@ -170,6 +230,9 @@ class LossProgram:
 
     def update(self) -> None:
         self.scaling.step()
+
+    def exchanges(self) -> bool:
+        return self.replication.sharded and (self._max_grad_norm is not None or self.scaling.on)
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation

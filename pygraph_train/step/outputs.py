@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import storage_key
+from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.signature import flatten, map_leaves
 
 __all__ = ["Outputs"]
@@ -72,7 +73,7 @@ class Outputs:
         places = {id(leaf): k for k, leaf in static.items()}
         of_batch = {_memory(leaf): k for k, leaf in static.items() if leaf.layout is torch.strided}
         themselves = set() if detached else set(map(id, state))
-        of_state = {_memory(t) for t in state if t.layout is torch.strided}
+        of_state = {_memory(local_tensor(t)) for t in state if t.layout is torch.strided}
         self._makes: list[_Make] = []
         scalars: dict[Any, dict[Any, tuple[Tensor, list[int]]]] = {}
         others: dict[Any, list[tuple[int, Tensor]]] = {}
@@ -82,6 +83,8 @@ class Outputs:
                 if not isinstance(leaf, _CONSTANTS):
                     raise NotLegal(_unknown(leaf))
                 continue
+            if local_tensor(leaf) is not leaf or _is_freed(leaf):
+                raise NotLegal(_GATHERED)
             tensor = leaf.detach()
             self.tensors.append(tensor)
             memory = _memory(leaf) if leaf.layout is torch.strided else id(leaf)
@@ -233,8 +236,19 @@ def _copy_together(sharing: list[tuple[int, Tensor]]) -> _Make:
     return make
 
 
+def _is_freed(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided
+    return strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _memory(tensor: Tensor) -> int:
     return storage_key(tensor.untyped_storage())
+
+
+_GATHERED = Problem(
+    "the step returns a sharded tensor, or a parameter that is whole only during the step",
+    fix="Return a copy (.clone())",
+)
 
 
 def _unknown(leaf: Any) -> Problem:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -17,7 +19,21 @@ from pygraph_train.tracing.refusals import (
     SAVED_TENSORS_HOOKS,
 )
 
-__all__ = ["Outside"]
+__all__ = ["Outside", "around_the_step"]
+
+
+def around_the_step() -> Iterator[Problem]:
+    """Everything that is active now, and of which a replay would show nothing."""
+    if torch.is_anomaly_enabled():
+        yield ANOMALY
+    if any(global_module_hook_tables()):
+        yield GLOBAL_HOOK
+    if saved_tensors_hooks_active():
+        yield SAVED_TENSORS_HOOKS
+    if is_dispatch_watched():
+        yield DISPATCH_MODE
+    if is_function_watched() and function_modes():
+        yield FUNCTION_MODE
 
 
 class Outside:

@@ -26,6 +26,7 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem, PyGraphError, user_line_in, user_location
 from pygraph_train.regions.counters import baked_numbers
 from pygraph_train.regions.options import BackendOptions
+from pygraph_train.report.backend_report import RegionRuns
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.region_kernels import LATE_LEAVES, RegionKernels, is_leaf
@@ -52,6 +53,7 @@ from pygraph_train.torch_private.tracing import dynamo_region_config, forget_not
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
 from pygraph_train.tracing.trace import held_weakly
+from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes
 
 if TYPE_CHECKING:
     from pygraph_train.report.backend_report import RegionRecord
@@ -100,6 +102,7 @@ class Regions:
         problem: why there are none, None while there may be.
         found: whether it is known what is compiled.
         records: what the backend says of the regions that were made.
+        runs: tells which phases of a step ran from their graphs.
     """
 
     def __init__(
@@ -112,8 +115,9 @@ class Regions:
         compiled: Callable[[float], None],
     ) -> None:
         reason = why_no_regions(config, engine.name)
-        if reason is None and program.replication.group is not None:
-            reason = "DistributedDataParallel: forward and backward share one graph, or have none"
+        replication = program.replication
+        if reason is None and (replication.group is not None or replication.problem is not None):
+            reason = f"{replication.name}: forward and backward share one graph, or have none"
         self.problem = Problem(reason) if reason is not None else None
         self.found = False
         self._program = program
@@ -130,6 +134,7 @@ class Regions:
         self._notes: list[tuple[Any, str]] = []  # of compilations in the present step
         self._probes = self._quiet = 0
         self.records: list[RegionRecord] = []
+        self.runs = RegionRuns(functools.partial(list, self.records))
         self._note = report.note
         report.began(engine.name, regions=functools.partial(list, self.records))
         self._retains = False  # a backward was seen that may be called again
@@ -284,13 +289,13 @@ class Regions:
         if not self._leaves and any(map(is_leaf, example_inputs)):
             self._note(str(Problem(LATE_LEAVES, user_location())))
             return self._kernels.eager_from_here(as_eager(graph).forward)
-        started, eager = time.perf_counter(), eager_copy(graph)
+        started, eager, places = time.perf_counter(), eager_copy(graph), uncounted_changes(graph)
         retains = self._retains or self._program.acts_before_backward() is not None
         try:
             with backwards_called_again() if retains else nullcontext():
-                compiled = compile_graph(
-                    graph, example_inputs, BackendOptions.of(self._options), self.records.append
-                )
+                options = BackendOptions.of(self._options)
+                compiled = compile_graph(graph, example_inputs, options, self.records.append)
+                compiled = counted_as_eager(compiled, places)
         except dynamo_restart():  # not a failure: Dynamo traces once more
             raise
         except Exception as error:  # eager kernels do as well

@@ -31,6 +31,7 @@ from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signatures, Variant
 from pygraph_train.step.watching import Watching
+from pygraph_train.tracing.refusals import BATCH_IN_STATE
 from pygraph_train.tracing.signature import flattened, key_of
 
 __all__ = ["StepRunner"]
@@ -76,6 +77,7 @@ class StepRunner:
         maker = CaptureMaker(training, updates.context, together)
         self._together, self._lookup = together, Lookup(program, updates, maker.anchors)
         self._training, self._regions, self._updates = training, regions, updates
+        self.count = training.step_began  # a step is made without this runner
         self._signatures = signatures
         self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
@@ -92,8 +94,7 @@ class StepRunner:
 
     def begin(self, position: PositionInAccumulation) -> StepInFlight:
         """A training step begins, or one micro-batch of it: `position` says where that stands in accumulation."""
-        self._training.step += 1
-        self._training.report.step_began()
+        self._training.step_began()
         if self._together is not None:
             self._together.begin()
         self._present = self._flight(position, self._present.choice)
@@ -117,7 +118,7 @@ class StepRunner:
             flat: structure and leaves of `(args, kwargs)`, where the caller has them from `flatten`.
         """
         if (together := self._together) is not None:
-            run = together.voted_first(run, self._why_off)
+            run = together.voted_first(run, lambda: self._refusing.off)
             if together.ended is not None and self._refusing.off is None:
                 self._refusing.run(together.ended)
         if (problem := self._outside.why_plain()) is not None:
@@ -141,7 +142,7 @@ class StepRunner:
             no_graphs.quiet -= step.position.fresh  # no graph of both is settled: nothing has to be checked
             step.arm = no_graphs.arm
             return Ran(self._ungraphed.as_its_arm_says(step, run))
-        variant = self._lookup.variant_of(signature, args, kwargs)
+        variant = self._lookup.variant_of(signature, args, kwargs, leaves)
         if variant is None:
             return self._advance(step, self._signatures.meet(key), None, args, kwargs, leaves, run)
         if (choice := variant.choice) is not None:
@@ -159,6 +160,9 @@ class StepRunner:
         capture = variant.captures.get(variant.capture_key(step.position))
         if capture is not None and not capture.gradients.fit():
             return Ran(self._ungraphed.plainly(run))  # emptied in the middle of an accumulation
+        if capture is not None and self._lookup.reads_written_memory(variant, capture, leaves):
+            self._refusing.plain_step(BATCH_IN_STATE, for_good=False)
+            return Ran(self._ungraphed.plainly(run))
         if capture is not None and self._lookup.is_valid(variant, capture):
             if together is not None and (word := together.replays(capture)) is not Word.REPLAY:
                 if word is Word.PLAIN:
@@ -193,13 +197,10 @@ class StepRunner:
         variant.replays += 1
         self._training.replays += 1
         self._training.clock.replayed(self._training.step)
+        self._present.came_from_graph(updated=capture.updates)
         if variant.replays == REPLAYS_BEFORE_COMPILING:
             self._advance.consider_compiling(variant)
         return Replayed(capture.outputs(leaves), capture.updates)
-
-    def _why_off(self) -> Problem | None:
-        """Why this rank replays no whole step any more."""
-        return self._refusing.off
 
     def _release(self, arm: Arm) -> None:
         """Let go of what only other arms than this one, which is settled, have used."""
@@ -212,6 +213,11 @@ class StepRunner:
     def stopped(self) -> bool:
         """Whether every further step runs without a graph of forward and backward."""
         return self._refusing.off is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of any further step can have a graph. Who makes them needs nothing but `count`."""
+        return self._together is None and (self._ungraphed.over or self._refusing.stopped)
 
     @property
     def hopeless(self) -> bool:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from torch import nn
+
 from pygraph_train.parallel.agreement import Agreement, Said, Word, agreement, versions
 from pygraph_train.parallel.replication import Replication
-from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture
@@ -138,6 +140,8 @@ class Together:
         self._announced = False
         try:
             yield
+        except PyGraphError:
+            raise  # nobody can vote any more
         except Exception as error:
             if not self._announced:
                 self.confirm(problem_of(error))
@@ -222,4 +226,15 @@ def facts_of(training: TrainingRun) -> dict[str, str]:
     """What has to be the same on all ranks."""
     options = {f"the option {name}": repr(value) for name, value in vars(training.config).items()}
     options.pop("the option cache_dir", None)
-    return {**versions(), "the engine": training.engine.name, **options}
+    return {
+        **versions(),
+        "the engine": training.engine.name,
+        "the parameters of the model": _in_words(training.program.model),
+        **options,
+    }
+
+
+def _in_words(model: nn.Module) -> str:
+    """How many parameters a model has, and a checksum of their names, shapes and types."""
+    looks = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return f"{len(looks)} (checksum of names, shapes and types: {zlib.crc32(repr(looks).encode()):08x})"

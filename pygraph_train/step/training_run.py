@@ -61,6 +61,11 @@ class TrainingRun:
         if self.engine.name == "emulated" and self.config.compile is True:
             self.report.note("the emulated engine runs eager kernels: compile=True has no effect")
 
+    def step_began(self) -> None:
+        """One more step, or micro-batch."""
+        self.step += 1
+        self.report.step_began()
+
     def steps_made(self) -> int:
         """The number of the present step, for those that must not keep the whole run."""
         return self.step

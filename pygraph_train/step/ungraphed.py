@@ -27,12 +27,14 @@ class UngraphedSteps:
     Attributes:
         choice: the comparison of plans for steps that can have no graph of both, once it is known what there is to
             compare.
+        over: whether nothing of any further step can have a graph.
     """
 
     def __init__(
         self, training: TrainingRun, updates: Updates, regions: Regions, decisions: Decisions
     ) -> None:
         self.choice: Choice | None = None
+        self.over = False
         self._training = training
         self._updates = updates
         self._regions = regions
@@ -52,6 +54,8 @@ class UngraphedSteps:
 
     def with_the_best_plan(self, step: StepInFlight, run: Callable[[Call], R]) -> R:
         """Make a step that can have no graph of both: its regions and its update may still have graphs."""
+        if self.over:
+            return self.plainly(run)
         self._updates.prepare()
         if self.choice is None:
             if self._regions.problem is None and not self._regions.found:
@@ -61,6 +65,7 @@ class UngraphedSteps:
                 self._training.report.note(f"{problem.reason}" if not problem.fix else str(problem))
             plans = self._updates.plans(forward_backward=False)
             if len(plans) == 1 and not plans[0].graphs:
+                self.over = True
                 return self.plainly(run)
             self.choice = self._decisions.choice(None, plans, self._training.steps_made)
         step.count_for(self.choice)

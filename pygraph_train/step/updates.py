@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from pygraph_train.optimizers.kernels import is_unknown
-from pygraph_train.optimizers.phase import OptimizerPhase
+from pygraph_train.optimizers.phase import OF_SHARDS, OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
@@ -78,6 +78,8 @@ class Updates:
         self.phase = OptimizerPhase(
             program, preparation, training.engine, training.config, training.report, training.addresses
         )
+        if program.exchanges():
+            self.phase.problem = OF_SHARDS
         self.between = program.acts_before_update()
         if unknown and self.between is None:
             self.between = f"{type(program.optimizer).__qualname__} is none of torch.optim's, and is tried"

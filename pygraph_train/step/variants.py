@@ -12,12 +12,14 @@ from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
+from pygraph_train.graphs.memory import Storages
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage, StageLengths, next_life
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Audits
@@ -51,6 +53,10 @@ class Capture:
     audits: Audits
     sync: bool = True
     """Whether gradients are exchanged with other processes in it."""
+    sharded: bool = False
+    """Whether this process holds parts of the parameters, whose addresses count."""
+    written: Storages | None = None
+    """What its forward may write, and copies of the batch must not be taken of. None where it writes nothing."""
     number: int = 0
     """Of a capture that the ranks of a training have made together."""
 
@@ -65,6 +71,8 @@ class Variant:
         key: of the signature.
         life: where it stands.
         used: which leaves of the arguments the step reads.
+        anchored: leaves that are tensors which the step also reads from somewhere else (a buffer of the model that is
+            passed to it): their positions, and those in `trace.inputs`. Dynamo takes them from there.
         compiled: the trace with Inductor's kernels.
         inputs: where graphs read the batch.
         arm: what it runs with.
@@ -81,6 +89,7 @@ class Variant:
     key: Key = ()
     life: Life = field(default_factory=lambda: Life(Stage.FIRST_LOOK))
     used: list[bool] = field(default_factory=list)
+    anchored: list[tuple[int, int]] = field(default_factory=list)
     compiled: Trace | None = None
     inputs: StaticInputs | None = None
     captures: dict[CaptureKey, Capture] = field(default_factory=dict)
@@ -92,6 +101,15 @@ class Variant:
     last_used: int = 0
     moves: int = 0
     writes_parameters: bool = False
+
+    def is_for(self, leaves: Sequence[Any]) -> bool:
+        """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""
+        return all(leaves[i] is self.trace.latest_tensors[k] for i, k in self.anchored)
+
+    def maybe_written(self, reads: Sequence[Tensor]) -> Storages | None:
+        """The memory of what the forward may change of `reads`: buffers, and parameters if it was seen to do that."""
+        found = [t for t in reads if self.writes_parameters or not t.requires_grad]
+        return Storages(map(local_tensor, found)) if found else None
 
     def meets(self, event: LifeEvent) -> None:
         """Go on in life."""
@@ -183,7 +201,8 @@ class Signatures:
 
 def same_memory(tensors: Sequence[Tensor], capture: Capture) -> bool:
     """Whether a graph works on these very tensors: parameters are the same objects, all are where they were."""
-    if list(map(Tensor.data_ptr, tensors)) != capture.addresses:
+    parts = list(map(local_tensor, tensors)) if capture.sharded else tensors
+    if list(map(Tensor.data_ptr, parts)) != capture.addresses:
         return False
     return all(map(operator.is_, capture.leaves, capture.pick_leaves(tensors)))
 

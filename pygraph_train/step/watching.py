@@ -52,7 +52,7 @@ class Watching:
         with (
             self._updates.context(),
             self._maker.warm_up(fresh=step.position.fresh),
-            training.clock.ungraphed(),
+            training.clock.ungraphed(traced=first),
         ):
             result = run(self._watched(variant))
         variant.seen_in_warmup(training.times.ungraphed)
@@ -108,6 +108,8 @@ class Watching:
                 )
         read = {id(tensor) for _, tensor in reads}
         variant.used = [isinstance(leaf, Tensor) and id(leaf) in read for leaf in leaves]
+        places = {id(tensor): k for k, tensor in enumerate(state)}
+        variant.anchored = [(i, places[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in places]
         return None
 
 

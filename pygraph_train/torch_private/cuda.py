@@ -17,8 +17,10 @@ __all__ = [
     "clear_cublas_workspaces",
     "cuda_graph_nodes",
     "current_cuda_stream",
+    "driver_version",
     "expandable_segments",
     "gradient_accumulators",
+    "told_as_capturing",
 ]
 
 
@@ -63,6 +65,17 @@ def begin_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> 
         graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
 
 
+@contextmanager
+def told_as_capturing() -> Iterator[None]:
+    """Code that asks torch whether the current stream is capturing is told that it is (torch 2.11, 2.13)."""
+    stock = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = stock
+
+
 def gradient_accumulators(leaves: Iterable[torch.Tensor]) -> list[Any]:
     """What adds to the gradients of these tensors; of the current stream, where it did not exist yet. (2.11, 2.13)"""
     wanted = [t for t in leaves if t.requires_grad and t.is_leaf and t.is_cuda]
@@ -85,6 +98,13 @@ def accumulators_of_other_streams() -> Iterator[None]:
 def current_cuda_stream(device: int) -> int:
     """The cudaStream_t of this thread's current stream (torch 2.11)."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def driver_version() -> str | None:
+    """The newest CUDA version that the driver of this machine can run, None without a driver. (2.13)"""
+    asked = getattr(torch._C, "_cuda_getDriverVersion", None)  # builds without CUDA lack it
+    version = 0 if asked is None else int(asked())
+    return f"{version // 1000}.{version % 1000 // 10}" if version else None
 
 
 @contextmanager

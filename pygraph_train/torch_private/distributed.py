@@ -24,6 +24,7 @@ __all__ = [
     "has_delayed_parameters",
     "has_run",
     "rebuild_reducer",
+    "registered_hook",
     "reset_reducer",
     "stop_sampling",
     "waited_for",
@@ -129,6 +130,14 @@ def comm_hook(ddp: DistributedDataParallel) -> str:
         hook, _ = ddp._comm_hooks[0]
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))
     return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def registered_hook(ddp: DistributedDataParallel) -> tuple[Any, Any] | None:
+    """The communication hook of a wrapper that is written in Python, with its state (torch 2.11, 2.13)."""
+    if not ddp._comm_hooks:
+        return None
+    hook, state = ddp._comm_hooks[0]
+    return hook, state
 
 
 def acts_in_python(ddp: DistributedDataParallel) -> tuple[bool, int, bool]:

@@ -102,8 +102,14 @@ def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]
         if writes and not changed:
             continue
         stacks: Any = effects.mutation_user_stacks.get(variable) or [None]
-        found += [(source, attribute, stacks[0]) for attribute in changed or [""]]
+        found += [(source, attribute, _stack_of(attribute, stacks)) for attribute in changed or [""]]
     return found
+
+
+def _stack_of(attribute: str, stacks: list[Any]) -> Any:
+    """Dynamo keeps the writes to one object together: the stack of the first one whose line names the attribute."""
+    named = (s for s in stacks if s and f".{attribute}" in (s[-1].line or ""))
+    return next(named, stacks[0]) if attribute else stacks[0]
 
 
 def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "cached_tensors",
     "copy_all",
     "keep_cached_tensors",
+    "keep_versions",
     "no_view",
     "reinterpret_tensor",
     "storage_key",
@@ -28,6 +30,13 @@ __all__ = [
 def tensor_version(tensor: torch.Tensor) -> int:
     """Counter of the in-place changes of a tensor (torch 2.11, 2.13)."""
     return int(tensor._version)
+
+
+def keep_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Inside, in-place changes of these tensors are not counted. (2.11, 2.13)"""
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pygraph_train.torch_private import autocast, checkpoints, host_numbers, switches
+from pygraph_train.torch_private import autocast, checkpoints, host_numbers, switches, texts
 from pygraph_train.torch_private.dynamo import with_place
 
 __all__ = [
@@ -50,12 +50,13 @@ def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _tracing(*, regions: bool, **settings: Any) -> AbstractContextManager[None]:
+def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> AbstractContextManager[None]:
     """Dynamo with these settings, and with what it lacks.
 
     Numbers of the host are as eager has them, and it has no ideas of its own of optimizers.
 
     Args:
+        *further: changes on top of these.
         regions: whether what is traced may be a part of a step.
         **settings: of Dynamo.
     """
@@ -68,12 +69,13 @@ def _tracing(*, regions: bool, **settings: Any) -> AbstractContextManager[None]:
     mends = [
         *host_numbers.mends(),
         *checkpoints.mends(regions=regions),
+        *texts.mends(),
         *_mends(),
         *_quiet(),
         _forgetful(),
         _with_places(),
     ]
-    return _changed([*changes, *mends, _optimizers_as_they_are(), _tracer()])
+    return _changed([*changes, *mends, _optimizers_as_they_are(), _tracer(), *further])
 
 
 @functools.cache
@@ -182,11 +184,16 @@ def _for_new_objects(set_export_info: Callable[..., None]) -> Callable[..., None
     return set_anew
 
 
-def dynamo_step_config() -> AbstractContextManager[None]:
-    """Trace with every Python number specialised, so that a guard stands for it (torch 2.11, 2.13)."""
+def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager[None]:
+    """Trace with every Python number specialised, so that a guard stands for it (torch 2.11, 2.13).
+
+    Args:
+        *further: changes of Dynamo, as (owner, attribute, value).
+    """
     import torch._dynamo.config as config
 
     return _tracing(
+        *further,
         regions=False,
         specialize_int=True,
         specialize_float=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,11 +16,16 @@ from pygraph_train.torch_private.hooks import (
     hooks_on_accumulation,
 )
 
-__all__ = ["backward_hook", "hooked"]
+__all__ = ["backward_hook", "backward_hooks", "hooked"]
 
 
-def hooked(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of these leaves has a gradient hook. To be asked when hooks were registered: not a hot path."""
+def hooked(tensors: Sequence[Any]) -> bool:
+    """Whether one of these leaves has a gradient hook. To be asked when hooks were registered: not a hot path.
+
+    Args:
+        tensors: leaves, or other owners of gradients, which have no hooks.
+    """
+    tensors = [t for t in tensors if isinstance(t, Tensor)]
     return (
         any(map(gradient_hooks, tensors))
         or any(map(accumulation_hooks, tensors))
@@ -29,20 +34,24 @@ def hooked(tensors: Sequence[Tensor]) -> bool:
 
 
 def backward_hook(model: nn.Module) -> Problem | None:
+    """The first of `backward_hooks`."""
+    return next(backward_hooks(model), None)
+
+
+def backward_hooks(model: nn.Module) -> Iterator[Problem]:
     """Hooks that autograd runs in Python during backward: replay would not run them."""
     for name, parameter in model.named_parameters():
         hooks = list((gradient_hooks(parameter) or {}).values())
         hooks += list((accumulation_hooks(parameter) or {}).values())
         hooks += hooks_on_accumulation(parameter)
-        if hooks:
-            return Problem(f"parameter {name} has the gradient hook {_name(hooks[0])}", _defined_at(hooks[0]))
+        for hook in hooks:
+            yield Problem(f"parameter {name} has the gradient hook {_name(hook)}", _defined_at(hook))
     for name, module in model.named_modules():
         for hook in chain.from_iterable(map(dict.values, backward_hook_tables(module))):
-            return Problem(
+            yield Problem(
                 f"module {name or type(module).__name__} has the backward hook {_name(hook)}",
                 _defined_at(hook),
             )
-    return None
 
 
 def _name(fn: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import traceback
@@ -21,9 +22,21 @@ __all__ = [
     "line_of",
     "problem_of_break",
     "problem_of_guard",
+    "read_on_host",
     "readable",
+    "shape_of_values",
+    "text_of_tensor",
 ]
 
+
+_OF_TENSORS = ("TensorVariable", "SymNodeVariable", "StringFormatVariable")
+"""What Dynamo calls tensors, numbers that are read from them, and texts that are made of either."""
+
+_LEAVE_OUT = "The library makes the backward and the update"
+_LOSS_ONLY = (
+    "Return the loss, and leave backward, step and zero_grad to GraphedStep. In a loop of Accelerate, decorate the "
+    "function with accelerator.graphed_step"
+)
 
 READ_LATER = "Let the step return the tensor, read it after the step"
 """How a fix begins for a value that is read where no graph can be."""
@@ -33,7 +46,7 @@ def problem_of_break(error: BaseException) -> Problem:
     stack = getattr(error, "real_stack", None)
     message = str(error)
     builtin = re.search(r"how to trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`", message)
-    if builtin is not None and builtin[1].startswith("Random."):
+    if (builtin is not None and builtin[1].startswith("Random.")) or "Python's random module" in message:
         return Problem(
             "the step draws random numbers in Python, and a replay would repeat those of the capture",
             innermost(stack),
@@ -46,7 +59,7 @@ def problem_of_break(error: BaseException) -> Problem:
             "Call it outside of the step",
         )
     told = re.search(r"debug context: builtin (print|str|repr|format) (\[.*\])", message)
-    if told is not None and ("TensorVariable" in told[2] or "SymNodeVariable" in told[2]):
+    if told is not None and any(kind in told[2] for kind in _OF_TENSORS):
         return Problem(
             f"the step is not one graph: {told[1]}() reads the value of a tensor on the host",
             innermost(stack),
@@ -59,11 +72,7 @@ def problem_of_break(error: BaseException) -> Problem:
             "Call it outside of the step",
         )
     if _makes_text(error):
-        return Problem(
-            "the step is not one graph: it puts a tensor into a text, which reads its values on the host",
-            innermost(stack),
-            f"{READ_LATER}, and make the text there",
-        )
+        return text_of_tensor(innermost(stack) or user_line_in(message))
     if "builtin mod [<class 'torch._dynamo.variables.constant.ConstantVariable'>" in message or (
         "unsupported operand type(s) for %: 'str' and 'tuple'" in message
     ):
@@ -80,6 +89,18 @@ def problem_of_break(error: BaseException) -> Problem:
             innermost(stack),
             "Keep it a tensor, or do it after the step",
         )
+    if "Data-dependent branching" in message:
+        return _number_on_device(innermost(stack), stack)
+    if "tracing `tolist()`" in message:
+        return read_on_host(innermost(stack))
+    if "Observed exception" in message:
+        raised = re.search(r"raised exception (\w+)", message)
+        return Problem(
+            f"the step is not one graph: Dynamo finds that it raises {raised[1] if raised else 'an exception'}",
+            innermost(stack),
+            "Where it raises nothing without pygraph_train, Dynamo does not know what is called there: call it "
+            "outside of the step",
+        )
     if "(Generator)" in message and "as_proxy" in message:
         return Problem(
             "the step is not one graph: it draws random numbers from a torch.Generator of its own, which Dynamo does "
@@ -87,12 +108,36 @@ def problem_of_break(error: BaseException) -> Problem:
             innermost(stack),
             "Draw them before the step, or without a generator",
         )
-    if any(f"torch{os.sep}_functorch{os.sep}" in frame.filename for frame in stack or ()):
+    files = [frame.filename for frame in stack or ()]
+    last = files[-1] if files else ""
+    if "tracing `Tensor.backward()`" in message or last == torch.autograd.__file__:
+        return Problem(
+            f"the step is not one graph: it calls backward(). {_LEAVE_OUT}", innermost(stack), _LOSS_ONLY
+        )
+    if "Optimizer.zero_grad" in message or last == inspect.getfile(torch.optim.Optimizer):
+        return Problem(
+            f"the step is not one graph: it calls step() or zero_grad() of an optimizer. {_LEAVE_OUT}",
+            innermost(stack),
+            _LOSS_ONLY,
+        )
+    if "User-inserted graph break" in message:
+        return Problem(
+            "the step is not one graph: it calls torch._dynamo.graph_break(), or a function that does",
+            innermost(stack),
+            "Leave that call out, or make it outside of the step",
+        )
+    if any(f"torch{os.sep}_functorch{os.sep}" in file for file in files):
         return Problem(
             "the step is not one graph: it calls a transform of torch.func (vmap, grad, ...), which Dynamo does not "
             "trace here",
             innermost(stack),
             "Call it outside of the step, or compute the same without torch.func",
+        )
+    if "SymNodeVariable" in message:  # a number that was read from a tensor
+        return Problem(
+            "the value of a tensor is read on the host (.item(), float(), int() of it), and Python uses it here",
+            innermost(stack),
+            f"{READ_LATER}, and use its value there",
         )
     explanation = next(
         (
@@ -107,6 +152,35 @@ def problem_of_break(error: BaseException) -> Problem:
         "",
     )
     return Problem(f"the step is not one graph: {explanation.rstrip('.')}", innermost(stack), hint)
+
+
+def read_on_host(where: str | None) -> Problem:
+    """Python asks for the value of a tensor."""
+    return Problem(
+        "the value of a tensor is read on the host (.item(), .tolist(), float(), int() or bool() of it), "
+        "which waits for the device",
+        where,
+        "Keep the value in a tensor, or read it after the step",
+    )
+
+
+def text_of_tensor(where: str | None) -> Problem:
+    """A tensor goes into a text: an f-string, `format`, `%`."""
+    return Problem(
+        "the step is not one graph: it puts a tensor into a text, which reads its values on the host",
+        where,
+        f"{READ_LATER}, and make the text there",
+    )
+
+
+def shape_of_values(where: str | None) -> Problem:
+    """An operation makes a tensor whose shape only its values tell."""
+    return Problem(
+        "the shape of a tensor depends on the values of another one (a boolean mask as index, nonzero(), unique()), "
+        "and the shapes of a graph are fixed",
+        where,
+        "Keep the shape, and take part by multiplying or with torch.where(mask, x, 0)",
+    )
 
 
 def _makes_text(error: BaseException) -> bool:
@@ -150,9 +224,18 @@ def _number_on_device(where: str | None, stack: Any) -> Problem:
 def compiler_failed(error: BaseException) -> Problem:
     """What Dynamo raised while it traced, in one line."""
     kind = "" if isinstance(error, dynamo_failure()) else f"{type(error).__name__}: "
-    where = dynamo_error_place(error) or innermost(getattr(error, "real_stack", None))
+    where = (
+        dynamo_error_place(error) or innermost(getattr(error, "real_stack", None)) or user_line_in(str(error))
+    )
     if _computes_with_number(error):
         return _number_on_device(where, getattr(error, "real_stack", None))
+    if "TensorVariable() is not a constant" in str(error):
+        return Problem(
+            "the step is not one graph: a function of Python, such as format(), takes a tensor and reads its value on "
+            "the host",
+            where,
+            f"{READ_LATER}, and call the function there",
+        )
     said = f"{kind}{_first_line(error)}".strip()
     if said.endswith(":"):  # an exception without a message
         said = f"{said[:-1]} while it traced the step"
@@ -240,6 +323,8 @@ def readable(expression: str, fn: Any = None) -> str:
     names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
     for index, name in enumerate(names):
         expression = expression.replace(f"L['fn'].__closure__[{index}].cell_contents", name)
+    expression = re.sub(r"dict\(type\((.+?)\)\.__dict__\)\['(\w+)'\]", r"type(\1).\2", expression)
+    expression = expression.replace("G['__import___main__'].", "")
     expression = re.sub(r"G\['__import_(\w+)'\]", lambda found: found[1].replace("_dot_", "."), expression)
     expression = re.sub(r"G\['___unnamed_scope_\w+'\]\['(\w+)'\]", r"\1", expression)  # globals of no module
     text = expression.replace("L['fn'].__self__", "self").replace("L['fn']", "step")

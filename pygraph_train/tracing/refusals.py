@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from pygraph_train.tracing.trace import Trace
 
 __all__ = [
     "ANOMALY",
+    "BATCH_IN_STATE",
     "DISPATCH_MODE",
     "FUNCTION_MODE",
     "GLOBAL_HOOK",
@@ -25,7 +26,10 @@ __all__ = [
     "history",
     "problem_of",
     "unsupported_leaf",
+    "unsupported_leaves",
 ]
+
+_READ_LATER = "Let the step return the tensor, and read it or make a text of it after the step"
 
 GLOBAL_HOOK = Problem("a hook on all modules (register_module_forward_hook and the like) runs in Python")
 DISPATCH_MODE = Problem(
@@ -36,6 +40,11 @@ FUNCTION_MODE = Problem(
 )
 SAVED_TENSORS_HOOKS = Problem(
     "saved_tensors_hooks are active, and see nothing of a replay: steps under them run as they are"
+)
+BATCH_IN_STATE = Problem(
+    "a tensor of the batch lies in memory that the step may write (it is a view of a buffer of the model), and a graph "
+    "would read a copy from before the step",
+    fix="Pass a clone of it",
 )
 ANOMALY = Problem("anomaly detection reads every gradient on the host", fix="Turn detect_anomaly off")
 
@@ -52,22 +61,28 @@ def history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
 
 
 def unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Problem | None:
-    """An argument that cannot be kept in a static buffer."""
+    """The first of `unsupported_leaves`."""
+    return next(unsupported_leaves(args, kwargs, leaves), None)
+
+
+def unsupported_leaves(
+    args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+) -> Iterator[Problem]:
+    """Arguments that cannot be kept in a static buffer."""
     paths = leaf_paths(args, "args") + leaf_paths(kwargs, "kwargs")
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, np.ndarray):
-            return Problem(f"{path} is a NumPy {type(leaf).__name__}", fix="Pass torch.as_tensor of it")
+            yield Problem(f"{path} is a NumPy {type(leaf).__name__}", fix="Pass torch.as_tensor of it")
         if not isinstance(leaf, Tensor):
             continue
         if type(leaf) is not Tensor or leaf.is_nested:
-            return Problem(f"{path} is a {type(leaf).__name__}, of which a graph would see a plain tensor")
-        if leaf.requires_grad:
-            return Problem(f"{path} requires a gradient: its .grad would lie in a static buffer")
-        if leaf.layout is not torch.strided:
-            return Problem(f"{path} is a {leaf.layout} tensor, whose memory a graph cannot fix")
-        if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
-            return Problem(f"{path} is an expanded tensor", fix="Call .contiguous() on it")
-    return None
+            yield Problem(f"{path} is a {type(leaf).__name__}, of which a graph would see a plain tensor")
+        elif leaf.requires_grad:
+            yield Problem(f"{path} requires a gradient: its .grad would lie in a static buffer")
+        elif leaf.layout is not torch.strided:
+            yield Problem(f"{path} is a {leaf.layout} tensor, whose memory a graph cannot fix")
+        elif any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+            yield Problem(f"{path} is an expanded tensor", fix="Call .contiguous() on it")
 
 
 def compiler_problem(error: BaseException) -> Problem | None:
@@ -86,7 +101,7 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, NotLegal):
         return error.problem
     if isinstance(error, CaptureError):
-        return Problem(error.reason, error.where)
+        return Problem(error.reason, error.where, _READ_LATER if "on the host" in error.reason else "")
     if isinstance(error, torch.OutOfMemoryError):
         return Problem(
             "out of memory during the capture", fix="A smaller batch leaves room for the graph's memory"

@@ -96,7 +96,16 @@ def key_of(structure: Any, leaves: Sequence[Any]) -> Key:
     Values of leaves that are not tensors are left to the guards: a file name that the step never reads
     does not matter, a number that it reads does.
     """
-    return (structure, *[_leaf_key(leaf) for leaf in leaves])
+    if len(set(map(id, leaves))) == len(leaves):
+        return (structure, *[_leaf_key(leaf) for leaf in leaves])
+    return (structure, *[_leaf_key(leaf) for leaf in leaves], *_repeated(leaves))
+
+
+def _repeated(leaves: Sequence[Any]) -> list[tuple[int, int]]:
+    """Which tensors are the same object as one before: their positions. The step may ask for it (`a is b`)."""
+    first: dict[int, int] = {}
+    places = [(k, first.setdefault(id(leaf), k)) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    return [(place, before) for place, before in places if place != before]
 
 
 def _leaf_key(leaf: Any) -> Any:

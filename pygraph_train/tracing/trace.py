@@ -11,7 +11,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from pygraph_train.torch_private.dynamo import (
     asked_expression,
     dynamo_cache_entries,
     dynamo_refusal,
-    dynamo_side_effects,
     forget_compiled,
     guard_failures,
     guarded_expression,
@@ -32,11 +31,10 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
+from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written
 from pygraph_train.tracing.reasons import (
     compiler_failed,
-    first_use,
     forget_frames,
-    innermost,
     is_of_tensor,
     line_of,
     problem_of_break,
@@ -306,57 +304,14 @@ class Trace:
                 )
             )
         if self.problem is None:
-            self.problem = self._side_effects() or self._host_tensors(graph)
+            found = chain(written(self._fn, self._recorder), on_host(graph, self.device, self._fn))
+            self.problem = next(found, None)
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
         if self._compiler is not None:
             return self._compiler(graph, example_inputs, self.left)
         return as_eager(graph).forward
-
-    def _side_effects(self) -> Problem | None:
-        for source, attribute, stack in dynamo_side_effects():
-            if self._recorder is not None and source.endswith(self._recorder):
-                continue
-            name = readable(source, self._fn) + (f".{attribute}" if attribute else "")
-            return Problem(
-                f"{name} is written by the step, and replay runs no Python",
-                innermost(stack),
-                "Move the write out of the step (a hook that runs every step), or keep it in a tensor buffer",
-            )
-        return None
-
-    def _host_tensors(self, graph: torch.fx.GraphModule) -> Problem | None:
-        """Tensors on another device, and inputs that are not tensors: their values would be baked in."""
-        for node in graph.graph.nodes:
-            value = node.meta.get("example_value")
-            if node.op == "placeholder":
-                if isinstance(value, Tensor):
-                    if value.device.type != self.device.type:
-                        name = readable(placeholder_source(node) or node.name, self._fn)
-                        return Problem(
-                            f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",
-                            first_use(node),
-                            f"Register it as a buffer or move it to {self.device.type}",
-                        )
-                elif value is not None:
-                    name = readable(placeholder_source(node) or node.name, self._fn)
-                    return Problem(f"{name} is a Python number that changes", first_use(node))
-            elif node.op == "call_method" and node.target in ("item", "tolist"):
-                return Problem(
-                    "the value of a tensor is read on the host (.item(), .tolist(), float(), int() or bool() of it), "
-                    "which waits for the device",
-                    line_of(node),
-                    "Keep the value in a tensor, or read it after the step",
-                )
-            elif isinstance(value, Tensor) and value.device.type not in (self.device.type, "meta"):
-                return Problem(
-                    f"{getattr(node.target, '__name__', node.target)} makes a tensor on {value.device.type} "
-                    "inside the step",
-                    line_of(node),
-                    f"Make it on the device ({self.device.type}) or outside of the step",
-                )
-        return None
 
     def _read_inputs(self, graph: torch.fx.GraphModule) -> None:
         for node in graph.graph.nodes:
@@ -371,28 +326,15 @@ class Trace:
         """Note what happens to the tensors that the step is given; what happens to a batch is a problem."""
         for node, target, rebinds in writes_to_inputs(graph):
             expression = placeholder_source(target) or target.name
-            name = readable(expression, self._fn)
             if expression in self._arguments:
-                return Problem(
-                    f"{name}: the step changes its batch in place, which a replay would do to a copy",
-                    line_of(node),
-                )
+                return batch_changed(readable(expression, self._fn), line_of(node))
             self.writes_state = True
             if rebinds and expression not in self.rebound:
                 self.rebound.append(expression)
         return None
 
     def _reads_gradients(self, graph: torch.fx.GraphModule) -> Problem | None:
-        """Where graphs leave the gradients of a step, the next replay writes those of its own."""
-        for node in graph.graph.nodes:
-            source = placeholder_source(node) if node.op == "placeholder" else None
-            if source is not None and source.endswith(".grad"):
-                return Problem(
-                    f"{readable(source, self._fn)}, a gradient of the step before, is read by the step",
-                    first_use(node),
-                    "Read it after the step",
-                )
-        return None
+        return next(gradients_read(graph, self._fn), None)
 
     def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Leave to `ModuleWatch` what it sees more cheaply."""

@@ -1,4 +1,4 @@
-"""Two GPUs that train one model together over NCCL: bit for bit as plain DistributedDataParallel."""
+"""Two GPUs that train one model together over NCCL: bit for bit as plain DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ranks import Ranks, pair_of_ranks
+from tests.ranks_sharded_models import CASES
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
@@ -33,6 +34,8 @@ def ranks() -> Iterator[Ranks]:
         {"bf16": True, "sizes": "ragged", "optimizer": "adamw", "steps": 60},
         {"ddp": {"gradient_as_bucket_view": True}, "clip": 0.5, "steps": 60},
         {"ddp": {"static_graph": True}, "steps": 60},
+        {"hook": "bf16_compress_hook", "steps": 60},
+        {"hook": "fp16_compress_hook", "accumulate": 2, "steps": 60},
         {"sizes": "one rank", "steps": 60},
     ],
 )
@@ -51,6 +54,62 @@ def test_what_one_rank_cannot_do_none_does(ranks: Ranks, trap: str) -> None:
     for told in found:
         assert told["losses"] and told["state"], told["report"]
         assert (told["replayed"] > 20) == (trap == "a parameter moves"), told["report"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip": 0.5, "schedule": True, "steps": 500},
+        {"accumulate": 3, "local": True, "policy": "bf16, reduced in fp32", "steps": 60},
+        {"accumulate": 3, "clip": 0.5, "steps": 60},
+        {"autocast": True, "sizes": "ragged", "steps": 60},
+        {"reshard": False, "evaluate": 8, "steps": 60},
+        {"sizes": "one rank", "steps": 60},
+    ],
+)
+def test_steps_equal_those_of_plain_shards(ranks: Ranks, options: dict[str, Any]) -> None:
+    found = ranks.run("tests.ranks_sharded:graphed_step", config=EAGER, timeout=120.0, **options)
+    for told in found:
+        assert told["losses"] and told["state"], told["report"]
+        assert told["replayed"] >= options["steps"] // 2, told["report"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "kept whole"])
+def test_models_as_people_shard_them(ranks: Ranks, name: str) -> None:
+    for told in ranks.run("tests.ranks_sharded_models:same", case=name, timeout=120.0):
+        assert told["losses"] and told["state"] and told["replayed"] >= 12, told["report"]
+
+
+@pytest.mark.parametrize("trap", ["the capture fails on the device", "the comparison fails"])
+def test_what_one_rank_cannot_do_none_does_with_shards(ranks: Ranks, trap: str) -> None:
+    found = ranks.run("tests.ranks_sharded:graphed_step", config=EAGER, timeout=120.0, trap=trap, steps=60)
+    for told in found:
+        assert told["losses"] and told["state"] and told["replayed"] == 0, told["report"]
+
+
+def test_a_trainer_of_two_gpus_with_shards(ranks: Ranks) -> None:
+    for options in (
+        {"validate": True, "logs": True},
+        {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
+    ):
+        found = ranks.run(
+            "tests.ranks_lightning:same", timeout=120.0, replays=20, shards=True, config=EAGER, **options
+        )
+        assert min(found) >= 20
+
+
+def test_accelerate_with_shards_on_two_gpus(ranks: Ranks) -> None:
+    found = ranks.run(
+        "tests.ranks_accelerate:same",
+        timeout=120.0,
+        config=EAGER,
+        shards=True,
+        clip=0.5,
+        accumulate=2,
+        steps=60,
+    )
+    for told in found:
+        assert told["losses"] and told["state"] and told["replayed"] >= 30, told["report"]
 
 
 def test_a_trainer_of_two_gpus(ranks: Ranks) -> None:

@@ -1,0 +1,182 @@
+"""Hyperparameters that replays read anew: betas, momentum, weight decay.
+
+The kernels of an optimizer take them as Python numbers, which a capture bakes in. torch's fused kernels get each number
+as it is, and look at its value only when they run. So an engine that can rewrite a number of a captured operation keeps
+the graph right: the number is made that of the optimizer's group before each replay.
+
+Which number of which operation it is, a capture finds out by itself. Inside of it each hyperparameter has a value that
+occurs nowhere else; nothing is computed with it, because a capture executes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from pygraph_train.graphs.engine import Engine, Graph, NumberSlot, RewritableGraph
+
+__all__ = ["LiveNumbers", "NumberPlace"]
+
+
+@dataclass(frozen=True)
+class NumberPlace:
+    """Where a hyperparameter is.
+
+    Attributes:
+        entry: its position in `OptimizerPreparation.hyperparameters()`.
+        group: the number of the parameter group.
+        key: its name there.
+        item: its position in a tuple such as `betas`, None for a number.
+    """
+
+    entry: int
+    group: int
+    key: str
+    item: int | None
+
+
+class LiveNumbers:
+    """The hyperparameters that one capture leaves open.
+
+    A number that is zero is not among them, nor is one of another type than `float`: torch's Python code may ask
+    whether a number is zero, and the answer is baked in.
+
+    Args:
+        optimizer: of torch, with fused kernels where the engine rewrites numbers.
+        entries: its hyperparameters: position in `hyperparameters()`, number of the group, and key.
+        engine: of the capture.
+    """
+
+    def __init__(self, optimizer: Optimizer, entries: Iterable[tuple[int, int, str]], engine: Engine) -> None:
+        self._optimizer = optimizer
+        self._places = list(_open(optimizer, entries)) if engine.rewrites_numbers else []
+        self._marks = [_mark(index) for index in range(len(self._places))]
+        self._found: list[tuple[NumberPlace, list[NumberSlot]]] = []
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Inside of the capture, around the optimizer's step: each hyperparameter has its own value."""
+        groups = self._optimizer.param_groups
+        before = [(groups[place.group], place.key, groups[place.group][place.key]) for place in self._places]
+        try:
+            for place, mark in zip(self._places, self._marks, strict=True):
+                group = groups[place.group]
+                if place.item is not None:
+                    items = list(group[place.key])
+                    items[place.item] = mark
+                    group[place.key] = tuple(items)
+                else:
+                    group[place.key] = mark
+            yield
+        finally:
+            for group, key, value in before:
+                group[key] = value
+
+    def follow(self, graph: Graph) -> Graph:
+        """The captured graph, whose replays read the hyperparameters anew.
+
+        Those of a group without gradients are in no operation.
+        """
+        if not self._places:
+            return graph
+        assert isinstance(graph, RewritableGraph)
+        self._found = [
+            (place, graph.number_slots(mark)) for place, mark in zip(self._places, self._marks, strict=True)
+        ]
+        return _Following(graph, self._write)
+
+    def value(self, place: NumberPlace) -> Any:
+        """What the user's optimizer has there now."""
+        value = self._optimizer.param_groups[place.group][place.key]
+        return value if place.item is None else value[place.item]
+
+    def _write(self) -> None:
+        for place, slots in self._found:
+            value = self.value(place)
+            for slot in slots:
+                slot.write(value)
+
+    def baked(self, hyperparameters: tuple[Any, ...]) -> Any:
+        """What the capture bakes in, to be compared with `hyperparameters()` of later steps."""
+        if not self._found:
+            return hyperparameters
+        opened: dict[int, set[int | None]] = {}
+        for place, _ in self._found:
+            opened.setdefault(place.entry, set()).add(place.item)
+        return _Baked(hyperparameters, opened)
+
+
+class _Following:
+    """A graph whose numbers follow the optimizer's groups."""
+
+    def __init__(self, graph: Graph, write: Callable[[], None]) -> None:
+        self.nodes = graph.nodes
+        self._graph = graph
+        self._write = write
+
+    def replay(self) -> None:
+        """Run the captured work with the hyperparameters of now."""
+        self._write()
+        self._graph.replay()
+
+    def close(self) -> None:
+        """Release the graph."""
+        self._graph.close()
+
+
+class _Baked:
+    """Hyperparameters of a capture without the values that are left open."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, hyperparameters: tuple[Any, ...], opened: dict[int, set[int | None]]) -> None:
+        self._opened = opened
+        self._values = self._without_open(hyperparameters)
+
+    def __eq__(self, now: object) -> bool:
+        return isinstance(now, tuple) and self._without_open(now) == self._values
+
+    def _without_open(self, hyperparameters: tuple[Any, ...]) -> list[Any]:
+        values = list(hyperparameters)
+        for entry, items in self._opened.items():
+            if entry >= len(values):
+                break
+            value = values[entry]
+            if isinstance(value, tuple):
+                values[entry] = tuple(
+                    _OPEN if position in items and _may_change(item) else item
+                    for position, item in enumerate(value)
+                )
+            elif None in items and _may_change(value):
+                values[entry] = _OPEN
+        return values
+
+
+_OPEN = object()
+"""Stands for a number that replays read anew."""
+
+
+def _may_change(value: Any) -> bool:
+    return type(value) is float and value != 0 and math.isfinite(value)
+
+
+def _open(optimizer: Optimizer, entries: Iterable[tuple[int, int, str]]) -> Iterator[NumberPlace]:
+    for entry, group, key in entries:
+        value = optimizer.param_groups[group].get(key)
+        if type(value) is tuple:
+            yield from (
+                NumberPlace(entry, group, key, k) for k, item in enumerate(value) if _may_change(item)
+            )
+        elif _may_change(value):
+            yield NumberPlace(entry, group, key, None)
+
+
+def _mark(index: int) -> float:
+    """A number between 0 and 1 with 53 random bits, always the same one: no constant of a model has it."""
+    return random.Random(f"hyperparameter {index}").random()

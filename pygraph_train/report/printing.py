@@ -1,0 +1,58 @@
+"""How a report prints: as wide as the terminal, with short paths."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["as_rich", "as_text", "shortened"]
+
+_NARROWEST, _WIDEST = 60, 120
+
+_TITLE = "pygraph-train: "
+
+Rows = Sequence[tuple[str, str]]
+"""The lines of a table: name and text."""
+
+
+def as_text(headline: str, rows: Rows) -> str:
+    """The first line, wrapped, and a table of two columns below it."""
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, _NARROWEST), _WIDEST)
+    names = max((len(name) for name, _ in rows), default=0) + 2
+    lines = [*_wrapped(shortened(_TITLE + headline), width), ""]
+    for name, text in rows:
+        first, *others = [
+            line for part in shortened(text).splitlines() for line in _wrapped(part, width - names)
+        ]
+        lines.append(f"{name:<{names}}{first}")
+        lines += [" " * names + line for line in others]
+    return "\n".join(lines)
+
+
+def as_rich(headline: str, rows: Rows) -> Any:
+    """The same for `rich.print`."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False)
+    for name, text in rows:
+        table.add_row(Text(name), Text(shortened(text)))
+    return Group(Text(shortened(_TITLE + headline)), table)
+
+
+def shortened(text: str) -> str:
+    """Paths in a text as people want them: below the working directory, or with the name of an installed package."""
+    text = re.sub(r"[^\s'\"(]*[/\\](?:site|dist)-packages[/\\]", "", text)
+    return text.replace(os.getcwd().rstrip(os.sep) + os.sep, "")
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [line]

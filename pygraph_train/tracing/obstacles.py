@@ -1,0 +1,77 @@
+"""What a traced graph and Dynamo's list of side effects show against a replay, one problem after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pygraph_train.problems import Problem
+from pygraph_train.torch_private.dynamo import dynamo_side_effects, placeholder_source
+from pygraph_train.tracing.reasons import first_use, innermost, line_of, read_on_host, readable
+
+__all__ = ["batch_changed", "gradients_read", "on_host", "written"]
+
+
+def written(fn: Any, recorder: str | tuple[str, ...] | None) -> Iterator[Problem]:
+    """Python objects that the step writes to; call inside a backend.
+
+    Args:
+        fn: the traced function.
+        recorder: see `Trace`.
+    """
+    for source, attribute, stack in dynamo_side_effects():
+        if recorder is not None and source.endswith(recorder):
+            continue
+        name = readable(source, fn) + (f".{attribute}" if attribute else "")
+        yield Problem(
+            f"{name} is written by the step, and replay runs no Python",
+            innermost(stack),
+            "Move the write out of the step (a hook that runs every step), or keep it in a tensor buffer",
+        )
+
+
+def on_host(graph: torch.fx.GraphModule, device: torch.device, fn: Any) -> Iterator[Problem]:
+    """Tensors on another device, and inputs that are not tensors: a graph would bake their values in."""
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op == "placeholder":
+            if isinstance(value, Tensor):
+                if value.device.type != device.type:
+                    name = readable(placeholder_source(node) or node.name, fn)
+                    yield Problem(
+                        f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",
+                        first_use(node),
+                        f"Register it as a buffer or move it to {device.type}",
+                    )
+            elif value is not None:
+                name = readable(placeholder_source(node) or node.name, fn)
+                yield Problem(f"{name} is a Python number that changes", first_use(node))
+        elif node.op == "call_method" and node.target in ("item", "tolist"):
+            yield read_on_host(line_of(node))
+        elif isinstance(value, Tensor) and value.device.type not in (device.type, "meta"):
+            yield Problem(
+                f"{getattr(node.target, '__name__', node.target)} makes a tensor on {value.device.type} "
+                "inside the step",
+                line_of(node),
+                f"Make it on the device ({device.type}) or outside of the step",
+            )
+
+
+def gradients_read(graph: torch.fx.GraphModule, fn: Any) -> Iterator[Problem]:
+    """Where graphs leave the gradients of a step, the next replay writes those of its own."""
+    for node in graph.graph.nodes:
+        source = placeholder_source(node) if node.op == "placeholder" else None
+        if source is not None and source.endswith(".grad"):
+            yield Problem(
+                f"{readable(source, fn)}, a gradient of the step before, is read by the step",
+                first_use(node),
+                "Read it after the step",
+            )
+
+
+def batch_changed(name: str, where: str | None) -> Problem:
+    """The step writes to a tensor of its batch."""
+    return Problem(f"{name}: the step changes its batch in place, which a replay would do to a copy", where)

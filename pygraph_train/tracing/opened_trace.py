@@ -1,0 +1,120 @@
+"""A trace of modules whose own hooks Dynamo cannot follow: it looks at them without these, and executes nothing."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from pygraph_train.problems import Problem
+from pygraph_train.torch_private.cuda import told_as_capturing
+from pygraph_train.torch_private.dynamo import dynamo_cache_entries, guarded_expression
+from pygraph_train.tracing.trace import Trace, guard_constants
+
+__all__ = ["OpenedTrace"]
+
+
+class _Stopped(Exception):
+    """In the place of the execution of what was traced."""
+
+
+class OpenedTrace(Trace):
+    """One function, traced while its modules are opened. Each call runs the function as it runs in a capture.
+
+    Args:
+        device: where the step's tensors live.
+        opened: a context in which Dynamo can see the modules. It yields what stands in for their hooks: no guard is
+            kept of it.
+        recorder: see `Trace`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        opened: Callable[[], AbstractContextManager[frozenset[Any]]],
+        *,
+        recorder: str | tuple[str, ...] | None = None,
+    ) -> None:
+        super().__init__(device, compiler=_stops, recorder=recorder)
+        self._go_through_dynamo(
+            types.FunctionType(_only_traced.__code__.replace(co_name="traced_step"), globals())
+        )
+        self._opened = opened
+        self._stand_ins: frozenset[Any] = frozenset()
+        self._frame: dict[str, Any] = {}
+
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `fn(*args, **kwargs)` in Python. The first call is traced before.
+
+        Raises:
+            NotLegal: the function cannot be traced as one graph; nothing was executed.
+        """
+        if self.problem is None and not self.traced:
+            self._look(fn, args, kwargs)
+        elif self.problem is None and not self.holds(fn, args, kwargs):
+            self.problem = self.why_not(fn, args, kwargs)
+        # models that ask whether they are captured do the same in every run that is compared with the capture
+        with told_as_capturing() if self.device.type == "cuda" else nullcontext():
+            return fn(*args, **kwargs)
+
+    def _look(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frame = self._frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        try:
+            with self._opened() as self._stand_ins:
+                super().__call__(fn, args, kwargs)
+        except _Stopped:
+            pass
+        finally:
+            self._frame = {}
+        entries = dynamo_cache_entries(self._code.__code__)
+        if not entries:
+            self.problem = self.problem or Problem("Dynamo did not trace the step")
+            return
+        try:
+            self._take_guards(entries[0], frame)
+        except Exception as error:  # an expression that only Dynamo's own code understands
+            self.problem = self.problem or Problem(
+                f"the step reads tensors in a way that is not followed: {error}"
+            )
+
+    def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
+        kept = super()._keep_guards(guards)
+        ours = (self._is_of_stand_in(guarded_expression(guard)) for guard in guards)
+        return [keep and not our for keep, our in zip(kept, ours, strict=True)]
+
+    def _is_of_stand_in(self, expression: str) -> bool:
+        """Whether a guard is about something that is reached through a hook that is there only during the trace."""
+        found = _TABLE.search(expression)
+        if found is None:
+            return False
+        end, depth = found.end(), 1
+        while depth and end < len(expression):
+            depth += {"[": 1, "]": -1}.get(expression[end], 0)
+            end += 1
+        try:
+            hook = eval(expression[:end], {"L": self._frame, "G": self._code.__globals__})
+        except Exception:  # no expression of Python's alone
+            return False
+        return hook in self._stand_ins
+
+
+_TABLE = re.compile(r"\._forward(?:_pre)?_hooks\[")
+
+
+def _only_traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo is off: nothing may be executed all the same
+        raise _Stopped
+    result = fn(*args, **kwargs)
+    guard_constants(result)
+    return result
+
+
+def _stops(graph: torch.fx.GraphModule, example_inputs: list[Any], left: list[str]) -> Callable[..., Any]:
+    def stop(*inputs: Any) -> Any:
+        raise _Stopped
+
+    return stop

@@ -1,0 +1,217 @@
+"""Batches whose tensors share memory: with each other, or with what the step reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from replays import text_of
+from torch import Tensor, nn
+from training import Diary, adamw, both
+
+from pygraph_train.graphs.memory import Storages
+from pygraph_train.step.graphed import _mover
+from pygraph_train.step.inputs import StaticInputs
+from pygraph_train.tracing.signature import flattened, key_of
+
+FORMS = pytest.mark.parametrize("verify", ["sample", "off"])
+
+
+class Model(nn.Module):
+    """Layers around a batch norm, whose statistics each forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(torch.tanh(self.norm(self.first(x))))
+        return result
+
+
+Make = Callable[[int, Tensor, Model], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def weighted(model: Model, a: Tensor, b: Tensor) -> Tensor:
+    return (model(a) * b[:, :3]).square().mean()
+
+
+def in_a_dict(model: Model, a: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return weighted(model, a, batch["b"]) + batch["c"].mean() * model.second.bias.sum()
+
+
+def asks(model: Model, a: Tensor, b: Tensor) -> Tensor:
+    return model(a).square().mean() * (2.0 if a is b else 3.0)
+
+
+def reads_first(model: Model, a: Tensor, b: Tensor) -> Tensor:
+    return model(a).square().mean()
+
+
+def reads_last(model: Model, a: Tensor, b: Tensor) -> Tensor:
+    return model(b).square().mean()
+
+
+def uses_statistics(model: Model, a: Tensor, b: Tensor) -> Tensor:
+    """After the forward, which writes them."""
+    return model(a).square().mean() + (b * model.norm.weight).sum()
+
+
+def train(make: Make, fn: Callable[..., Tensor] = weighted, *, steps: int = 60, **expected: Any) -> Any:
+    def script(diary: Diary) -> None:
+        model = Model()
+        optimizer = adamw(model)
+        step = diary.step(lambda *a, **k: fn(model, *a, **k), model=model, optimizer=optimizer)
+        generator = torch.Generator().manual_seed(1)
+        for index in range(steps):
+            args, kwargs = make(index, torch.randn(12, 6, generator=generator), model)
+            diary.write("loss", step(*args, **kwargs))
+            diary.write_state(model, optimizer)
+
+    return both(script, **expected)
+
+
+ONE_TENSOR: dict[str, tuple[Callable[..., Tensor], Make, int]] = {
+    "twice": (weighted, lambda i, t, m: ((t, t), {}), 1),
+    "twice, later once": (weighted, lambda i, t, m: ((t, t if i < 30 else t.flip(0)), {}), 2),
+    "once, later twice": (weighted, lambda i, t, m: ((t, t if i >= 30 else t.flip(0)), {}), 2),
+    "by turns": (weighted, lambda i, t, m: ((t, t if i % 2 else t.flip(0)), {}), 2),
+    "by position and in a dict": (in_a_dict, lambda i, t, m: ((t, {"b": t, "c": t}), {}), 1),
+    "by position and by name": (weighted, lambda i, t, m: ((t,), {"b": t}), 1),
+    "in a dict by turns": (in_a_dict, lambda i, t, m: ((t, {"b": t, "c": t if i % 3 else t * 2}), {}), 2),
+    "the first one is read": (reads_first, lambda i, t, m: ((t, t), {}), 1),
+    "the last one is read": (reads_last, lambda i, t, m: ((t, t), {}), 1),
+    "the step asks": (asks, lambda i, t, m: ((t, t if i // 10 % 2 else t.clone()), {}), 2),
+}
+
+
+@pytest.mark.notices("the last tensor of a batch is not copied")
+@FORMS
+@pytest.mark.slow_after(10)
+@pytest.mark.parametrize("case", ONE_TENSOR)
+def test_one_tensor_that_comes_several_times(case, verify):
+    fn, make, captures = ONE_TENSOR[case]
+    report = train(make, fn, replays=56 if captures == 1 else 45, plan="{F B O}", verify=verify)
+    assert len(report.captures) == captures, str(report)
+
+
+VIEWS: dict[str, Make] = {
+    "the same elements": lambda i, t, m: ((t, t.view_as(t) if i % 2 else t.flip(0)), {}),
+    "elements in common": lambda i, t, m: ((t[:8], t[4:] if i % 2 else t[4:].clone()), {}),
+    "only a storage in common": lambda i, t, m: ((t[:6], t[6:] if i % 2 else t[6:].clone()), {}),
+    "words and the next ones": lambda i, t, m: ((t[:-1], t[1:]), {}),
+}
+
+
+@FORMS
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize("case", VIEWS)
+def test_views_of_one_tensor_need_one_graph(case, verify):
+    """Nothing writes a batch, so copies that lie apart have the same values."""
+    report = train(VIEWS[case], replays=56, plan="{F B O}", verify=verify)
+    assert len(report.captures) == 1, str(report)
+
+
+def test_results_that_are_parts_of_a_batch_share_its_memory():
+    def script(diary: Diary) -> None:
+        model = Model()
+        optimizer = adamw(model)
+
+        def fn(a: Tensor, b: Tensor) -> dict[str, Tensor]:
+            return {"loss": weighted(model, a, b), "first": a, "second": b, "part": b[2:4]}
+
+        step = diary.step(fn, model=model, optimizer=optimizer)
+        for index in range(40):
+            t = torch.randn(12, 6)
+            found = step(t, t if index % 2 else t.clone())
+            found["part"].fill_(7.0)
+            diary.write("results", found)
+            addresses = [
+                r.data_ptr() - t.data_ptr() for r in (found["first"], found["second"], found["part"])
+            ]
+            diary.write("place", addresses if index % 2 else addresses[:1])
+
+    both(script, replays=25, plan="{F B O}")
+
+
+@pytest.mark.passes_without_graphs("nothing is captured")
+def test_an_expanded_tensor_is_refused():
+    report = train(lambda i, t, m: ((t, t[:1].expand(12, 6)), {}), steps=30, replays=1)
+    assert report.steps_replayed == 0 and "args[1] is an expanded tensor" in str(report), str(report)
+
+
+OF_THE_MODEL: dict[str, tuple[Make, int]] = {
+    "a buffer itself": (lambda i, t, m: ((t, m.norm.running_mean), {}), 50),
+    "a buffer itself by turns": (
+        lambda i, t, m: ((t, m.norm.running_mean if i % 2 else m.norm.running_mean.clone()), {}),
+        20,
+    ),
+    "a view of a buffer": (lambda i, t, m: ((t, m.norm.running_mean[:]), {}), 0),
+    "a view of a buffer, later": (
+        lambda i, t, m: ((t, m.norm.running_mean[:] if i >= 30 else m.norm.running_mean.clone()), {}),
+        20,
+    ),
+    "a clone, after a buffer itself": (
+        lambda i, t, m: ((t, m.norm.running_mean if i < 30 else m.norm.running_mean.clone()), {}),
+        40,
+    ),
+    "another buffer": (
+        lambda i, t, m: ((t, m.norm.running_var if i % 20 > 10 else m.norm.running_mean), {}),
+        30,
+    ),
+}
+
+
+@FORMS
+@pytest.mark.slow_after(6)
+@pytest.mark.parametrize("case", OF_THE_MODEL)
+def test_a_batch_in_memory_that_the_step_writes(case, verify):
+    """The step sees what its forward has written there; a copy of the batch would not show it."""
+    make, least = OF_THE_MODEL[case]
+    report = train(make, uses_statistics, replays=max(least, 1), verify=verify)
+    assert report.steps_replayed >= least, str(report)
+    refused = "lies in memory that the step may write" in text_of(report)
+    assert refused == (
+        case in ("a buffer itself by turns", "a view of a buffer", "a view of a buffer, later")
+    )
+
+
+@pytest.mark.passes_without_graphs("nothing is captured")
+def test_keys_tell_tensors_that_are_one():
+    a, b = torch.ones(3), torch.ones(3)
+    trees = [(a, a, a), (a, a, b), (a, b, a), (b, a, a), (a, b, b.clone())]
+    keys = [key_of(*flattened(tree)) for tree in trees]
+    assert keys[2] != keys[1] != keys[3] and len(set(keys)) == 5
+    assert key_of(*flattened((b, b, a))) == keys[1]
+    assert key_of(*flattened((1, 1, a))) == key_of(*flattened((2, 3, a)))
+
+
+@pytest.mark.passes_without_graphs("nothing is captured")
+def test_one_tensor_has_one_buffer():
+    a, b = torch.ones(3), torch.zeros(3)
+    leaves = [a, b, a, 5, a]
+    inputs = StaticInputs(leaves, [True, True, True, False, True])
+    found = inputs.tree(tuple(leaves))
+    assert len(inputs.tensors) == 2 and found[0] is found[2] is found[4] and found[0] is not found[1]
+    inputs.load(leaves)
+    assert torch.equal(found[0], a) and torch.equal(found[1], b) and found[3] == 5
+
+
+@pytest.mark.passes_without_graphs("nothing is captured")
+def test_one_tensor_is_moved_once():
+    a, b = torch.ones(3), torch.zeros(3)
+    move = _mover(torch.device("meta"))
+    moved = [move(leaf) for leaf in (a, b, a, "text")]
+    assert moved[0] is moved[2] and moved[0] is not moved[1] and moved[3] == "text"
+    assert moved[0].device.type == "meta"
+
+
+@pytest.mark.passes_without_graphs("nothing is captured")
+def test_storages_know_what_lies_in_them():
+    a, b, c = torch.zeros(8), torch.zeros(4, 4), torch.zeros(5)
+    memory = Storages([a, b[1], torch.empty(0), torch.eye(3).to_sparse()])
+    assert memory.hold(a[7:]) and memory.hold(b) and memory.hold(b.t()[3])
+    assert not memory.hold(c) and not memory.hold(torch.empty(0))
+    assert not Storages([]).hold(a)

@@ -1,0 +1,408 @@
+"""What people read of the report: the first sentence of each kind of training, at widths of terminals."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_report_decides_nothing import HostRead
+from torch import nn
+from torch.utils.data import DataLoader
+from training import Net, adam, adamw, batches, loss_of
+
+import pygraph_train.backend as backend
+from pygraph_train import GraphedStep, PyGraphConfig, StepReport
+from pygraph_train.report import step_report, table
+from pygraph_train.report.headline import Headline
+from pygraph_train.report.printing import shortened
+from pygraph_train.report.progress import Progress
+from pygraph_train.report.step_report import CaptureRecord, Fallback
+from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, OPTIMIZER, SPLIT, WHOLE, Arm
+from pygraph_train.selection.controller import Controller, Switch
+from tests.ranks import pair_of_ranks
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "report.md").read_text(encoding="utf-8")
+
+EMULATED = {"engine": "emulated", "warmup_steps": 2}
+
+
+class Sparse(Net):
+    """Sizes of sparse gradients are known on the host only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 6, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.table((x[:, 0] > 0).long()))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    backend.reset()
+    yield
+    torch.compiler.reset()
+
+
+def trained(model: nn.Module, optimizer: Any = adamw, steps: int = 40, **config: Any) -> StepReport:
+    step = GraphedStep(
+        loss_of(model),
+        model=model,
+        optimizer=optimizer(model),
+        config=PyGraphConfig(**{**EMULATED, **config}),
+    )
+    for batch in batches(steps):
+        step(batch)
+    return step.report()
+
+
+def accelerated() -> StepReport:
+    accelerate_training = pytest.importorskip("accelerate_training", exc_type=ImportError)
+    from pygraph_train import PyGraph
+
+    def script(made: Any) -> None:
+        model = Net()
+        loader = DataLoader(accelerate_training.Numbers(), batch_size=8)
+        model, optimizer, loader = made.accelerator.prepare(model, adamw(model), loader)
+        for _ in range(3):
+            for batch in loader:
+                made.accelerator.backward(nn.functional.cross_entropy(model(batch["x"]), batch["y"]))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    plugin = PyGraph(**EMULATED)  # type: ignore[arg-type]
+    accelerate_training.run(script, plugin)
+    return plugin.report()
+
+
+def by_hand() -> StepReport:
+    """Lightning's manual optimization."""
+    pytest.importorskip("lightning")
+    from lightning_training import emulated, fit
+    from test_lightning_manual import Wgan
+
+    report = fit([emulated()], module=Wgan()).report
+    assert report is not None
+    return report
+
+
+def in_stock_steps(steps: int) -> StepReport:
+    """A `GraphedStep` of another loop: it is given up, and the loop goes on."""
+    pytest.importorskip("lightning")
+    from lightning.fabric import Fabric
+
+    from pygraph_train import PyGraphFabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    pygraph = PyGraphFabric(**EMULATED).attach(fabric)  # type: ignore[arg-type]
+    plain = Net()
+    model, optimizer = fabric.setup(plain, adamw(plain))
+    seen: list[int] = []
+
+    def loss(batch: Any) -> Any:
+        seen.append(len(seen))
+        return loss_of(model)(batch)
+
+    step = pygraph.graphed_step(loss, model=model, optimizer=optimizer)
+    for batch in batches(steps):
+        step(batch)
+    report = pygraph.report()
+    pygraph.detach()
+    return report
+
+
+KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
+    "whole steps": (
+        lambda: trained(Net()),
+        r"36 of 40 training steps \(90%\) ran from graphs, as plan {F B O} on the emulated engine. "
+        r"Nothing stands in the way of more.",
+    ),
+    "an optimizer that torch cannot capture": (
+        lambda: trained(Net(), adam),
+        r"Forward and backward ran from graphs in 36 of 40 training steps \(90%\), the optimizer in none, as plan "
+        r"{F B} O on the emulated engine. In the way of more: the optimizer runs outside of the graph: Adam's CPU "
+        r"kernels .*",
+    ),
+    "regions, with a reason": (
+        lambda: trained(HostRead(), steps=60),
+        r"\d\d of 60 training steps \(\d\d%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. In the way "
+        r"of one graph for the whole step: the value of a tensor is read on the host, .* "
+        r"\(\S*test_report_decides_nothing.py:\d+\). Compute it with tensors \(torch.where\), or outside of the step.",
+    ),
+    "the optimizer alone": (
+        lambda: trained(Net(), forward="off", backward="off"),
+        r"The optimizer ran from graphs in 3\d of 40 training steps \(\d\d%\), forward and backward in none, as plan "
+        r"F B {O} on the emulated engine. In the way of more: forward='off', backward='off' was asked for: .*",
+    ),
+    "everything fell back": (
+        lambda: trained(Sparse(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), forward="off"),
+        r"None of the 40 training steps ran from graphs. In the way of more: forward=.off. was asked for: .*",
+    ),
+    "a stock loop": (
+        accelerated,
+        r"84 of 90 training steps \(93%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. Nothing stands "
+        r"in the way of more.",
+    ),
+    "manual optimization": (
+        by_hand,
+        r"(Forward and backward|\d\d of 44 training steps) .*ran from graphs.* as plan {F} {B} {O} on the emulated "
+        r"engine. Nothing stands in the way of more.",
+    ),
+    "a step of a loop that was given up": (
+        lambda: in_stock_steps(80),
+        r"\d\d of 80 training steps \(\d\d%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. In the way "
+        r"of one graph for the whole step: seen is written by the step, .*",
+    ),
+    "graphs off": (
+        lambda: trained(Net(), engine="off"),
+        r"None of the 40 training steps ran from graphs. Graphs are off: steps run as they are.",
+    ),
+    "too few steps": (
+        lambda: trained(Net(), steps=3),
+        r"None of the 3 training steps ran from graphs. Graphs begin after a warm-up, and it has not ended.",
+    ),
+    "no steps": (StepReport, r"No training step was counted."),
+}
+
+
+def printed(report: Any, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `print` and `rich.print` show, one after the other."""
+    import rich.console
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    console = rich.console.Console(width=width, file=io.StringIO())
+    console.print(report)
+    return [str(report), console.file.getvalue()]  # type: ignore[attr-defined]
+
+
+def looks_well(report: StepReport, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assert that the report begins with this sentence, fits its width, and has no row that says nothing."""
+    monkeypatch.chdir(os.path.dirname(__file__))
+    assert re.fullmatch(sentence, report.headline()), report.headline()
+    assert report.to_dict()["headline"] == report.headline()
+    for each in (report, report.verbose()):
+        for width in (80, 120):
+            for text in printed(each, width, monkeypatch):
+                assert max(map(len, text.splitlines())) <= width, text
+                (start,) = re.findall(r"\S+", shortened(report.headline()))[:1]
+                assert text.startswith(f"pygraph-train: {start}"), text
+                assert os.path.dirname(__file__) not in text, "paths are short"
+    rows = report.rows(verbose=True)
+    for name, text in [*rows, *report.rows()]:
+        assert documented(name), name
+        assert name.strip() and text.strip() and not text.rstrip().endswith((":", ",", "-")), (name, text)
+    assert {name for name, _ in report.rows()} <= {name for name, _ in rows} | {
+        name for name, _ in report.rows() if name.startswith("graphed step")
+    }
+    assert len(report.rows()) <= 6, report.rows()
+    texts = [text for name, text in report.rows() if name in ("without a graph", "note")]
+    assert len(set(texts)) == len(texts)
+    assert not any(text in report.headline() for text in texts), "the first line has said it"
+
+
+@pytest.mark.passes_without_graphs("the sentence says how much ran from graphs")
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_line_is_a_sentence_to_act_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, sentence = KINDS[kind]
+    looks_well(train(), sentence, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_report_of_one_of_two_processes() -> None:
+    with pair_of_ranks() as ranks:
+        found = ranks.run("tests.ranks_training:graphed_step")
+    for rank in found:
+        told = " ".join(rank["printed"].split())
+        assert re.match(
+            r"pygraph-train: \d\d of 32 training steps \(\d\d%\) ran from graphs, as plan {F B O} on", told
+        ), told
+
+
+def test_one_figure_means_the_same_whatever_shares_a_graph() -> None:
+    for plan in (WHOLE, SPLIT):
+        report = StepReport(engine="emulated")
+        for index in range(8):
+            report.step_began()
+            update = index % 2 == 1
+            report.step_ended(FORWARD_BACKWARD if index < 2 or not update else plan, updated=update)
+        assert report.steps_from_graphs == 7, "four micro-batches, and three of four updates"
+        assert dict(report.rows())["from graphs"] == (
+            "all phases in 7 of 8 steps (forward 8, backward 8, optimizer 3 of 4)"
+        )
+        assert report.to_dict()["phases_from_graphs"] == {"F": 8, "B": 8, "O": 3}
+        assert report.running_plan == str(plan)
+
+
+def test_the_plan_is_the_one_that_runs_and_not_the_one_that_was_chosen() -> None:
+    report = StepReport(engine="emulated", plan="{F B O}")
+    for plan in [*[WHOLE] * 30, NOTHING, *[WHOLE] * 3]:
+        report.step_began()
+        report.step_ended(plan, updated=True)
+    assert dict(report.rows())["plan"].startswith("{F B O} "), "a step in between changes nothing"
+    for _ in range(12):
+        report.step_began()
+        report.step_ended(OPTIMIZER, updated=True)
+    assert dict(report.rows())["plan"].startswith("F B {O} ") and report.plan == "{F B O}"
+
+
+def test_parts_of_a_loop_are_one_sum() -> None:
+    first, second = Progress(steps=10, elsewhere=4), Progress(steps=4)
+    for _ in range(6):
+        first.step_ended(WHOLE, updated=True)
+    second.step_ended(NOTHING, updated=True)
+    both = Progress.of([first, second])
+    assert (both.made, both.from_graphs, both.plan) == (10, 6, WHOLE)
+
+
+def test_the_reason_of_the_phase_without_a_graph_is_named_first() -> None:
+    report = StepReport(engine="emulated")
+    for _ in range(9):
+        report.step_began()
+        report.step_ended(FORWARD_BACKWARD, updated=True)
+    report.fell_back(Fallback("the batch has another shape", "a.py:1", "", 3, count=9))
+    report.fell_back(Fallback("the optimizer counts on the host", "a.py:2", "use another one", 4))
+    assert (
+        "In the way of more: the optimizer counts on the host (a.py:2). Use another one." in report.headline()
+    )
+    assert [text for name, text in report.rows() if name == "without a graph"] == [
+        "the batch has another shape (from step 3)\n  at a.py:1"
+    ]
+    assert len([name for name, _ in report.rows(verbose=True) if name == "without a graph"]) == 2
+
+
+def test_names_of_code_keep_their_letters() -> None:
+    report = StepReport(engine="emulated", steps=1)
+    report.fell_back(Fallback("it is not supported", "a.py:1", "fully_shard of torch can be in a graph", 1))
+    assert report.headline().endswith("it is not supported (a.py:1). fully_shard of torch can be in a graph.")
+
+
+def test_plans_that_were_not_tried_are_one_row() -> None:
+    report = StepReport(engine="cuda", steps=3)
+    controller = Controller([Arm(WHOLE), Arm(NOTHING), Arm(SPLIT), Arm(OPTIMIZER)])
+    for arm, why in ((NOTHING, "at least 9 ms"), (SPLIT, "at least 9 ms"), (OPTIMIZER, "at least 8 ms")):
+        controller.verdicts[Arm(arm)] = f"not tried: {why}"
+    report.compares(controller)
+    (row,) = [text for name, text in report.rows(verbose=True) if name.startswith("plan") and "tried" in name]
+    assert row == "F B O, {F B} {O}: at least 9 ms\nF B {O}: at least 8 ms"
+
+
+@pytest.mark.passes_without_graphs("it looks at the time of steps that run as they are")
+def test_a_step_without_a_graph_is_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = trained(HostRead(), steps=20)
+    assert report.ms_without_graph is None, "all steps that were timed were traced too"
+    steps = trained(Net())
+    assert steps.ms_without_graph is not None and len(steps.ungraphed_seconds) == 3
+
+
+def test_paths_are_short_for_people_and_complete_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    monkeypatch.chdir(os.path.dirname(here))
+    package = os.path.join(os.sep, "opt", "lib", "site-packages", "timm", "layers.py")
+    report = StepReport(engine="emulated")
+    report.fell_back(Fallback("a counter is written", f"{__file__}:7", "", 1))
+    report.note(f"a module at {package}:12 is traced anew")
+    for text in (str(report), str(report.verbose())):
+        assert f"(tests{os.sep}{os.path.basename(__file__)}:7)" in text, text
+        assert " timm/layers.py:12 " in " ".join(text.split()) and here not in text, text
+    assert report.to_dict()["fallbacks"][0]["where"] == f"{__file__}:7"
+    assert f"{__file__}:7" in report.to_dict()["headline"] and package in report.to_dict()["notes"][0]
+
+
+def test_a_note_that_repeats_a_reason_is_left_out() -> None:
+    report = StepReport(engine="emulated", steps=1)
+    report.fell_back(Fallback("forward='off' was asked for: no graph", None, "", 1))
+    report.note("forward='off' was asked for")
+    report.note("something else")
+    assert [text for name, text in report.rows(verbose=True) if name == "note"] == ["something else"]
+    assert Headline(report).text.count("forward='off'") == 1
+
+
+def test_a_loop_without_an_optimizer_says_so_first() -> None:
+    from pygraph_train.integrations.loop_report import LoopReport
+
+    report = LoopReport()
+    report.began("emulated")
+    assert report.headline().startswith(
+        "No step is counted, because no step of a prepared optimizer was seen"
+    )
+
+
+def documented(name: str) -> bool:
+    """Whether docs/report.md has a row of this name, in which "..." stands for anything."""
+    rows = re.findall(r"^\| (`.*?) \| ", DOCUMENT, re.MULTILINE)
+    names = [each for row in rows for each in re.findall(r"`([^`]+)`", row)]
+    return any(name == each or (each.endswith(" ...") and name.startswith(each[:-3])) for each in names)
+
+
+def test_the_example_of_the_document_prints_what_the_document_says(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        check=True,
+    )
+    promised = "".join(re.findall(r"```text\n(.*?)```", DOCUMENT, re.DOTALL))
+    assert re.sub(r"\d+\.\d+ s", "0.00 s", done.stdout) == promised
+
+
+def test_every_row_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (step_report, table):
+        monkeypatch.setattr(
+            module, "peak_memory_mib", lambda: {"peak_reserved_mib": 1, "peak_allocated_mib": 1}
+        )
+    report = trained(HostRead(), adam, steps=60)
+    report.engine = "cuda"
+    report.note("a note")
+    report.left_alone("nothing waits")
+    report.decided(Switch(9, Arm(WHOLE), Arm(NOTHING), "faster"))
+    report.compiled(1.0)
+    report.compared(1.0, audit=True)
+    report.captured(CaptureRecord("{O}", 0.1, 5, False, 3))
+    report.update_replayed()
+    for seconds in (0.5, 0.1):
+        report.ran_without_graph(seconds)
+        report.replayed(4, since_start=1.0, interval=seconds)
+    names = {name for name, _ in report.rows(verbose=True)} | {
+        "graphed step name",
+        "launch-bound",
+        "no graphs",
+    }
+    assert {
+        "captured {O}",
+        "peak memory",
+        "speed-up",
+        "switch at 9",
+        "verified",
+        "compiled",
+    } <= names
+    assert any(name.startswith("forward ") for name in names)
+    assert not [name for name in sorted(names) if not documented(name)]
+    assert not documented("peak") and not documented("something else")
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_the_first_replay_comes_when_the_option_says(steps: int) -> None:
+    model = Net()
+    step = GraphedStep(
+        loss_of(model), model=model, optimizer=adamw(model), engine="emulated", warmup_steps=steps
+    )
+    for batch in [*batches(20), *batches(30, size=4)]:
+        step(batch)
+    report = step.report()
+    assert report.first_replay_step == steps + 3
+    assert [capture.step for capture in report.captures] == [steps + 3, 20 + 2 * steps + 3]

@@ -1,0 +1,148 @@
+"""Several optimizers in a plain loop: a `GraphedStep` for each, or one that makes the others' steps inside."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from training import CONFIG, Diary, adamw, batches, both
+
+from pygraph_train import GraphedStep
+
+
+def maker() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+
+
+def judge() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+
+def all_replayed(diary: Any, least: int, plan: str = "{F B O}") -> None:
+    """Each of the steps of a graphed run ended with this plan and so many replays."""
+    for step in diary.steps if diary.graphed else ():
+        report = step.report()
+        assert report.plan == plan and report.steps_replayed >= least, str(report)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("relativistic", [True, False])
+def test_a_gan_with_a_step_for_each_of_both(every: int, relativistic: bool) -> None:
+    """The judge makes `every` steps for each of the maker, whose backward leaves gradients in the judge."""
+
+    def script(diary: Diary) -> None:
+        make, judges = maker(), judge()
+        of_make, of_judge = adamw(make, lr=1e-3), adamw(judges, lr=1e-3)
+
+        def judged(real: Tensor, noise: Tensor) -> Tensor:
+            made = judges(make(noise).detach())
+            return functional.softplus(made).mean() + functional.softplus(-judges(real)).mean()
+
+        def made(real: Tensor, noise: Tensor) -> Tensor:
+            score = judges(make(noise))
+            return functional.softplus(judges(real) - score if relativistic else -score).mean()
+
+        judge_step = diary.step(judged, model=judges, optimizer=of_judge, max_grad_norm=1.0)
+        make_step = diary.step(made, model=make, optimizer=of_make)
+        for index, (real, _) in enumerate(batches(40 * every)):
+            noise = torch.randn(8, 4)
+            diary.write("loss of the judge", judge_step(real, noise))
+            if index % every == every - 1:
+                diary.write("loss of the maker", make_step(real, noise))
+            diary.write_state(make, of_make)
+            diary.write_state(judges, of_judge)
+        all_replayed(diary, 30)
+
+    both(script, replays=30, plan="{F B O}")
+
+
+def test_an_actor_two_critics_and_a_temperature() -> None:
+    """As in soft actor-critic, with targets that follow between the steps."""
+
+    def script(diary: Diary) -> None:
+        actor, critics = nn.Linear(6, 4), nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+        targets = copy.deepcopy(critics).requires_grad_(False)
+        temperature = nn.ParameterList([torch.zeros(1)])
+        optimizers = [adamw(part) for part in (critics, actor, temperature)]
+
+        def act(seen: Tensor) -> tuple[Tensor, Tensor]:
+            mean, spread = actor(seen).chunk(2, dim=-1)
+            noise = torch.randn_like(mean)
+            likelihood = (-0.5 * noise.square() - spread).sum(-1, keepdim=True)
+            return torch.tanh(mean + spread.clamp(-5, 2).exp() * noise), likelihood
+
+        def value(parts: nn.ModuleList, seen: Tensor, action: Tensor) -> list[Tensor]:
+            return [part(torch.cat([seen, action], dim=-1)) for part in parts]
+
+        def criticised(seen: Tensor, action: Tensor, reward: Tensor, later: Tensor) -> Tensor:
+            with torch.no_grad():
+                following, likelihood = act(later)
+                best = torch.min(*value(targets, later, following)) - temperature[0].exp() * likelihood
+            one, two = value(critics, seen, action)
+            expected = reward + 0.99 * best
+            return functional.mse_loss(one, expected) + functional.mse_loss(two, expected)
+
+        def acted(seen: Tensor) -> dict[str, Tensor]:
+            action, likelihood = act(seen)
+            worst = torch.min(*value(critics, seen, action))
+            loss = (temperature[0].exp().detach() * likelihood - worst).mean()
+            return {"loss": loss, "likelihood": likelihood.detach()}
+
+        def warmed(likelihood: Tensor) -> Tensor:
+            return -(temperature[0] * (likelihood + 2)).mean()
+
+        critic_step = diary.step(criticised, model=critics, optimizer=optimizers[0])
+        actor_step = diary.step(acted, model=actor, optimizer=optimizers[1])
+        temperature_step = diary.step(warmed, model=temperature, optimizer=optimizers[2])
+        for seen, _ in batches(40):
+            diary.write("critics", critic_step(seen, torch.randn(8, 2), torch.randn(8, 1), seen.flip(0)))
+            found = actor_step(seen)
+            diary.write("actor", found)
+            diary.write("temperature", temperature_step(found["likelihood"]))
+            with torch.no_grad():
+                for target, critic in zip(targets.parameters(), critics.parameters(), strict=True):
+                    target.lerp_(critic, 0.005)
+            diary.write_state(nn.ModuleList([actor, critics, temperature, targets]), *optimizers)
+        all_replayed(diary, 30)
+
+    both(script, replays=30, plan="{F B O}")
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_steps_of_another_optimizer_inside_of_the_function_run_between_regions(
+    rounds: int, clip: bool
+) -> None:
+    def script(diary: Diary) -> None:
+        make, judges = maker(), judge()
+        of_make, of_judge = adamw(make), adamw(judges)
+
+        def step_fn(real: Tensor) -> dict[str, Tensor]:
+            for _ in range(rounds):
+                noise = torch.randn(8, 4)
+                of_judge.zero_grad()
+                judged = functional.softplus(judges(make(noise).detach()) - judges(real)).mean()
+                judged.backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(judges.parameters(), 0.1)
+                of_judge.step()
+            return {"loss": functional.softplus(-judges(make(noise))).mean(), "judged": judged.detach()}
+
+        step = diary.step(step_fn, model=nn.ModuleList([make, judges]), optimizer=of_make)
+        for real, _ in batches(40):
+            diary.write("losses", step(real))
+        diary.write_state(make, of_make)
+        diary.write_state(judges, of_judge)
+
+    both(script, replays=100, plan="{F} {B} {O}")
+
+
+def test_a_list_of_optimizers_is_refused_in_one_sentence() -> None:
+    model = judge()
+    for given in ([adamw(model), adamw(model)], (adamw(model),), model):
+        with pytest.raises(TypeError, match=r"steps one optimizer, got a .*GraphedStep for each"):
+            GraphedStep(lambda x: model(x).mean(), model=model, optimizer=given, config=CONFIG)  # type: ignore[arg-type]
