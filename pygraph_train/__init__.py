@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pygraph_train.backend import compile
     from pygraph_train.config import PyGraphConfig
+    from pygraph_train.diagnosis.explanation import Explanation
     from pygraph_train.integrations.accelerate import Accelerator, PyGraph
+    from pygraph_train.integrations.explained import explain
     from pygraph_train.integrations.fabric import PyGraphFabric
     from pygraph_train.integrations.lightning import PyGraphCallback
     from pygraph_train.integrations.transformers import PyGraphTrainer, PyGraphTrainerCallback
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accelerator",
+    "Explanation",
     "GraphedStep",
     "PyGraph",
     "PyGraphCallback",
@@ -39,12 +42,15 @@ __all__ = [
     "PyGraphTrainerCallback",
     "StepReport",
     "compile",
+    "explain",
 ]
 
 # read on first use: importing pygraph_train imports no framework
 _HOMES = {
     "compile": "pygraph_train.backend",
+    "explain": "pygraph_train.integrations.explained",
     "Accelerator": "pygraph_train.integrations.accelerate",
+    "Explanation": "pygraph_train.diagnosis.explanation",
     "GraphedStep": "pygraph_train.step.graphed",
     "PyGraph": "pygraph_train.integrations.accelerate",
     "PyGraphCallback": "pygraph_train.integrations.lightning",

@@ -1,0 +1,119 @@
+"""A LightningModule as a step that `explain` looks at."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from pygraph_train.diagnosis.subject import Subject
+from pygraph_train.integrations.lightning.callback import INSIDE_FORWARD_BACKWARD, INSIDE_UPDATE, overrides
+from pygraph_train.integrations.lightning.log import Recorder
+from pygraph_train.problems import Problem, defined_at
+from pygraph_train.random_state import random_numbers_kept
+
+__all__ = ["subject_of"]
+
+
+def subject_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
+    """`training_step` of a LightningModule, and the optimizer that it configures.
+
+    Args:
+        module: with or without a Trainer.
+        args, kwargs: of `training_step`. Where the batch alone is given, its index is 0.
+    """
+    if (
+        len(args) == 1
+        and not kwargs
+        and is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    ):
+        args = (*args, 0)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    optimizers, notes = _optimizers(module)
+    if getattr(module, "_trainer", None) is None:
+        notes.append(
+            "The module has no Trainer yet, so precision, strategy and other callbacks were not looked at."
+        )
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        module.__dict__["log"] = Recorder()
+        try:
+            yield
+        finally:
+            module.__dict__.pop("log", None)
+
+    return Subject(
+        f"{type(module).__name__}.training_step",
+        MethodType(type(module).training_step, module),
+        args,
+        kwargs,
+        module,
+        optimizers if len(optimizers) == 1 else [],
+        device,
+        recorder=".log.records",
+        context=recording,
+        problems=list(_problems(module, optimizers)),
+        notes=notes,
+    )
+
+
+def _problems(module: Any, optimizers: list[Any]) -> Iterator[Problem]:
+    if not module.automatic_optimization:
+        yield Problem(
+            "the module optimizes by hand (automatic_optimization = False), so training_step runs in Python on every "
+            "batch; forward, backward and each optimizer get graphs of their own",
+            defined_at(type(module).training_step),
+        )
+    elif len(optimizers) > 1:
+        yield Problem(
+            f"the module has {len(optimizers)} optimizers under automatic optimization",
+            defined_at(type(module).configure_optimizers),
+        )
+    for hook in INSIDE_FORWARD_BACKWARD:
+        if overrides(module, hook):
+            yield Problem(
+                f"{type(module).__name__}.{hook} runs in Python between forward and backward",
+                defined_at(getattr(module, hook)),
+                "on_train_batch_start and on_train_batch_end are outside of the graph",
+            )
+    for hook in INSIDE_UPDATE:
+        if overrides(module, hook):
+            yield Problem(
+                f"{type(module).__name__}.{hook} runs in Python between backward and the optimizer on every step",
+                defined_at(getattr(module, hook)),
+                "on_train_batch_start and on_train_batch_end are outside of the graph",
+            )
+
+
+def _optimizers(module: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:
+    """Those of the Trainer, or what `configure_optimizers` of a copy of the module returns."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is not None and trainer.optimizers:
+        return list(trainer.optimizers), []
+    kept = list(chain(module.parameters(), module.buffers(), [trainer]))
+    try:
+        with random_numbers_kept(), torch.random.fork_rng(devices=[]):
+            # the copy has the same tensors: nothing of the module changes, and no memory is taken
+            configured = copy.deepcopy(module, {id(thing): thing for thing in kept}).configure_optimizers()
+    except Exception as error:
+        return [], [f"configure_optimizers could not be looked at: {type(error).__name__}: {error}"]
+    note = "configure_optimizers ran once, on a copy of the module."
+    return list(_found_in(configured)), [note]
+
+
+def _found_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers in what `configure_optimizers` may return."""
+    if isinstance(configured, torch.optim.Optimizer):
+        yield configured
+    elif isinstance(configured, dict):
+        yield from _found_in(configured.get("optimizer"))
+    elif isinstance(configured, (list, tuple)):
+        for item in configured:
+            yield from _found_in(item)

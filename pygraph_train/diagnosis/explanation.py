@@ -1,0 +1,100 @@
+"""What `explain` found, as an object and as text."""
+
+from __future__ import annotations
+
+import linecache
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from pygraph_train.problems import Problem
+
+__all__ = ["Explanation", "source_line"]
+
+_WIDTH = 100
+
+_KNOWN = "the step is not one graph: "
+"""How many reasons begin; the headline has said it."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What keeps one training step from being one CUDA graph. Prints as plain text.
+
+    Attributes:
+        name: the name of the function that was explained.
+        obstacles: everything that was found, in the order of files and lines. Empty where nothing stands in the way.
+        notes: sentences about what could not be seen without running the step, and about what was run.
+        gain: a sentence about the time that a graph could save, or about why that was not measured.
+    """
+
+    name: str
+    obstacles: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    gain: str
+
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether no obstacle was found."""
+        return not self.obstacles
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as dicts, lists, strings and None, for `json.dumps`."""
+        rows = [
+            {"reason": p.reason, "where": p.where, "line": source_line(p.where), "fix": p.fix}
+            for p in self.obstacles
+        ]
+        return {
+            "name": self.name,
+            "is_one_graph": self.is_one_graph,
+            "obstacles": rows,
+            "notes": list(self.notes),
+            "gain": self.gain,
+        }
+
+    def __str__(self) -> str:
+        blocks = [self._headline()]
+        blocks += [_block(number, problem) for number, problem in enumerate(self.obstacles, start=1)]
+        blocks.append("\n".join(_filled(note, "- ") for note in (*self.notes, self.gain) if note))
+        return "\n\n".join(block for block in blocks if block)
+
+    def _headline(self) -> str:
+        count = len(self.obstacles)
+        if count == 0:
+            return f"Nothing was found that keeps {self.name} from being one graph."
+        obstacles = "1 obstacle keeps" if count == 1 else f"{count} obstacles keep"
+        return f"{obstacles} {self.name} from being one graph."
+
+
+def source_line(where: str | None) -> str | None:
+    """The line of source at `file:line` without its indentation, None where the file does not have it."""
+    if where is None:
+        return None
+    file, _, number = where.rpartition(":")
+    return (linecache.getline(file, int(number)).strip() or None) if number.isdigit() else None
+
+
+def _block(number: int, problem: Problem) -> str:
+    lines = [f"{number}. {problem.where or 'no single line'}"]
+    source = source_line(problem.where)
+    if source is not None:
+        lines.append(f"       {source}")
+    lines.append(_filled(_sentence(problem.reason.removeprefix(_KNOWN)), "   Why: "))
+    if problem.fix:
+        lines.append(_filled(_sentence(problem.fix), "   Change: "))
+    return "\n".join(lines)
+
+
+def _sentence(text: str) -> str:
+    return text + ("" if text.endswith((".", "!", "?")) else ".")
+
+
+def _filled(text: str, start: str) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

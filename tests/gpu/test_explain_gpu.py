@@ -1,0 +1,50 @@
+"""`explain` on a GPU: tensors that stay on the CPU, and the time that the GPU waits for the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import Net, adamw, batches, differs, frozen, line_of, loss_of
+
+from pygraph_train import explain
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.passes_without_graphs("a step is explained without any capture"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_a_tensor_on_the_cpu_is_found_with_its_line() -> None:
+    model = nn.Linear(4, 3).cuda()
+    scale = torch.tensor([2.0, 3.0])
+
+    def step_fn(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        return loss * scale.to("cuda").sum()  # here
+
+    found = explain(step_fn, torch.randn(6, 4), model=model, optimizer=adamw(model))
+    assert [p.where for p in found.obstacles] == [line_of(step_fn, "# here")], found
+    assert "scale is a tensor on cpu" in found.obstacles[0].reason
+
+
+def test_the_gain_is_measured_and_nothing_changes() -> None:
+    model = Net().cuda()
+    optimizer = adamw(model)
+    (batch,) = batches(1)
+    loss_of(model)([t.cuda() for t in batch]).backward()
+    optimizer.step()
+
+    def state() -> object:
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        states = [torch.get_rng_state(), torch.cuda.get_rng_state()]
+        return frozen([model.state_dict(), gradients, optimizer.state_dict(), states])
+
+    before = state()
+    found = explain(loss_of(model), batch, model=model, optimizer=optimizer)
+    assert found.is_one_graph, found
+    assert "the GPU waited for the host for " in found.gain, found.gain
+    share = int(found.gain.partition("the GPU waited for the host for ")[2].partition("%")[0])
+    assert 30 <= share < 100, found.gain  # so small a model waits for the host nearly all of the time
+    assert differs(before, state()) is None

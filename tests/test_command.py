@@ -1,0 +1,208 @@
+"""`python -m pygraph_train explain` and `doctor`: what they print, and their exit statuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pygraph_train.__main__ import main
+from pygraph_train.diagnosis import doctor
+from pygraph_train.graphs.engine import IndirectionUnavailable
+
+pytestmark = pytest.mark.passes_without_graphs("nothing is trained")
+
+SCRIPT = """
+import torch
+from pygraph_train import explain
+
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+
+def step_fn(x):
+    loss = model(x).square().mean()
+    print("loss", loss.item())
+    return loss
+
+def clean_fn(x):
+    return model(x).square().mean()
+
+def example():
+    return step_fn, torch.randn(6, 4)
+
+def with_optimizer():
+    return explain(clean_fn, torch.randn(6, 4), model=model, optimizer=optimizer)
+
+def nothing():
+    return 3
+
+def no_step():
+    return 3, torch.randn(6, 4)
+
+if __name__ == "__main__":
+    raise SystemExit("training began")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "train_of_somebody.py"
+    path.write_text(SCRIPT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", sys.modules)
+    monkeypatch.delitem(sys.modules, "train_of_somebody", raising=False)
+    return path
+
+
+def test_explain_of_a_script(script: Path) -> None:
+    command = [sys.executable, "-m", "pygraph_train", "explain", f"{script}:example"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1, run.stderr
+    assert run.stdout.startswith("1 obstacle keeps step_fn from being one graph.")
+    assert f'{script}:10\n       print("loss", loss.item())\n   Why: print() reads the value' in run.stdout
+    assert "   Change: Let the step return the tensor" in run.stdout
+    assert not run.stderr.strip(), run.stderr
+
+
+def test_explain_of_a_function_that_explains_a_step_with_its_optimizer(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{script}:with_optimizer", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["is_one_graph"] and found["name"] == "clean_fn" and found["obstacles"] == []
+    assert not any("No optimizer" in note for note in found["notes"])
+
+
+@pytest.mark.slow_after(9)
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("{}", "names no function"),
+        ("{}:absent", "has no function absent"),
+        ("{}:step_fn", "cannot be called without arguments: missing a required argument"),
+        ("{}:nothing", "returned a value of the type int. The function takes no arguments."),
+        ("{}:no_step", "explain takes a function that computes the loss"),
+        ("absent.py:example", "there is no file absent.py"),
+        ("absent_module:example", "there is no module absent_module"),
+    ],
+)
+def test_a_wrong_call_is_told_in_a_sentence(
+    script: Path, capsys: pytest.CaptureFixture[str], target: str, words: str
+) -> None:
+    assert main(["explain", target.format(script)]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err and not printed.out
+
+
+def test_a_module_is_found_by_its_name(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(script.parent))
+    assert main(["explain", "train_of_somebody:example"]) == 1
+    assert "train_of_somebody.py:10" in capsys.readouterr().out
+
+
+@pytest.fixture
+def without_settings(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    names = [name for name, _, _ in doctor.SETTINGS]
+    for name in (*names, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYGRAPH_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def with_device(without_settings: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if there were a GPU."""
+    monkeypatch = without_settings
+    properties = SimpleNamespace(name="A GPU", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(doctor, "driver", lambda: None)
+    return monkeypatch
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_doctor_without_a_device(
+    without_settings: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    lines = {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in text.splitlines()}
+    assert lines["torch"] == torch.__version__ and lines["device"] == "no CUDA device"
+    for name in (
+        "python",
+        "driver",
+        "NCCL",
+        "triton",
+        "cuda-bindings",
+        "lightning",
+        "accelerate",
+        "transformers",
+    ):
+        assert lines[name], text
+    for name in (
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "NCCL_GRAPH_REGISTER",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "PYGRAPH_DISABLE",
+    ):
+        assert lines[name] == "not set", text
+    assert text.rstrip().endswith("Training steps cannot run from CUDA graphs here.")
+    assert "torch was built without CUDA" in text or "torch finds no CUDA device" in text
+
+
+def test_doctor_with_a_device(with_device: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["usable"] and found["facts"]["device 0"] == "A GPU, 80 GiB, compute capability 9.0"
+    works = " ".join(found["works"])
+    assert "Training steps can run from CUDA graphs." in works and "collectives" in works
+    assert "pointer indirection" in works
+    assert str(doctor.check()).endswith("Training steps can run from CUDA graphs here.")
+
+
+@pytest.mark.slow_after(9)
+@pytest.mark.parametrize(
+    ("name", "value", "words", "usable"),
+    [
+        ("NCCL_GRAPH_REGISTER", "1", "NCCL_GRAPH_REGISTER=1 is set: NCCL registers the memory", True),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "collectives wait on the host", True),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "each collective is checked on the host", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "was not tried", True),
+        ("PYGRAPH_DISABLE", "1", "PYGRAPH_DISABLE is set", False),
+    ],
+)
+def test_doctor_tells_of_settings(
+    with_device: pytest.MonkeyPatch, name: str, value: str, words: str, usable: bool
+) -> None:
+    with_device.setenv(name, value)
+    found = doctor.check()
+    assert (name, value) in found.facts
+    assert found.usable is usable
+    assert [sentence for sentence in found.lacks if words in sentence and sentence.endswith(".")], found.lacks
+
+
+def test_doctor_tells_of_packages_that_are_missing(with_device: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise IndirectionUnavailable("pointer indirection needs the package cuda-bindings")
+
+    with_device.setattr(doctor, "_installed", lambda package: None)
+    with_device.setattr(doctor, "driver", missing)
+    found = doctor.check()
+    text = " ".join(found.lacks)
+    assert found.usable
+    for words in ("triton", "cuda-bindings", "pip install 'pygraph-train[lightning]'", "[accelerate]"):
+        assert words in text, text
+
+
+def test_doctor_tells_of_a_torch_that_is_too_old(with_device: pytest.MonkeyPatch) -> None:
+    with_device.setattr(torch, "__version__", type(torch.__version__)("2.10.1"))
+    found = doctor.check()
+    assert not found.usable and "torch 2.10.1 is too old" in found.lacks[0]
