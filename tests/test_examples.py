@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import pair_of_ranks
+
 pytest.importorskip("lightning.pytorch")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -31,7 +33,7 @@ def run(script: str, *options: str) -> str:
 
 def replayed(output: str, share: float = 0.8) -> int:
     """The number of replayed steps in the one report that was printed."""
-    (found,) = re.findall(r"steps replayed\W+(\d+) of (\d+)", output)
+    (found,) = re.findall(r"from graphs\W+all phases in (\d+) of (\d+) steps", output)
     assert int(found[0]) > share * int(found[1])
     return int(found[0])
 
@@ -105,16 +107,39 @@ def test_hf_trainer(options):
 @pytest.mark.slow
 def test_ddp_in_two_processes():
     pytest.importorskip("sklearn")
+    output = in_two_processes("lightning_ddp.py", "--engine", "emulated", "--epochs", "3")
+    assert replayed(output) >= 40
+    (accuracy,) = re.findall(r"validation accuracy: (\d\.\d+)", output)
+    assert float(accuracy) > 0.9
+
+
+@pytest.mark.slow
+def test_fsdp2_in_two_processes():
+    output = in_two_processes("lightning_fsdp2.py", "--engine", "emulated")
+    assert replayed(output) >= 40
+    (loss,) = re.findall(r"last loss: (\d+\.\d+)", output)
+    assert float(loss) < 6  # log(number of tokens) = 7.6 at the start
+
+
+@pytest.mark.slow
+def test_fsdp2_with_accelerate():
+    pytest.importorskip("accelerate")
+    with pair_of_ranks() as ranks:
+        output, _ = ranks.run("tests.ranks_accelerate:runs_example", timeout=100.0)
+    assert replayed(output, share=0.6) >= 25
+    (loss,) = re.findall(r"last loss: (\d+\.\d+)", output)
+    assert float(loss) < 7
+
+
+def in_two_processes(script, *arguments):
+    """What an example prints under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(EXAMPLES / "lightning_ddp.py"), "--engine", "emulated", "--epochs", "3"]
     done = subprocess.run(
-        [*command, *script],
+        [*command, str(EXAMPLES / script), *arguments],
         capture_output=True,
         text=True,
         timeout=200,
         env={**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert replayed(done.stdout) >= 40
-    (accuracy,) = re.findall(r"validation accuracy: (\d\.\d+)", done.stdout)
-    assert float(accuracy) > 0.9
+    return done.stdout
