@@ -1,6 +1,7 @@
-"""Step time of a stock Lightning Trainer under DistributedDataParallel: eager, compiled, PyGraph, graphs by hand.
+"""Step time of a stock Lightning Trainer in several processes: eager, compiled, PyGraph, graphs by hand.
 
     torchrun --nproc-per-node 2 -m benchmarks.distributed_step --json ddp.json     # one GPU for each process
+    torchrun --nproc-per-node 2 -m benchmarks.distributed_step --strategy fsdp --models gpt2 --json fsdp.json
     torchrun --nproc-per-node 2 -m benchmarks.distributed_step --scale tiny        # does the script work? (CPU)
 
 Every process measures; the first one prints and writes. benchmarks/README.md says what the columns mean.
@@ -22,7 +23,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -68,10 +72,13 @@ def _trainer(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
         busy=False,
         cuda=cuda,
     )
+    strategy: Any = "ddp"
+    if args.strategy == "fsdp":
+        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",
         devices=ranks,
-        strategy="ddp",
+        strategy=strategy,
         precision="bf16-mixed",
         max_steps=args.max_warmup + args.windows * args.steps,
         logger=False,
@@ -80,7 +87,8 @@ def _trainer(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
         enable_progress_bar=False,
         callbacks=[c for c in (pygraph, measurement) if c is not None],
     )
-    trainer.fit(TrainedModule(workload, mode), DataLoader(CycledBatches(workload.batches), batch_size=None))
+    module = (ShardedModule if args.strategy == "fsdp" else TrainedModule)(workload, mode)
+    trainer.fit(module, DataLoader(CycledBatches(workload.batches), batch_size=None))
     found = {**measurement.losses(), **measurement.results()}
     if pygraph is not None:
         found["report"] = pygraph.report().to_dict()
@@ -99,9 +107,14 @@ def _by_hand(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        wrapped = DistributedDataParallel(_Loss(module), device_ids=[device.index])
-        if mode == "by-hand-compiled":
-            wrapped.module.compile()
+        wrapped: Any = _Loss(module)
+        if args.strategy == "fsdp":
+            compiled = mode == "by-hand-compiled"
+            shard(module.net, init_device_mesh("cuda", (distributed.get_world_size(),)), compiled=compiled)
+        else:
+            wrapped = DistributedDataParallel(wrapped, device_ids=[device.index])
+            if mode == "by-hand-compiled":
+                wrapped.module.compile()
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True, capturable=True)
 
         def step() -> torch.Tensor:
@@ -130,6 +143,29 @@ def _by_hand(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
             windows.append((time.perf_counter() - started) / args.steps * 1e3)
     graph.reset()
     return {"step_ms": statistics.median(windows), "windows_ms": windows, "steady": True}
+
+
+def shard(net: torch.nn.Module, mesh: Any, *, compiled: bool = False) -> None:
+    """Make a unit of each block of the longest list of blocks, and one of the rest.
+
+    Args:
+        compiled: let Inductor compile each block, beneath the hooks.
+    """
+    lists = [m for m in net.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential))]
+    for block in max(lists, key=len) if lists else ():
+        if any(True for _ in block.parameters()):
+            if compiled:
+                block.compile()
+            fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+
+
+class ShardedModule(TrainedModule):
+    """The workload under `fully_shard`."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.net, FSDPModule):
+            shard(self.net, self.device_mesh["data_parallel"])
 
 
 class _Loss(torch.nn.Module):
@@ -164,6 +200,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="mlp,bert,gpt2,vit_small", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
+    parser.add_argument(
+        "--strategy", choices=("ddp", "fsdp"), default="ddp", help="replicas or sharded parameters"
+    )
     parser.add_argument("--windows", type=int, default=5, help="timed windows")
     parser.add_argument("--steps", type=int, default=40, help="steps a window")
     parser.add_argument("--warmup", type=int, default=60, help="least steps before timing")
@@ -202,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if row["error"]:
             break  # the other ranks may be anywhere
     if first:
-        title = "DDP training step, ms" if record["timing_claim"] else NO_CLAIM
+        title = f"{args.strategy.upper()} training step, ms" if record["timing_claim"] else NO_CLAIM
         by = {(row["model"], row["mode"]): row["step_ms"] for row in rows}
         cells = [
             [model, *(DASH if (ms := by.get((model, mode))) is None else f"{ms:.3f}" for mode in args.modes)]

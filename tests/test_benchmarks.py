@@ -72,6 +72,18 @@ def test_host_cost(tmp_path):
 
 
 @pytest.mark.slow
+def test_fallback_cost(tmp_path):
+    pytest.importorskip("accelerate")
+    record = run("benchmarks.fallback_cost", tmp_path / "fallback.json", "--windows", "2", "--steps", "5")
+    assert record["timing_claim"] is False
+    assert [row["loop"] for row in record["rows"]] == [
+        *("graphed-step", "lightning", "accelerate-step", "accelerate-loop")
+    ]
+    for row in record["rows"]:
+        assert row["error"] is None and row["ratio"] > 0 and not row["graphs_ran"], row
+
+
+@pytest.mark.slow
 def test_accelerate_step(tmp_path):
     pytest.importorskip("accelerate")
     options = ("--models", "mlp", "--modes", "eager,pygraph,graphed-step", "--timeout-s", "0")
