@@ -16,6 +16,7 @@ from pygraph_train import backend
 from pygraph_train.integrations.first_calls import FirstCalls, in_words, watch_backward
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.step.activations import explained, handed_out
+from pygraph_train.step.outside import what_watches
 from pygraph_train.torch_private.autocast import State, present
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
@@ -23,12 +24,12 @@ from pygraph_train.torch_private.dynamo import (
     set_compiled_call,
     uncompiled_call,
 )
-from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
+from pygraph_train.torch_private.hooks import global_module_hook_tables
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.dry_trace import DryTrace
 from pygraph_train.tracing.reasons import compiler_failed, innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
-from pygraph_train.tracing.refusals import GLOBAL_HOOK, SAVED_TENSORS_HOOKS
+from pygraph_train.tracing.refusals import GLOBAL_HOOK
 from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes
 
 __all__ = ["RegionedCall", "begins"]
@@ -90,11 +91,9 @@ class RegionedCall:
                 first.look_at(result)
                 return result
             self._first[kind], self._autocast[kind] = None, first.backward
-        if any(self._hooks_on_all):
-            self._tell(_without_graphs(self.module, GLOBAL_HOOK))
-            return _call(self.module, args, kwargs)
-        if saved_tensors_hooks_active():  # a compiled forward saves other tensors
-            self._tell(_without_graphs(self.module, SAVED_TENSORS_HOOKS))
+        watcher = GLOBAL_HOOK if any(self._hooks_on_all) else what_watches()
+        if watcher is not None:  # a compiled forward has other operations, and saves other tensors
+            self._tell(_without_graphs(self.module, watcher))
             return _call(self.module, args, kwargs)
         known = self._autocast[kind]
         around = kind[1] if known is None else known

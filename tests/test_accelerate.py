@@ -21,6 +21,8 @@ import torch
 from replays import text_of
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 accelerate = pytest.importorskip("accelerate")
@@ -545,6 +547,36 @@ def test_what_is_done_to_modules_in_mid_run_is_noticed(change: Any) -> None:
             optimizer.zero_grad()
 
     replayed(both(script, replays=55), 10)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+def test_a_function_mode_sees_the_operations_of_a_checkpoint() -> None:
+    """Dynamo does not show a mode that is around a compiled call what is in a checkpoint."""
+
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(checkpoint(lambda y: torch.tanh(y * 0.5), x, use_reentrant=False))
+
+    def script(script: Script) -> None:
+        model = Checkpointed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        loader = DataLoader(Numbers(), batch_size=6)
+        prepared, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+        for i, batch in enumerate(loader):
+            with Doubling() if 14 <= i < 27 else contextlib.nullcontext():
+                loss = loss_of(prepared, batch)
+                script.accelerator.backward(loss)
+                optimizer.step()
+            script.write("loss", loss)
+            script.write_state(model, optimizer)
+            optimizer.zero_grad()
+
+    replayed(both(script, replays=40))
 
 
 def test_numbers_of_the_host_are_those_of_plain_python() -> None:

@@ -19,7 +19,7 @@ from pygraph_train.tracing.refusals import (
     SAVED_TENSORS_HOOKS,
 )
 
-__all__ = ["Outside", "around_the_step"]
+__all__ = ["Outside", "around_the_step", "what_watches"]
 
 
 def around_the_step() -> Iterator[Problem]:
@@ -28,12 +28,23 @@ def around_the_step() -> Iterator[Problem]:
         yield ANOMALY
     if any(global_module_hook_tables()):
         yield GLOBAL_HOOK
+    watcher = what_watches()
+    if watcher is not None:
+        yield watcher
+
+
+def what_watches() -> Problem | None:
+    """What sees, and may change, each operation or saved tensor of this thread now. Hot path.
+
+    A replay shows it nothing, and compiled code other operations than those of the model.
+    """
     if saved_tensors_hooks_active():
-        yield SAVED_TENSORS_HOOKS
+        return SAVED_TENSORS_HOOKS
     if is_dispatch_watched():
-        yield DISPATCH_MODE
+        return DISPATCH_MODE
     if is_function_watched() and function_modes():
-        yield FUNCTION_MODE
+        return FUNCTION_MODE
+    return None
 
 
 class Outside:
@@ -57,12 +68,9 @@ class Outside:
         if torch.is_anomaly_enabled() or any(self._global_hooks):
             self.for_good = True
             return ANOMALY if torch.is_anomaly_enabled() else GLOBAL_HOOK
-        if saved_tensors_hooks_active():
-            return SAVED_TENSORS_HOOKS
-        if is_dispatch_watched():
-            return DISPATCH_MODE
-        if is_function_watched() and function_modes():
-            return FUNCTION_MODE
+        watcher = what_watches()
+        if watcher is not None:
+            return watcher
         return None if self._initialized else self._uninitialized()
 
     def _uninitialized(self) -> Problem | None:
