@@ -76,20 +76,18 @@ def _problems(module: Any, optimizers: list[Any]) -> Iterator[Problem]:
             f"the module has {len(optimizers)} optimizers under automatic optimization",
             defined_at(type(module).configure_optimizers),
         )
-    for hook in INSIDE_FORWARD_BACKWARD:
-        if overrides(module, hook):
-            yield Problem(
-                f"{type(module).__name__}.{hook} runs in Python between forward and backward",
-                defined_at(getattr(module, hook)),
-                "on_train_batch_start and on_train_batch_end are outside of the graph",
-            )
-    for hook in INSIDE_UPDATE:
-        if overrides(module, hook):
-            yield Problem(
-                f"{type(module).__name__}.{hook} runs in Python between backward and the optimizer on every step",
-                defined_at(getattr(module, hook)),
-                "on_train_batch_start and on_train_batch_end are outside of the graph",
-            )
+    inside = {
+        "between forward and backward": INSIDE_FORWARD_BACKWARD,
+        "between backward and the optimizer on every step": INSIDE_UPDATE,
+    }
+    for between, hooks in inside.items():
+        for hook in hooks:
+            if overrides(module, hook):
+                yield Problem(
+                    f"{type(module).__name__}.{hook} runs in Python {between}",
+                    defined_at(getattr(module, hook)),
+                    "on_train_batch_start and on_train_batch_end are outside of the graph",
+                )
 
 
 def _optimizers(module: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:
