@@ -11,6 +11,7 @@ import subprocess
 import sys
 import typing
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -150,12 +151,18 @@ def test_callbacks_are_sent_to_other_processes_and_copied(kind: str) -> None:
         assert other.report().steps == 0
 
 
-def test_an_optimizer_that_was_not_prepared_is_told() -> None:
+@contextmanager
+def emulated_accelerator() -> Iterator[Any]:
+    """An Accelerator on the CPU whose plugin has emulated graphs."""
     pytest.importorskip("accelerate")
     from accelerate_training import fresh_state
 
     with fresh_state():
-        accelerator = pygraph_train.Accelerator(cpu=True, plugins=[pygraph_train.PyGraph(engine="emulated")])
+        yield pygraph_train.Accelerator(cpu=True, plugins=[pygraph_train.PyGraph(engine="emulated")])
+
+
+def test_an_optimizer_that_was_not_prepared_is_told() -> None:
+    with emulated_accelerator() as accelerator:
         model = accelerator.prepare(Net())
         optimizer = adamw(model)
         for x, y in batches(6):
@@ -238,11 +245,7 @@ def test_what_a_loop_may_do_after_a_step_is_no_news(caplog: pytest.LogCaptureFix
 
 
 def test_an_optimizer_that_a_graphed_step_of_accelerate_calls_unprepared_is_told() -> None:
-    pytest.importorskip("accelerate")
-    from accelerate_training import fresh_state
-
-    with fresh_state():
-        accelerator = pygraph_train.Accelerator(cpu=True, plugins=[pygraph_train.PyGraph(engine="emulated")])
+    with emulated_accelerator() as accelerator:
         model = accelerator.prepare(Net())
         optimizer = adamw(model)
 
@@ -262,11 +265,7 @@ def test_an_optimizer_that_a_graphed_step_of_accelerate_calls_unprepared_is_told
 
 
 def test_a_graphed_step_of_accelerate_without_prepare_says_what_to_prepare() -> None:
-    pytest.importorskip("accelerate")
-    from accelerate_training import fresh_state
-
-    with fresh_state():
-        accelerator = pygraph_train.Accelerator(cpu=True, plugins=[pygraph_train.PyGraph(engine="emulated")])
+    with emulated_accelerator() as accelerator:
         model = Net()
         optimizer = adamw(model)
 
