@@ -44,6 +44,7 @@ from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed
+from pygraph_train.step.outputs import detached_results
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
@@ -91,7 +92,7 @@ class GraphedStepFunction:
         """
         if not self._on:
             self._report.step_began(elsewhere=self._loop.active)
-            return _detached(self._fn(*args, **kwargs))
+            return detached_results(self._fn(*args, **kwargs))
         if self._hoists_accumulate:
             self._accelerator._do_sync()
         script = self._observed.get(self._accelerator.sync_gradients)
@@ -165,7 +166,7 @@ class GraphedStepFunction:
         else:
             self._hoists_accumulate |= watch.accumulated
             self._observed[self._accelerator.sync_gradients] = tuple(watch.events)
-        return _detached(result)
+        return detached_results(result)
 
     def _replication(self) -> Replication:
         """How the models of the step are shared with other processes."""
@@ -345,7 +346,7 @@ class _StepFunctionProgram:
             sync = self.replication.micro_batch(sync=position.sync)
             with ExitStack() as outside, sync, standing_in(self._live_calls(outside, update)):
                 outside.enter_context(self._as_outside())
-                return _detached(self._fn(*args, **kwargs))
+                return detached_results(self._fn(*args, **kwargs))
         for event in before_backward(position.constants[1]):
             self._make(event, update)
         with self.replication.micro_batch(sync=position.sync):
@@ -353,7 +354,7 @@ class _StepFunctionProgram:
             self.backward(loss)
         for event in after_backward(self._present):
             self._make(event, update)
-        return _detached(result)
+        return detached_results(result)
 
     def finish(self, result: Any, number: int, update: _Update, *, updated: bool) -> Any:
         """What remains to be done in Python after a replay, which has `updated` or leaves that to `update`."""
@@ -488,12 +489,3 @@ def _with_leaves(tree: Any, replaced: dict[int, Tensor]) -> Any:
     map_leaves(leaves.append, tree)
     values = iter([replaced.get(k, leaf) for k, leaf in enumerate(leaves)])
     return map_leaves(lambda _: next(values), tree)
-
-
-def _detached(result: Any) -> Any:
-    if type(result) is Tensor:
-        return result.detach()
-    try:
-        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
-    except TypeError:
-        return result  # a container that only its author can rebuild; such a step is never replayed

@@ -24,10 +24,10 @@ from pygraph_train.report.announcements import tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.flight import Replayed
+from pygraph_train.step.outputs import detached_results
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
-from pygraph_train.tracing.signature import map_leaves
 
 __all__ = ["LossProgram", "LossSteps"]
 
@@ -149,7 +149,7 @@ class LossSteps:
             if update and optimizer is not None:
                 program.before_update()()
         self._pending = not update
-        return result.detach() if type(result) is Tensor else _detached(result)
+        return detached_results(result)
 
     def _second_step(self, first: AfterFirstStep) -> None:
         """Tell what the caller has done since the first one."""
@@ -287,19 +287,12 @@ class LossProgram:
             self.backward(loss)
         if position.update:
             update(self.before_update(), position.constants)
-        return _detached(result)
+        return detached_results(result)
 
 
 def plain_update(body: Callable[[], None], constants: Any = ()) -> None:
     """The optimizer phase as it is."""
     body()
-
-
-def _detached(result: Any) -> Any:
-    try:
-        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
-    except TypeError:
-        return result  # a container that only its author can rebuild; such a step is never replayed
 
 
 def _describe(value: Any) -> str:

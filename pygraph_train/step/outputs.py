@@ -15,7 +15,7 @@ from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.signature import flatten, map_leaves
 
-__all__ = ["Outputs"]
+__all__ = ["Outputs", "detached_results"]
 
 # what `guard_constants` and Dynamo's own guards cover
 _CONSTANTS = (
@@ -234,6 +234,16 @@ def _copy_together(sharing: list[tuple[int, Tensor]]) -> _Make:
             values[position] = empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     return make
+
+
+def detached_results(result: Any) -> Any:
+    """What a step that ran without a graph has returned, with its tensors detached."""
+    if type(result) is Tensor:
+        return result.detach()
+    try:
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+    except TypeError:
+        return result  # a container that only its author can rebuild; such a step is never replayed
 
 
 def _is_freed(tensor: Tensor) -> bool:
