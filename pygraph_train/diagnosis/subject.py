@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from pygraph_train.diagnosis.explanation import Explanation
 from pygraph_train.diagnosis.gain import gain_of
 from pygraph_train.diagnosis.look import Findings, look
 from pygraph_train.diagnosis.optimizer import look_at_optimizer
-from pygraph_train.parallel.replication import RECORDER
+from pygraph_train.parallel.replication import RECORDER, Alone
 from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, defined_at
-from pygraph_train.step.outside import around_the_step
+from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.tracing.gradient_hooks import backward_hooks
 from pygraph_train.tracing.refusals import unsupported_leaves
 from pygraph_train.tracing.signature import flattened, map_leaves
@@ -74,14 +73,20 @@ def explained(subject: Subject) -> Explanation:
             "No model was given and none was found, so hooks of modules and parameters were not looked for. "
             "Pass model=."
         )
-    lazy = None if subject.model is None else _lazy(subject.model)
+    lazy = None if subject.model is None else uninitialized(subject.model)
     if lazy is not None:
+        lazy = replace(lazy, fix="Call the model once, and explain the step then")
         return _told(subject, [lazy], notes, "")
+    replication = Alone() if subject.model is None else replication_of(subject.model)
+    context = subject.context if replication.group is None else replication.seen_through
     args, kwargs = _on_device((subject.args, subject.kwargs), subject.device)
     leaves = flattened((args, kwargs))[1]
     found = [*subject.problems, *around_the_step(), *unsupported_leaves(args, kwargs, leaves)]
-    found += _of_model(subject.model)
-    seen = look(subject.fn, args, kwargs, subject.device, subject.recorder, leaves, _context(subject))
+    if subject.model is not None:
+        found += backward_hooks(subject.model)
+    if replication.problem is not None:
+        found.append(replication.problem)
+    seen = look(subject.fn, args, kwargs, subject.device, subject.recorder, leaves, context)
     found += seen.obstacles
     found += _of_result(subject, seen)
     notes += _of_look(seen)
@@ -94,9 +99,7 @@ def explained(subject: Subject) -> Explanation:
     if subject.device.type == "cpu":
         notes.append(ON_CPU)
     notes.append(_LATER)
-    gain = gain_of(
-        subject.fn, args, kwargs, subject.model, subject.device, _context(subject), clean=not found
-    )
+    gain = gain_of(subject.fn, args, kwargs, subject.model, subject.device, context, clean=not found)
     return _told(subject, found, notes, gain)
 
 
@@ -111,34 +114,6 @@ def _told(subject: Subject, found: list[Problem], notes: list[str], gain: str) -
         return files.index(file), int(line) if line.isdigit() else 0
 
     return Explanation(subject.name, tuple(sorted(unique.values(), key=place)), tuple(notes), gain)
-
-
-def _context(subject: Subject) -> Callable[[], AbstractContextManager[Any]]:
-    model = subject.model
-    if model is None or replication_of(model).group is None:
-        return subject.context
-    return replication_of(model).seen_through
-
-
-def _of_model(model: nn.Module | None) -> Iterator[Problem]:
-    if model is None:
-        return
-    yield from backward_hooks(model)
-    problem = replication_of(model).problem
-    if problem is not None:
-        yield problem
-
-
-def _lazy(model: nn.Module) -> Problem | None:
-    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
-    return (
-        None
-        if lazy is None
-        else Problem(
-            f"{lazy} has no shape yet: the first call of its module gives it one",
-            fix="Call the model once, and explain the step then",
-        )
-    )
 
 
 def _on_device(tree: Any, device: torch.device) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pygraph_train.problems import Problem
@@ -19,7 +20,7 @@ from pygraph_train.tracing.refusals import (
     SAVED_TENSORS_HOOKS,
 )
 
-__all__ = ["Outside", "around_the_step", "what_watches"]
+__all__ = ["Outside", "around_the_step", "uninitialized", "what_watches"]
 
 
 def around_the_step() -> Iterator[Problem]:
@@ -45,6 +46,14 @@ def what_watches() -> Problem | None:
     if is_function_watched() and function_modes():
         return FUNCTION_MODE
     return None
+
+
+def uninitialized(model: nn.Module) -> Problem | None:
+    """The first parameter of a model that is still lazy, None where there is none."""
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is None:
+        return None
+    return Problem(f"{lazy} has no shape yet: the first call of its module gives it one")
 
 
 class Outside:
@@ -74,8 +83,6 @@ class Outside:
         return None if self._initialized else self._uninitialized()
 
     def _uninitialized(self) -> Problem | None:
-        lazy = [name for name, p in self._program.model.named_parameters() if is_lazy(p)]
-        if lazy:
-            return Problem(f"{lazy[0]} has no shape yet: the first call of its module gives it one")
-        self._initialized = True
-        return None
+        problem = uninitialized(self._program.model)
+        self._initialized = problem is None
+        return problem
