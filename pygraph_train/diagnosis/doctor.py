@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from pygraph_train.config import disabled_by_environment
+from pygraph_train.diagnosis.explanation import filled
 from pygraph_train.graphs.engine import IndirectionUnavailable
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.parallel.settings import SETTINGS, setting_problems
@@ -72,7 +72,7 @@ class Checkup:
             ("What does not work here:", self.lacks),
         ):
             if sentences:
-                lines += ["", title, *map(_filled, sentences)]
+                lines += ["", title, *(filled(sentence, "- ") for sentence in sentences)]
         verdict = "can" if self.usable else "cannot"
         lines += ["", f"Training steps {verdict} run from CUDA graphs here."]
         return "\n".join(lines)
@@ -201,14 +201,3 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _filled(sentence: str) -> str:
-    return textwrap.fill(
-        sentence,
-        100,
-        initial_indent="- ",
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

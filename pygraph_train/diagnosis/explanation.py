@@ -9,7 +9,7 @@ from typing import Any
 
 from pygraph_train.problems import Problem
 
-__all__ = ["Explanation", "source_line"]
+__all__ = ["Explanation", "filled", "source_line"]
 
 _WIDTH = 100
 
@@ -55,7 +55,7 @@ class Explanation:
     def __str__(self) -> str:
         blocks = [self._headline()]
         blocks += [_block(number, problem) for number, problem in enumerate(self.obstacles, start=1)]
-        blocks.append("\n".join(_filled(note, "- ") for note in (*self.notes, self.gain) if note))
+        blocks.append("\n".join(filled(note, "- ") for note in (*self.notes, self.gain) if note))
         return "\n\n".join(block for block in blocks if block)
 
     def _headline(self) -> str:
@@ -79,9 +79,9 @@ def _block(number: int, problem: Problem) -> str:
     source = source_line(problem.where)
     if source is not None:
         lines.append(f"       {source}")
-    lines.append(_filled(_sentence(problem.reason.removeprefix(_KNOWN)), "   Why: "))
+    lines.append(filled(_sentence(problem.reason.removeprefix(_KNOWN)), "   Why: "))
     if problem.fix:
-        lines.append(_filled(_sentence(problem.fix), "   Change: "))
+        lines.append(filled(_sentence(problem.fix), "   Change: "))
     return "\n".join(lines)
 
 
@@ -89,7 +89,8 @@ def _sentence(text: str) -> str:
     return text + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def _filled(text: str, start: str) -> str:
+def filled(text: str, start: str) -> str:
+    """A paragraph in lines of at most 100 characters. The first one begins with `start`, the others are indented."""
     return textwrap.fill(
         text,
         _WIDTH,
