@@ -524,35 +524,49 @@ class Changed:
         setattr(*self._before)
 
 
+def changed_in_mid_run(script: Script, model: nn.Module, change: Any) -> None:
+    """The loop of Accelerate's documentation; `change` is done before step 14, and undone before step 27."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    loader = DataLoader(Numbers(), batch_size=6)
+    prepared, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+    handle: Any = None
+    for i, batch in enumerate(loader):
+        if i == 14:
+            handle = change()
+        if i == 27:
+            handle.remove()
+        loss = loss_of(prepared, batch)
+        script.accelerator.backward(loss)
+        optimizer.step()
+        script.write("loss", loss)
+        script.write_state(model, optimizer)
+        optimizer.zero_grad()
+
+
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("change", CHANGES_OF_MODULES.values(), ids=CHANGES_OF_MODULES.keys())
 def test_what_is_done_to_modules_in_mid_run_is_noticed(change: Any) -> None:
     def script(script: Script) -> None:
         model = Halves()
         last = [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        loader = DataLoader(Numbers(), batch_size=6)
-        prepared, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
-        handle: Any = None
-        for i, batch in enumerate(loader):
-            if i == 14:
-                handle = change(model, last)
-            if i == 27:
-                handle.remove()
-            loss = loss_of(prepared, batch)
-            script.accelerator.backward(loss)
-            optimizer.step()
-            script.write("loss", loss)
-            script.write_state(model, optimizer)
-            optimizer.zero_grad()
+        changed_in_mid_run(script, model, lambda: change(model, last))
 
     replayed(both(script, replays=55), 10)
 
 
 class Doubling(TorchFunctionMode):
+    """Is active from now on, until `remove`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__enter__()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         return result * 2 if func is torch.tanh else result
+
+    def remove(self) -> None:
+        self.__exit__(None, None, None)
 
 
 def test_a_function_mode_sees_the_operations_of_a_checkpoint() -> None:
@@ -562,21 +576,7 @@ def test_a_function_mode_sees_the_operations_of_a_checkpoint() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(checkpoint(lambda y: torch.tanh(y * 0.5), x, use_reentrant=False))
 
-    def script(script: Script) -> None:
-        model = Checkpointed()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        loader = DataLoader(Numbers(), batch_size=6)
-        prepared, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
-        for i, batch in enumerate(loader):
-            with Doubling() if 14 <= i < 27 else contextlib.nullcontext():
-                loss = loss_of(prepared, batch)
-                script.accelerator.backward(loss)
-                optimizer.step()
-            script.write("loss", loss)
-            script.write_state(model, optimizer)
-            optimizer.zero_grad()
-
-    replayed(both(script, replays=40))
+    replayed(both(lambda script: changed_in_mid_run(script, Checkpointed(), Doubling), replays=40))
 
 
 def test_numbers_of_the_host_are_those_of_plain_python() -> None:
