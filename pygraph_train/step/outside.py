@@ -37,7 +37,7 @@ def around_the_step() -> Iterator[Problem]:
 def what_watches() -> Problem | None:
     """What sees, and may change, each operation or saved tensor of this thread now. Hot path.
 
-    A replay shows it nothing, and compiled code other operations than those of the model.
+    A replay shows it nothing. Compiled code shows it other operations than those of the model.
     """
     if saved_tensors_hooks_active():
         return SAVED_TENSORS_HOOKS
