@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train import GraphedStep, PyGraphConfig
 from pygraph_train.parallel import agreement
+from pygraph_train.torch_private.distributed import rebuild_reducer
 from tests import ranks_traps
 from tests.replays import text_of
 
@@ -158,6 +159,8 @@ def _train(
     options = {"engine": "auto" if device_of(rank).type == "cuda" else "emulated", **(config or {})}
     if trap == "options differ" and rank == 1:
         options["warmup_steps"] = 4
+    if hook:
+        rebuild_reducer(model)  # as `GraphedStep` does on a GPU
     with ranks_traps.trap(trap, rank, model) as before:
         settings = PyGraphConfig(**options)
         step = GraphedStep(loss_of, model=model, optimizer=optimizer, max_grad_norm=clip, config=settings)

@@ -181,9 +181,11 @@ class Replicas(Alone):
     def leave_default_stream(self) -> None:
         """Let gradients be accumulated in a stream of their own: kernels of the default stream cannot be captured.
 
-        Only for a wrapper that has made no step: buckets are rebuilt after the first one.
+        Only for a wrapper that has made no step, whose steps may be captured: buckets are rebuilt after the first one.
         """
-        if torch.cuda.is_available() and self.wrapper.device_type == "cuda" and not has_run(self.wrapper):
+        if self.problem is not None or has_run(self.wrapper):
+            return
+        if torch.cuda.is_available() and self.wrapper.device_type == "cuda":
             with beside_default_stream():
                 rebuild_reducer(self.wrapper)
 

@@ -95,12 +95,15 @@ def has_run(ddp: DistributedDataParallel) -> bool:
 def rebuild_reducer(ddp: DistributedDataParallel) -> None:
     """Make the reducer of a wrapper that has made no step anew, in the present stream (torch 2.11, 2.13).
 
-    The accumulators of gradients belong to the stream in which it is made.
+    The accumulators of gradients belong to the stream in which it is made. The new reducer gets the communication
+    hooks of the old one that are written in Python.
     """
     del ddp.reducer, ddp.logger  # with them the accumulators go
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    for hook, state in ddp._comm_hooks:
+        distributed._register_comm_hook(ddp.reducer, state, hook)
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
         if ddp.logger is not None:
