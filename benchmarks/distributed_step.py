@@ -149,8 +149,11 @@ def shard(net: torch.nn.Module, mesh: Any, *, compiled: bool = False) -> None:
     """Make a unit of each block of the longest list of blocks, and one of the rest.
 
     Args:
-        compiled: let Inductor compile each block, beneath the hooks.
+        compiled: let Inductor compile each block, beneath the hooks. Blocks of transformers know their number, and
+            Dynamo compiles one function eight times only, unless it is told otherwise.
     """
+    if compiled:
+        torch._dynamo.config.recompile_limit = 64
     lists = [m for m in net.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential))]
     for block in max(lists, key=len) if lists else ():
         if any(True for _ in block.parameters()):

@@ -24,12 +24,15 @@ from torch.nn import functional as F
 
 from pygraph_train import GraphedStep, PyGraphConfig, PyGraphError
 from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.parallel.shards import Shards
 from pygraph_train.step.capture_maker import CaptureMaker
+from pygraph_train.tracing.compiled_units import CompiledUnits
+from pygraph_train.tracing.opened_trace import OpenedTrace
 from tests import ranks_traps
 from tests.ranks_training import SIZES, STEPS, batches, device_of
 from tests.replays import text_of
 
-__all__ = ["fails_alone", "graphed_step", "local_state", "refused", "resumed"]
+__all__ = ["compiled_units", "fails_alone", "graphed_step", "local_state", "refused", "resumed"]
 
 POLICIES = {
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
@@ -96,6 +99,48 @@ def graphed_step(rank: int, **options: Any) -> dict[str, Any]:
         "replayed": report.steps_replayed,
         "report": text_of(report),
         "fallbacks": [f"{f.reason} {f.fix}" for f in report.fallbacks],
+    }
+
+
+def compiled_units(rank: int, *, fails: bool = False) -> dict[str, Any]:
+    """Train with blocks that are compiled beneath the hooks, or cannot be on one rank, and compare with a plain loop.
+
+    The compiler keeps eager kernels, so that the bits are the same.
+    """
+    compiled: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any], left: list[str]) -> Callable[..., Any]:
+        compiled.append(str(graph.graph))
+        if fails and rank == 1:
+            raise RuntimeError("no compiler here")
+        return graph.forward
+
+    ends, left, dispatched = [], [], 0
+    for whole in (True, False):
+        model: Any = sharded(rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        shards = Shards(model)
+        trace = OpenedTrace(torch.device("cpu"), shards.opened)
+        units = CompiledUnits(trace, shards.units(), compiler)
+        torch.manual_seed(rank)
+
+        def loss_of(x: Tensor, y: Tensor, model: nn.Module = model) -> Tensor:
+            return F.cross_entropy(model(x), y)
+
+        for i, batch in enumerate(batches(rank, STEPS, SIZES["same"])):
+            optimizer.zero_grad()
+            loss = loss_of(*batch) if whole or i == 0 else units(loss_of, batch, {})
+            assert all("forward" not in vars(m) for m in model.modules())
+            loss.backward()
+            optimizer.step()
+        assert trace.problem is None, trace.problem
+        ends.append([loss.detach(), *local_state(model)])
+        left, dispatched = units.left, len(shards.units())
+    return {
+        "same": all(map(torch.equal, *ends)),
+        "compiled": len(compiled),
+        "units": dispatched,
+        "left": left,
     }
 
 

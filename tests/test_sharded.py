@@ -112,9 +112,13 @@ def test_models_as_people_shard_them(ranks: Ranks, name: str) -> None:
     trained(ranks.run("tests.ranks_sharded_models:same", case=name), 12)
 
 
-def test_kernels_that_are_not_compiled_are_told(ranks: Ranks) -> None:
-    for told in trained(ranks.run(STEP, config={"compile": True}), 25):
-        assert "Inductor does not compile steps of sharded parameters yet" in " ".join(told["report"].split())
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_are_compiled_beneath_the_hooks(ranks: Ranks, fails: bool) -> None:
+    for rank, told in enumerate(ranks.run("tests.ranks_sharded:compiled_units", fails=fails)):
+        assert told["same"] and told["units"] == 2
+        assert told["compiled"] == 2, "each block is compiled once"
+        why = ["a module runs with eager kernels: no compiler here"] * 2
+        assert told["left"] == (why if fails and rank == 1 else [])
 
 
 def test_parameters_that_stay_whole_have_a_reason(ranks: Ranks) -> None:

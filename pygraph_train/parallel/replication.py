@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from pygraph_train.problems import Problem
+from pygraph_train.tracing.trace import Compiler
 
 __all__ = ["RECORDER", "Alone", "Replication", "exchanged"]
 
@@ -95,6 +96,12 @@ class Replication(Protocol):
 
     def notes(self) -> Callable[[], None]:
         """Note what a wrapper knows in Python of the micro-batch before. Returns what puts that back."""
+
+    def in_pieces(self, compiler: Compiler) -> Compiler:
+        """What compiles as `compiler` does, in pieces: the gradients of one are exchanged while the next one runs."""
+
+    def units(self) -> list[nn.Module]:
+        """Modules that are compiled one by one, because hooks around them cannot be traced."""
 
     def capturing(self) -> AbstractContextManager[None]:
         """Around a capture: what it leaves in Python is put in order."""
@@ -186,6 +193,14 @@ class Alone:
     def notes(self) -> Callable[[], None]:
         """Nothing to put back."""
         return lambda: None
+
+    def in_pieces(self, compiler: Compiler) -> Compiler:
+        """One piece."""
+        return compiler
+
+    def units(self) -> list[nn.Module]:
+        """None: the step is compiled as a whole."""
+        return []
 
     def capturing(self) -> AbstractContextManager[None]:
         """Nothing to put in order."""

@@ -47,6 +47,7 @@ class Shards(Alone):
     sharded = True
 
     def __init__(self, model: nn.Module, *, switches: bool = False) -> None:
+        self._model = model
         self._states = sharded_states(model)
         self._groups = sharded_groups(self._states)
         self._switches = switches
@@ -135,6 +136,13 @@ class Shards(Alone):
 
         return put_back
 
+    def units(self) -> list[nn.Module]:
+        """See `Replication.units`: those that `fully_shard` was called with, and that hold no others."""
+        from torch.distributed.fsdp import FSDPModule
+
+        found = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
+        return [m for m in found if not any(isinstance(below, FSDPModule) for below in _below(m))]
+
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """See `Replication.capturing`. A backward that fails leaves gradients with the whole parameters."""
@@ -155,14 +163,14 @@ def _roots(model: nn.Module) -> list[Any]:
     """The outermost modules that were given to `fully_shard`."""
     from torch.distributed.fsdp import FSDPModule
 
-    inner = {
-        below
-        for m in model.modules()
-        if isinstance(m, FSDPModule)
-        for below in m.modules()
-        if below is not m and isinstance(below, FSDPModule)
-    }
-    return [m for m in model.modules() if isinstance(m, FSDPModule) and m not in inner]
+    found = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    inner = {below for m in found for below in _below(m)}
+    return [m for m in found if m not in inner]
+
+
+def _below(module: nn.Module) -> list[nn.Module]:
+    """The modules inside of one."""
+    return [m for m in module.modules() if m is not module]
 
 
 def _problem(groups: list[Any], meshes: list[tuple[Any, bool, bool]], group: Any) -> Problem | None:

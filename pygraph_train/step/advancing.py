@@ -233,10 +233,6 @@ class Advancing:
     def _ask_for_reasons(self) -> None:
         """On the first step: why forward and backward cannot be in a graph at all."""
         config, program = self._training.config, self._training.program
-        if config.compile is True and program.replication.sharded:
-            self._training.report.note(
-                "compile=True: Inductor does not compile steps of sharded parameters yet, and graphs hold eager kernels"
-            )
         off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
         off += ["fuse='off'"] if config.fuse == "off" and not off else []
         asked = (

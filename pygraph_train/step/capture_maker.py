@@ -23,6 +23,7 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture, Variant, picker
 from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.refusals import BATCH_IN_STATE, history, problem_of
 from pygraph_train.tracing.signature import flatten
@@ -124,10 +125,11 @@ class CaptureMaker:
                 variant.inputs.load(leaves)
                 static_args, static_kwargs = variant.inputs.tree((args, kwargs))
                 flatten((static_args, static_kwargs), static_leaves)
-                if isinstance(call, Trace):
+                trace = call.trace if isinstance(call, CompiledUnits) else call
+                if isinstance(trace, Trace):
                     with program.context():
-                        if not call.holds(program.function(), static_args, static_kwargs):
-                            raise NotLegal(call.why_not(program.function(), static_args, static_kwargs))
+                        if not trace.holds(program.function(), static_args, static_kwargs):
+                            raise NotLegal(trace.why_not(program.function(), static_args, static_kwargs))
             expected, started = None, time.perf_counter()
             if self._config.verify != "off":
                 expected = self.reference(

@@ -22,7 +22,9 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signatures, Variant, same_memory
 from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked
+from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.refusals import compiler_problem, problem_of
 from pygraph_train.tracing.trace import Trace
@@ -117,6 +119,16 @@ class Capturing:
             return variant.compiled
         return variant.trace if self._training.engine.name == "cuda" else plain_call
 
+    def _to_be_compiled(self, variant: Variant) -> Trace | CompiledUnits:
+        """How the step is run with Inductor's kernels. The first run compiles them."""
+        from pygraph_train.regions.inductor import compile_whole  # which imports much
+
+        program = self._training.program
+        if isinstance(variant.trace, OpenedTrace):
+            return CompiledUnits(variant.trace, program.replication.units(), compile_whole)
+        compiler = program.replication.in_pieces(compile_whole)
+        return Trace(program.device, compiler=compiler, recorder=program.recorder)
+
     def compiled(
         self,
         step: StepInFlight,
@@ -133,10 +145,8 @@ class Capturing:
         training, maker = self._training, self._maker
         training.announce("compiling the training step with Inductor, which may take a minute")
         variant.compile_next = False
-        from pygraph_train.regions.inductor import compile_whole  # which imports much
-
         program = training.program
-        variant.compiled = Trace(program.device, compiler=compile_whole, recorder=program.recorder)
+        compiled = variant.compiled = self._to_be_compiled(variant)
         gradients = maker.gradients(variant, args, kwargs, step.position)
         gradients.empty()
         before = gradients.snapshot()
@@ -167,7 +177,7 @@ class Capturing:
             variant.meets(LifeEvent.NOT_COMPILED)
             return result
         variant.meets(LifeEvent.RAN)
-        for text in variant.compiled.left:
+        for text in dict.fromkeys(compiled.left):
             training.report.note(text)
         return result
 

@@ -66,7 +66,8 @@ class Decisions:
         on_decision: Callable[[Switch], None],
         on_settled: Callable[[Arm], None] = lambda arm: None,
     ) -> None:
-        self.compiles = engine.name == "cuda" and not program.replication.sharded
+        alone = not program.replication.sharded  # otherwise nothing is compared by time
+        self.compiles = engine.name == "cuda" and (alone or config.compile is True)
         self._program = program
         self._config = config
         self._engine = engine

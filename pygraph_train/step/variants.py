@@ -20,6 +20,7 @@ from pygraph_train.step.lifecycle import Life, LifeEvent, Stage, StageLengths, n
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Audits
@@ -73,7 +74,7 @@ class Variant:
         used: which leaves of the arguments the step reads.
         anchored: leaves that are tensors which the step also reads from somewhere else (a buffer of the model that is
             passed to it): their positions, and those in `trace.inputs`. Dynamo takes them from there.
-        compiled: the trace with Inductor's kernels.
+        compiled: how the step runs with Inductor's kernels.
         inputs: where graphs read the batch.
         arm: what it runs with.
         choice: the comparison of its plans, once one of them has a graph.
@@ -90,7 +91,7 @@ class Variant:
     life: Life = field(default_factory=lambda: Life(Stage.FIRST_LOOK))
     used: list[bool] = field(default_factory=list)
     anchored: list[tuple[int, int]] = field(default_factory=list)
-    compiled: Trace | None = None
+    compiled: Trace | CompiledUnits | None = None
     inputs: StaticInputs | None = None
     captures: dict[CaptureKey, Capture] = field(default_factory=dict)
     arm: Arm = field(default_factory=lambda: Arm(NOTHING))

@@ -53,10 +53,22 @@ class OpenedTrace(Trace):
         Raises:
             NotLegal: the function cannot be traced as one graph; nothing was executed.
         """
+        self.look(fn, args, kwargs)
+        return self.run(fn, args, kwargs)
+
+    def look(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace the first call, and find out whether the trace is valid for any other one.
+
+        Raises:
+            NotLegal: the function cannot be traced as one graph; nothing was executed.
+        """
         if self.problem is None and not self.traced:
             self._look(fn, args, kwargs)
         elif self.problem is None and not self.holds(fn, args, kwargs):
             self.problem = self.why_not(fn, args, kwargs)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `fn(*args, **kwargs)` in Python, as it runs in a capture."""
         # models that ask whether they are captured do the same in every run that is compared with the capture
         with told_as_capturing() if self.device.type == "cuda" else nullcontext():
             return fn(*args, **kwargs)

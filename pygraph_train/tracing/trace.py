@@ -44,10 +44,11 @@ from pygraph_train.tracing.reasons import (
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
 
-__all__ = ["Trace", "guard_constants", "held_weakly"]
+__all__ = ["Compiler", "Trace", "guard_constants", "held_weakly"]
 
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
+"""Compiles a graph of Dynamo's for these inputs, and appends what it could not do to the list."""
 
 _Read = Callable[[dict[str, Any], dict[str, Any]], Any]
 
@@ -146,8 +147,7 @@ class Trace:
 
     Args:
         device: where the step's tensors live; tensors elsewhere would be baked into a graph.
-        compiler: compiles the traced graph, and appends what it could not do to the list that is its third argument;
-            None runs the graph with eager kernels.
+        compiler: of the traced graph; None runs it with eager kernels.
         recorder: suffixes of the Python expressions of objects that the step may write to because the
             caller reproduces it on replay (Lightning's log records), or None.
     """
