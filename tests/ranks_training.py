@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +22,16 @@ from pygraph_train.torch_private.distributed import rebuild_reducer
 from tests import ranks_traps
 from tests.replays import text_of
 
-__all__ = ["driven", "graphed_step", "hooked", "joined", "on_two_machines", "scaled"]
+__all__ = [
+    "captured_again",
+    "compiled",
+    "driven",
+    "graphed_step",
+    "hooked",
+    "joined",
+    "on_two_machines",
+    "scaled",
+]
 
 STEPS = 32
 
@@ -173,6 +184,62 @@ def _train(
         report = step.report()
         step.close()
     return losses, state_of(model), report
+
+
+def compiled(rank: int, *, shards: bool = False, steps: int = 60) -> dict[str, Any]:
+    """Train with Inductor's kernels in the graph and with a plain loop: how far are the losses from each other?"""
+    device = device_of(rank)
+    ends: list[list[Tensor]] = []
+    report = None
+    for graphed in (False, True):
+        torch.manual_seed(7)
+        blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256)) for _ in range(6)]
+        model: Any = nn.Sequential(nn.Linear(8, 256), *blocks, nn.Linear(256, 4)).to(device)
+        if shards:
+            mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+            for block in model[1:-1]:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            model = DistributedDataParallel(model, bucket_cap_mb=0.3)  # a bucket for each block
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def loss_of(x: Tensor, y: Tensor, model: nn.Module = model) -> Tensor:
+            return F.cross_entropy(model(x), y)
+
+        config = PyGraphConfig(compile=True, engine="auto" if graphed else "off")
+        step = GraphedStep(loss_of, model=model, optimizer=optimizer, config=config)
+        ends.append([step(x, y) for x, y in batches(rank, steps, SIZES["same"])])
+        report = step.report()
+        step.close()
+    assert report is not None
+    distances = [abs(float(a) - float(b)) / float(a) for a, b in zip(*ends, strict=True)]
+    return {
+        "replayed": report.steps_replayed,
+        "compiled": [c.compiled for c in report.captures],
+        "distance": max(distances),
+        "report": text_of(report),
+    }
+
+
+def captured_again(rank: int, *, captures: int) -> list[int]:
+    """MiB that are reserved after each of so many captures of a step, each of which is closed."""
+    reserved = []
+    model = DistributedDataParallel(Net().to(device_of(rank)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    config = PyGraphConfig(compile=False, forward="on")
+    for x, y in batches(rank, 1, SIZES["same"]):  # before the reducer settles: it is made anew for graphs
+        for _ in range(captures):
+            step = GraphedStep(
+                lambda x, y: F.cross_entropy(model(x), y), model=model, optimizer=optimizer, config=config
+            )
+            for _ in range(16):
+                step(x, y)
+            report = step.report()
+            assert report.steps_replayed > 4, report
+            step.close()
+            reserved.append(torch.cuda.memory_reserved() >> 20)
+    return reserved
 
 
 def _python_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotations

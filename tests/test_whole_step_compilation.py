@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.compile_fx
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from training import differs
 
+from pygraph_train.parallel.replicas import Replicas
 from pygraph_train.regions.inductor import _with_small_ends_together, compile_whole
 from pygraph_train.tracing.trace import Trace
 
@@ -60,6 +64,16 @@ def batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[in
     counters.clear()
     yield found
     torch._dynamo.reset()
+
+
+@contextmanager
+def alone_in_a_group() -> Iterator[None]:
+    """A process group of this process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def trained(call: Any, model: nn.Module, *args: Any) -> list[Tensor]:
@@ -158,3 +172,71 @@ def test_a_head_that_is_only_returned_gets_no_gradient(batches: list[int]) -> No
         model.zero_grad()
         trace(step, (x,), {})[0].backward()
         assert [p.grad is None for p in model.parameters()] == [False] * 4 + [True] * 2
+
+
+class Deep(nn.Module):
+    """Layers under autocast, and the statistics of BatchNorm, which it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x).relu()
+        return self.norm(x.float()).square().mean()
+
+
+def in_buckets(model: nn.Module, compiler: Any) -> Trace:
+    """A trace that is compiled in pieces, whose buckets have nearly two layers each."""
+    wrapper = DistributedDataParallel(model, bucket_cap_mb=0.03)
+    return Trace(torch.device("cpu"), compiler=Replicas(wrapper).in_pieces(compiler))
+
+
+@pytest.mark.slow
+def test_gradients_of_a_bucket_are_there_before_the_backward_ends(batches: list[int]) -> None:
+    torch.manual_seed(0)
+    plain, x = Deep(), torch.randn(8, 64)
+    model = copy.deepcopy(plain)
+    expected, _ = compiled(plain, plain, x)
+    assert len(batches) == 2, "one forward and one backward"
+    batches.clear()
+    with alone_in_a_group():
+        trace = in_buckets(model, compile_whole)
+        found = trained(lambda: trace(model, (x,), {}), model)
+        assert trace.problem is None and not trace.left
+        assert len(batches) >= 6, "a forward and a backward for each piece"
+        ready: list[int] = []  # parameters, in the order of their gradients
+        for i, parameter in enumerate(model.parameters()):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=i: ready.append(i))  # type: ignore[misc]
+        again = trained(lambda: trace(model, (x,), {}), model)
+    assert ready.index(10) < len(ready) // 2 < ready.index(0), "the last layer's gradient comes first"
+    assert model.norm.num_batches_tracked == 2
+    for gradients in (found, again):
+        for one, other in zip(expected, gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3)  # kernels are put together otherwise
+
+
+@pytest.mark.slow
+def test_a_step_that_cannot_be_compiled_in_pieces_is_compiled_as_one(batches: list[int]) -> None:
+    calls: list[int] = []
+
+    def second_fails(gm: torch.fx.GraphModule, inputs: list[Any], left: list[str]) -> Any:
+        calls.append(len(gm.graph.nodes))
+        if len(calls) == 2:
+            raise RuntimeError("this piece is too odd")
+        return compile_whole(gm, inputs, left)
+
+    torch.manual_seed(0)
+    plain, x = Deep(), torch.randn(8, 64)
+    model = copy.deepcopy(plain)
+    expected, _ = compiled(plain, plain, x)
+    with alone_in_a_group():
+        trace = in_buckets(model, second_fails)
+        found = trained(lambda: trace(model, (x,), {}), model)
+    assert trace.problem is None and len(calls) == 3
+    why = "gradients are exchanged after the backward: it could not be compiled in pieces"
+    assert trace.left == [f"{why}: this piece is too odd"]
+    assert differs(expected, found) is None

@@ -19,6 +19,7 @@ from pygraph_train.torch_private.distributed import (
     begin_forward,
     buckets_are_settled,
     comm_hook,
+    compile_in_buckets,
     end_forward,
     exchange_buffers,
     first_step_is_over,
@@ -29,6 +30,8 @@ from pygraph_train.torch_private.distributed import (
     reset_reducer,
     stop_sampling,
 )
+from pygraph_train.torch_private.dynamo import dynamo_restart
+from pygraph_train.tracing.trace import Compiler
 
 __all__ = ["Replicas", "beside_default_stream"]
 
@@ -225,6 +228,29 @@ class Replicas(Alone):
             wrapper.require_forward_param_sync = before
 
         return put_back
+
+    def in_pieces(self, compiler: Compiler) -> Compiler:
+        """See `Replication.in_pieces`: one for each bucket of the reducer."""
+
+        def compile(gm: torch.fx.GraphModule, inputs: list[Any], left: list[str]) -> Callable[..., Any]:
+            of_pieces: list[str] = []
+            try:
+                compiled = compile_in_buckets(
+                    self.wrapper, gm, inputs, lambda gm, inputs: compiler(gm, inputs, of_pieces)
+                )
+            except dynamo_restart():  # not a failure: Dynamo traces once more
+                raise
+            except Exception as error:
+                why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            else:
+                left.extend(of_pieces)
+                return compiled
+            left.append(
+                f"gradients are exchanged after the backward: it could not be compiled in pieces: {why}"
+            )
+            return compiler(gm, inputs, left)
+
+        return compile
 
     def reset(self) -> None:
         """See `Replication.reset`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "begin_forward",
     "buckets_are_settled",
     "comm_hook",
+    "compile_in_buckets",
     "default_store",
     "done",
     "end_forward",
@@ -61,6 +63,57 @@ def waited_for(tensor: Tensor) -> Tensor:
     return result
 
 
+def compile_in_buckets(
+    ddp: DistributedDataParallel,
+    gm: torch.fx.GraphModule,
+    example_inputs: list[Any],
+    compile: Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Cut a graph of Dynamo's where buckets of gradients end, and compile each piece (torch 2.11, 2.13).
+
+    The backward of a graph that is one piece has all its gradients at its end. The backwards of pieces have theirs one
+    after the other, and the reducer exchanges those of one while the next one runs.
+
+    Args:
+        ddp: has buckets.
+        gm, example_inputs: from Dynamo, while it traces.
+        compile: compiles one piece.
+    """
+    from torch._dynamo.backends.distributed import DDPOptimizer, has_higher_order_op
+
+    if has_higher_order_op(gm):  # torch itself does not cut these
+        return compile(gm, example_inputs)
+    first = min(distributed._DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap)  # type: ignore[attr-defined]
+    pieces = DDPOptimizer(ddp.bucket_bytes_cap, compile, first)  # type: ignore[arg-type]
+    try:
+        with _sources_are_not_copied():
+            compiled: Callable[..., Any] = pieces.compile_fn(gm, example_inputs)
+    except BaseException:
+        tracing = torch._guards.TracingContext.try_get()
+        if tracing is not None:  # what is compiled next would return fake tensors
+            tracing.fakify_first_call, tracing.ddp_optimizer_ctx = False, None
+        raise
+    return compiled
+
+
+@contextmanager
+def _sources_are_not_copied() -> Iterator[None]:
+    """Context: `deepcopy` takes what Dynamo knows of the origin of an input as it is.
+
+    DDPOptimizer copies its pieces, and `deepcopy` cannot copy a default argument's origin (torch 2.11).
+    """
+    from torch._guards import Source
+
+    if hasattr(Source, "__deepcopy__"):
+        yield
+        return
+    Source.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del Source.__deepcopy__  # type: ignore[attr-defined]
+
+
 def begin_forward(ddp: DistributedDataParallel) -> None:
     """What `ddp(...)` does before it calls its module, without the inputs (torch 2.11, 2.13)."""
     ddp._pre_forward(None)
@@ -103,7 +156,7 @@ def rebuild_reducer(ddp: DistributedDataParallel) -> None:
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
     for hook, state in ddp._comm_hooks:
-        distributed._register_comm_hook(ddp.reducer, state, hook)
+        distributed._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
         if ddp.logger is not None:

@@ -136,3 +136,15 @@ def test_accelerate_on_two_gpus(ranks: Ranks) -> None:
     )
     for told in found:
         assert told["losses"] and told["state"] and told["replayed"] >= 30, told["report"]
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_compiled_kernels_are_in_the_graph(ranks: Ranks, shards: bool) -> None:
+    for told in ranks.run("tests.ranks_training:compiled", timeout=240.0, shards=shards):
+        assert told["replayed"] >= 30 and all(told["compiled"]), told["report"]
+        assert told["distance"] < 2e-3, told["report"]
+
+
+def test_fifty_captures_take_no_more_memory_than_five(ranks: Ranks) -> None:
+    for reserved in ranks.run("tests.ranks_training:captured_again", timeout=200.0, captures=50):
+        assert reserved[-1] <= reserved[4], reserved

@@ -49,3 +49,9 @@ def test_steps_equal_those_of_plain_shards(ranks: Ranks, options: dict[str, Any]
 def test_models_as_people_shard_them(ranks: Ranks, name: str) -> None:
     (told,) = ranks.run("tests.ranks_sharded_models:same", case=name, timeout=120.0)
     assert told["losses"] and told["state"] and told["replayed"] >= 12, told["report"]
+
+
+def test_compiled_kernels_are_in_the_graph(ranks: Ranks) -> None:
+    (told,) = ranks.run("tests.ranks_training:compiled", timeout=240.0, shards=True)
+    assert told["replayed"] >= 30 and all(told["compiled"]), told["report"]
+    assert told["distance"] < 2e-3, told["report"]
