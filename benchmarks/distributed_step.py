@@ -23,7 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -36,6 +36,7 @@ from benchmarks.record import DASH, print_table, write_json
 from benchmarks.workloads import WORKLOADS, build
 from pygraph_train import PyGraphCallback
 from pygraph_train.parallel.agreement import Agreement, Said, Word, agreement
+from pygraph_train.torch_private.cuda import told_as_capturing
 
 MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph", "by-hand", "by-hand-compiled")
 WARMUP_BY_HAND = 13
@@ -72,7 +73,7 @@ def _trainer(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
         busy=False,
         cuda=cuda,
     )
-    strategy: Any = "ddp"
+    strategy: Any = DDPStrategy(gradient_as_bucket_view=args.bucket_view)
     if args.strategy == "fsdp":
         strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     trainer = pl.Trainer(
@@ -112,7 +113,9 @@ def _by_hand(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
             compiled = mode == "by-hand-compiled"
             shard(module.net, init_device_mesh("cuda", (distributed.get_world_size(),)), compiled=compiled)
         else:
-            wrapped = DistributedDataParallel(wrapped, device_ids=[device.index])
+            wrapped = DistributedDataParallel(
+                wrapped, device_ids=[device.index], gradient_as_bucket_view=args.bucket_view
+            )
             if mode == "by-hand-compiled":
                 wrapped.module.compile()
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True, capturable=True)
@@ -125,12 +128,13 @@ def _by_hand(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
             optimizer.step()
             return loss
 
-        for _ in range(WARMUP_BY_HAND):
-            step()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            step()
+        with told_as_capturing():  # models of transformers ask: they would be compiled anew in the capture
+            for _ in range(WARMUP_BY_HAND):
+                step()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                step()
         windows = []
         for _ in range(args.windows):
             torch.cuda.synchronize()
@@ -205,6 +209,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
     parser.add_argument(
         "--strategy", choices=("ddp", "fsdp"), default="ddp", help="replicas or sharded parameters"
+    )
+    parser.add_argument(
+        "--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True, by hand as well"
     )
     parser.add_argument("--windows", type=int, default=5, help="timed windows")
     parser.add_argument("--steps", type=int, default=40, help="steps a window")
