@@ -739,6 +739,8 @@ def train(fabric):
     losses = [float(step(batch, update=index % 3 == 2)) for index, batch in enumerate(loader)]
     if fabric.global_rank == 0:
         print("LOSSES", losses)
+    fabric.barrier()
+    torch.distributed.destroy_process_group()  # gloo's threads may otherwise outlive it, and abort the process
 
 if __name__ == "__main__":
     for attach in (False, True):
