@@ -91,6 +91,7 @@ def _train(
     stock: bool = False,
     shards: bool = False,
     attached: bool = False,
+    folder: str = "",
     config: dict[str, Any] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Any]:
     AcceleratorState._reset_state()
@@ -127,7 +128,13 @@ def _train(
         return loss
 
     run = accelerator.graphed_step(step) if graphed and not stock else step
-    losses = [run(x, y).detach().clone() for x, y in batches(rank, steps, SIZES[sizes])]
+    losses = []
+    for i, (x, y) in enumerate(batches(rank, steps, SIZES[sizes])):
+        if folder and i == 12:
+            accelerator.save_state(f"{folder}/{graphed}")
+        if folder and i in (20, 26):
+            accelerator.load_state(f"{folder}/{graphed}")
+        losses.append(run(x, y).detach().clone())
     assert isinstance(model, FSDPModule) == shards
     state = local_state(model) if shards else state_of(model)
     report = plugin.report() if graphed else None

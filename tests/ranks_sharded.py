@@ -20,6 +20,8 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from pygraph_train import GraphedStep, PyGraphConfig, PyGraphError
@@ -275,6 +277,10 @@ def refused(rank: int, *, how: str) -> str:
         fully_shard(
             model, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False)
         )
+    elif how == "tensor parallelism":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "columns"))
+        parallelize_module(model, mesh["columns"], {"first": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=mesh["shard"])
     elif how == "FSDP1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     else:

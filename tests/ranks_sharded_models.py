@@ -73,10 +73,11 @@ def _unused(rank: int) -> Any:
     return _sharded(model, rank)
 
 
-def _checkpointed(rank: int) -> Any:
+def _checkpointed(rank: int, **options: Any) -> Any:
     model = Language(dropout=0.0)
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block, preserve_rng_state=False)
+        block.drop = nn.Identity()  # nn.Dropout(0.0) draws numbers as well
+        model.blocks[index] = checkpoint_wrapper(block, **options)
     return _sharded(model, rank)
 
 
@@ -121,7 +122,8 @@ def _by_columns(parameter: nn.Parameter) -> Shard:
 CASES: dict[str, Callable[[int], Any]] = {
     "tied": lambda rank: _sharded(Language(tied=True), rank),
     "unused": _unused,
-    "checkpointed": _checkpointed,
+    "checkpointed": lambda rank: _checkpointed(rank, preserve_rng_state=False),
+    "checkpointed, random states kept": _checkpointed,
     "grouped": _grouped,
     "prefetched": _prefetched,
     "frozen": _frozen,

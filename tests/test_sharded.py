@@ -94,6 +94,10 @@ def test_checkpoints_and_whole_parameters_in_between(ranks: Ranks) -> None:
     ("how", "reason"),
     [
         ("replicas", "fully_shard with replicas (a mesh of two dimensions, HSDP) is not supported yet"),
+        (
+            "tensor parallelism",
+            "fully_shard after tensor parallelism (a mesh of several dimensions) is not supported yet",
+        ),
         ("offload", "fully_shard with CPUOffloadPolicy acts in Python, or on the CPU"),
         ("a hook", "fully_shard with an all-reduce hook acts in Python, or on the CPU"),
         ("FSDP1", "FullyShardedDataParallel (FSDP1) is not supported"),
@@ -189,3 +193,11 @@ def test_accelerate_with_shards_trains_as_the_stock_accelerator(
 ) -> None:
     pytest.importorskip("accelerate")
     trained(ranks.run("tests.ranks_accelerate:same", timeout=100.0, shards=True, **options), least)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.slow
+def test_accelerate_resumes(ranks: Ranks, tmp_path: Any, shards: bool) -> None:
+    pytest.importorskip("accelerate")
+    options: dict[str, Any] = {"shards": shards, "folder": str(tmp_path), "steps": 40}
+    trained(ranks.run("tests.ranks_accelerate:same", timeout=100.0, **options), 25)

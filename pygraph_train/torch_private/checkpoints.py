@@ -9,10 +9,24 @@ summed with these before. A region does not know what else in the step uses its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["mends"]
+from torch.utils import checkpoint
+
+__all__ = ["checkpoints_leave_generators", "mends"]
+
+
+@contextmanager
+def checkpoints_leave_generators() -> Iterator[None]:
+    """Checkpoints in which nothing is drawn do not ask generators of devices where they are. (2.11, 2.13)"""
+    stock = checkpoint.get_device_states
+    checkpoint.get_device_states = lambda *args: ([], [])
+    try:
+        yield
+    finally:
+        checkpoint.get_device_states = stock
 
 
 @functools.cache

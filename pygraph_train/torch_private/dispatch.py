@@ -17,6 +17,7 @@ __all__ = [
     "TorchDispatchMode",
     "autocast_enabled",
     "below_autograd",
+    "draws_numbers",
     "fake_evaluation",
     "has_symbols",
     "is_operator",
@@ -29,6 +30,25 @@ __all__ = [
     "symbols_of",
     "writes_arguments",
 ]
+
+
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+}
+"""These move no generator where they drop nothing (torch 2.11, 2.13)."""
+
+
+def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator moves a generator of random numbers (torch 2.11, 2.13)."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    if func.overloadpacket not in _ATTENTION:
+        return True
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(given.get("dropout_p", 0.0) != 0.0)
 
 
 @contextmanager

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 
 from pygraph_train.problems import Problem
+from pygraph_train.torch_private.checkpoints import checkpoints_leave_generators
 from pygraph_train.torch_private.cuda import told_as_capturing
 from pygraph_train.torch_private.dynamo import dynamo_cache_entries, guarded_expression
-from pygraph_train.tracing.trace import Trace, guard_constants
+from pygraph_train.tracing.recompute import draws_numbers
+from pygraph_train.tracing.trace import Trace, guard_constants, held_weakly
 
 __all__ = ["OpenedTrace"]
 
@@ -30,6 +32,9 @@ class OpenedTrace(Trace):
         opened: a context in which Dynamo can see the modules. It yields what stands in for their hooks: no guard is
             kept of it.
         recorder: see `Trace`.
+
+    Attributes:
+        draws: whether the step draws random numbers.
     """
 
     def __init__(
@@ -39,7 +44,8 @@ class OpenedTrace(Trace):
         *,
         recorder: str | tuple[str, ...] | None = None,
     ) -> None:
-        super().__init__(device, compiler=_stops, recorder=recorder)
+        super().__init__(device, compiler=held_weakly(self._stop), recorder=recorder)
+        self.draws = True
         self._go_through_dynamo(
             types.FunctionType(_only_traced.__code__.replace(co_name="traced_step"), globals())
         )
@@ -69,8 +75,12 @@ class OpenedTrace(Trace):
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` in Python, as it runs in a capture."""
-        # models that ask whether they are captured do the same in every run that is compared with the capture
-        with told_as_capturing() if self.device.type == "cuda" else nullcontext():
+        with ExitStack() as around:
+            if self.device.type == "cuda":
+                # models that ask whether they are captured do the same in every run that is compared with the capture
+                around.enter_context(told_as_capturing())
+            if not self.draws:  # a capture cannot ask generators where they are, and checkpoints would
+                around.enter_context(checkpoints_leave_generators())
             return fn(*args, **kwargs)
 
     def _look(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,6 +102,17 @@ class OpenedTrace(Trace):
             self.problem = self.problem or Problem(
                 f"the step reads tensors in a way that is not followed: {error}"
             )
+
+    def _stop(
+        self, graph: torch.fx.GraphModule, example_inputs: list[Any], left: list[str]
+    ) -> Callable[..., Any]:
+        """In the place of a compiler: nothing is executed."""
+
+        def stop(*inputs: Any) -> Any:
+            raise _Stopped
+
+        self.draws = draws_numbers(graph)
+        return stop
 
     def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
         kept = super()._keep_guards(guards)
@@ -123,10 +144,3 @@ def _only_traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     result = fn(*args, **kwargs)
     guard_constants(result)
     return result
-
-
-def _stops(graph: torch.fx.GraphModule, example_inputs: list[Any], left: list[str]) -> Callable[..., Any]:
-    def stop(*inputs: Any) -> Any:
-        raise _Stopped
-
-    return stop

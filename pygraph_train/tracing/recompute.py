@@ -7,12 +7,14 @@ it would draw others.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pygraph_train.torch_private.dispatch import TorchDispatchMode
+from pygraph_train.torch_private.dispatch import FakeTensor, TorchDispatchMode
+from pygraph_train.torch_private.dispatch import draws_numbers as operator_draws
 from pygraph_train.torch_private.dynamo import (
     CHECKPOINT,
     CUSTOM_FUNCTION,
@@ -21,7 +23,14 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 
-__all__ = ["CHANGED_AGAIN", "as_eager", "checkpoint_that_adds", "eager_copy", "write_in_checkpoint"]
+__all__ = [
+    "CHANGED_AGAIN",
+    "as_eager",
+    "checkpoint_that_adds",
+    "draws_numbers",
+    "eager_copy",
+    "write_in_checkpoint",
+]
 
 CHANGED_AGAIN = (
     "a checkpoint changes tensors that live longer (statistics of a BatchNorm, say): its recomputation changes them "
@@ -85,6 +94,32 @@ def checkpoint_that_adds(graph: torch.fx.GraphModule) -> torch.fx.Node | None:
     return None
 
 
+def draws_numbers(graph: torch.fx.GraphModule) -> bool:
+    """Whether operations of a graph of Dynamo's draw random numbers. Nothing is executed.
+
+    Changes the graph, which must not run afterwards.
+    """
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if node.target is CHECKPOINT:
+                node.target = _body
+        if isinstance(module, torch.fx.GraphModule):
+            module.recompile()
+    inputs = [x.meta.get("example_value") for x in graph.graph.nodes if x.op == "placeholder"]
+    fake = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), nullcontext())
+    try:
+        with fake, _Draws() as mode:
+            graph(*inputs)
+    except Exception:  # what cannot be followed may draw
+        return True
+    return mode.seen
+
+
+def _body(body: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
+    """A checkpoint that keeps everything."""
+    return body(*args)
+
+
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
@@ -120,5 +155,5 @@ class _Draws(TorchDispatchMode):
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        self.seen |= operator_draws(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
