@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class Loop:
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
         self._over = False
+        self._counts_steps = True
         self.active = False
         self.shared: list[nn.Module] = []
         if disabled_by_environment() or config.engine == "off":
@@ -158,12 +159,17 @@ class Loop:
         self._calls, self._optimizers = [], []
         self._last = None
 
-    def paused(self) -> AbstractContextManager[Any]:
-        """Inside, modules run as they are: something else traces or captures them."""
-        stack = ExitStack()
-        for call in self._calls:
-            stack.enter_context(call.pause())
-        return stack
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, modules run as they are, and steps are counted elsewhere: something else traces or captures them."""
+        before, self._counts_steps = self._counts_steps, False
+        try:
+            with ExitStack() as stack:
+                for call in self._calls:
+                    stack.enter_context(call.pause())
+                yield
+        finally:
+            self._counts_steps = before
 
     # -- while training -----------------------------------------------------------------------------
 
@@ -179,7 +185,7 @@ class Loop:
             return
         graph.run(body, constants)
         counted = [g for g in self._optimizers if not g.suspended]
-        if counted and graph is counted[-1]:
+        if self._counts_steps and counted and graph is counted[-1]:
             self._count(all(g.replayed for g in counted))
 
     def update(self, graph: OptimizerGraph, body: Callable[[], None]) -> None:

@@ -138,6 +138,7 @@ def _train(
     assert isinstance(model, FSDPModule) == shards
     state = local_state(model) if shards else state_of(model)
     report = plugin.report() if graphed else None
+    assert report is None or stock or f"of {steps} training steps" in str(report), report
     if graphed:
         plugin.release()
     accelerator.free_memory()
