@@ -253,6 +253,8 @@ class Capturing:
         if not self._captured:
             self._captured = True
             training.announce(f"capturing the training step as {variant.arm.plan}")
+        for text in dict.fromkeys(variant.trace.made_once):
+            training.report.note(text)
         if variant.arm.plan.fused:
             assert updates.preparation is not None
             reason = updates.preparation.reason  # a hook was registered in mid-run

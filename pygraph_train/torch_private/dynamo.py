@@ -33,6 +33,7 @@ __all__ = [
     "guard_failures",
     "guarded_class",
     "guarded_expression",
+    "hold_constant",
     "is_optimized_module",
     "leave_to_python",
     "placeholder_source",
@@ -148,6 +149,16 @@ def placeholder_source(node: torch.fx.Node) -> str | None:
         return None
     name = source.name
     return name() if callable(name) else name
+
+
+def hold_constant(graph: torch.fx.GraphModule, name: str, value: torch.Tensor) -> None:
+    """Give a graph of Dynamo's a buffer. AOTAutograd asks for the origin of each (torch 2.11, 2.13)."""
+    from torch._dynamo.source import ConstantSource
+
+    graph.register_buffer(name, value)
+    origins = getattr(graph, "_param_name_to_source", None)
+    if origins is not None:
+        origins[name] = ConstantSource(name)
 
 
 def writes_to_inputs(graph: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node, bool]]:

@@ -33,8 +33,20 @@ def written(fn: Any, recorder: str | tuple[str, ...] | None) -> Iterator[Problem
         )
 
 
-def on_host(graph: torch.fx.GraphModule, device: torch.device, fn: Any) -> Iterator[Problem]:
-    """Tensors on another device, and inputs that are not tensors: a graph would bake their values in."""
+def on_host(
+    graph: torch.fx.GraphModule,
+    device: torch.device,
+    fn: Any,
+    constants: frozenset[torch.fx.Node] = frozenset(),
+) -> Iterator[Problem]:
+    """Tensors on another device, and inputs that are not tensors: a graph would bake their values in.
+
+    Args:
+        graph: from Dynamo.
+        device: of the step.
+        fn: the traced function.
+        constants: whose values are the same in each step.
+    """
     for node in graph.graph.nodes:
         value = node.meta.get("example_value")
         if node.op == "placeholder":
@@ -51,7 +63,11 @@ def on_host(graph: torch.fx.GraphModule, device: torch.device, fn: Any) -> Itera
                 yield Problem(f"{name} is a Python number that changes", first_use(node))
         elif node.op == "call_method" and node.target in ("item", "tolist"):
             yield read_on_host(line_of(node))
-        elif isinstance(value, Tensor) and value.device.type not in (device.type, "meta"):
+        elif (
+            isinstance(value, Tensor)
+            and value.device.type not in (device.type, "meta")
+            and node not in constants
+        ):
             yield Problem(
                 f"{getattr(node.target, '__name__', node.target)} makes a tensor on {value.device.type} "
                 "inside the step",

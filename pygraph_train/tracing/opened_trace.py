@@ -37,6 +37,8 @@ class OpenedTrace(Trace):
         draws: whether the step draws random numbers.
     """
 
+    runs_graph = False
+
     def __init__(
         self,
         device: torch.device,

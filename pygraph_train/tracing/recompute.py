@@ -108,7 +108,7 @@ def draws_numbers(graph: torch.fx.GraphModule) -> bool:
     inputs = [x.meta.get("example_value") for x in graph.graph.nodes if x.op == "placeholder"]
     fake = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), nullcontext())
     try:
-        with fake, _Draws() as mode:
+        with fake, RandomDraws() as mode:
             graph(*inputs)
     except Exception:  # what cannot be followed may draw
         return True
@@ -143,14 +143,18 @@ def _checkpoint(body: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
 
     if "draws" in body.meta:
         return checkpoint(run, *inputs, use_reentrant=False, **kept)
-    with _Draws() as mode:
+    with RandomDraws() as mode:
         result = checkpoint(run, *inputs, use_reentrant=False, **kept)
     body.meta["draws"] = mode.seen
     return result
 
 
-class _Draws(TorchDispatchMode):
-    """Sees whether operations draw random numbers."""
+class RandomDraws(TorchDispatchMode):
+    """Sees whether operations draw random numbers.
+
+    Attributes:
+        seen: whether one did.
+    """
 
     seen = False
 

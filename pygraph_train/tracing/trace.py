@@ -31,6 +31,7 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
+from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written
 from pygraph_train.tracing.reasons import (
     compiler_failed,
@@ -152,6 +153,9 @@ class Trace:
             caller reproduces it on replay (Lightning's log records), or None.
     """
 
+    runs_graph = True
+    """Whether calls run what Dynamo has traced, and not the function itself."""
+
     def __init__(
         self,
         device: torch.device,
@@ -172,6 +176,8 @@ class Trace:
         """Whether forward writes to some of `inputs`."""
         self.left: list[str] = []
         """What the compilation could not do."""
+        self.made_once: tuple[str, ...] = ()
+        """What the function makes on the host in each call, and was made when it was traced."""
         self._arguments: list[str] = []
         self._read: _Read = lambda L, G: ((), (), ())
         self._recorder = recorder
@@ -303,9 +309,12 @@ class Trace:
                     "use_reentrant=False leaves that to the backward",
                 )
             )
+        constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
+        if self._compiles == 1:
+            self.made_once = constants.told
         if self.problem is None:
-            found = chain(written(self._fn, self._recorder), on_host(graph, self.device, self._fn))
-            self.problem = next(found, None)
+            host = on_host(graph, self.device, self._fn, constants.nodes)
+            self.problem = next(chain(written(self._fn, self._recorder), host), None)
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem

@@ -1,0 +1,240 @@
+"""Constants that a step makes on the host: they are the same in every step, so they are made once.
+
+`torch.tensor(scale)`, a table of positions or slopes: Python makes them on the CPU in each step, and
+many of them are copied to the device. A capture cannot hold a copy from memory that is not pinned. Such a copy is made
+when the step is traced, and the graph holds a copy of the result. A constant that stays on the CPU is read by the host
+when a kernel is launched: a capture bakes its value in, and the value never changes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from pygraph_train.torch_private.dispatch import FakeTensor, no_fake_mode
+from pygraph_train.torch_private.dynamo import hold_constant
+from pygraph_train.tracing.reasons import line_of
+from pygraph_train.tracing.recompute import RandomDraws
+
+__all__ = ["HostConstants", "make_once"]
+
+_ON_HOST = ("cpu",)
+"""Types of devices to which nothing is copied."""
+
+LARGE = 16 << 20
+"""Bytes from which a constant is not kept on the device."""
+
+
+class HostConstants(NamedTuple):
+    """What `make_once` has found.
+
+    Attributes:
+        nodes: that compute constants on the CPU, and are still in the graph.
+        told: a sentence for each constant that is copied to the device once.
+    """
+
+    nodes: frozenset[fx.Node] = frozenset()
+    told: tuple[str, ...] = ()
+
+
+def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
+    """Let a graph of Dynamo's hold the constants of the host that it copies to the device.
+
+    Args:
+        graph: is changed.
+        device: of the step. On a CPU nothing is copied, and everything stays as it is.
+    """
+    if device.type in _ON_HOST:
+        return HostConstants()
+    found = _Constants(device)
+    with no_fake_mode(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        for node in graph.graph.nodes:
+            found.look_at(node)
+    if found.written:
+        return HostConstants()
+    told = []
+    for node, value in found.copies.items():
+        told.append(_told(node))
+        node.replace_all_uses_with(_held(graph, len(told), value, node, node.meta["example_value"]))
+        graph.graph.erase_node(node)
+    for (node, read), value in found.read_by.items():
+        told.append(_told(node))
+        node.replace_input_with(read, _held(graph, len(told), value, node, _moved(read, device)))
+    if told:
+        graph.recompile()
+    returned = graph.graph.output_node().all_input_nodes
+    return HostConstants(frozenset(found.on_cpu) - set(returned), tuple(told))
+
+
+def _held(graph: fx.GraphModule, number: int, value: Tensor, place: fx.Node, example: Any) -> fx.Node:
+    """A copy of a value that the graph holds, made before `place`: the step may write to it."""
+    name = f"host_constant_{number}"
+    hold_constant(graph, name, value)
+    with graph.graph.inserting_before(place):
+        held = graph.graph.get_attr(name)
+        fresh = graph.graph.call_method("clone", (held,))
+    held.meta = {**place.meta, "example_value": example}
+    fresh.meta = dict(held.meta)
+    return fresh
+
+
+def _told(node: fx.Node) -> str:
+    line = line_of(node)
+    where = f" ({line})" if line else ""
+    return f"a constant of the host is copied to the device once, and not in each step{where}"
+
+
+class _Constants:
+    """The nodes of one graph that depend on no input.
+
+    Attributes:
+        on_cpu: constants on the CPU, with their values after all operations so far.
+        copies: constants that are copied to the device, with what the copy gives.
+        read_by: operations that copy a constant to the device themselves, with the constant, and what the copy gives.
+        written: whether an operation that is no constant writes to one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cpu: dict[fx.Node, Any] = {}
+        self.copies: dict[fx.Node, Tensor] = {}
+        self.read_by: dict[tuple[fx.Node, fx.Node], Tensor] = {}
+        self.written = False
+        self._device = device
+
+    def look_at(self, node: fx.Node) -> None:
+        """Take the next node of the graph."""
+        if node.op not in ("call_function", "call_method"):
+            return
+        example = node.meta.get("example_value")
+        value = self._value(node) if self._is_constant(node) else _UNKNOWN
+        if value is _UNKNOWN:
+            self.written |= any(target in self.on_cpu for target in _written_by(node))
+            self._take_reads(node)
+        elif isinstance(example, Tensor) and self._is_copied(node, example):
+            if value.nbytes <= LARGE and value.clone().stride() == value.stride():
+                self.copies[node] = value
+        else:
+            self.on_cpu[node] = value
+
+    def _is_copied(self, node: fx.Node, example: Tensor) -> bool:
+        """Whether a constant is on the device."""
+        return example.device.type == self._device.type
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        if "requires_grad" in str(node.target) or node.kwargs.get("requires_grad"):
+            return False
+        if self._takes_type_of_another(node):
+            return True
+        if node.all_input_nodes:
+            return all(read in self.on_cpu for read in node.all_input_nodes)
+        example = node.meta.get("example_value")  # made of Python's numbers
+        return isinstance(example, Tensor) and (example.device.type == "cpu" or node.target in _COPIES)
+
+    def _takes_type_of_another(self, node: fx.Node) -> bool:
+        """`constant.to(x)` and `constant.type_as(x)` read nothing of `x` but its type and its device."""
+        return (
+            node.op == "call_method"
+            and node.target in ("to", "type_as")
+            and len(node.args) == 2
+            and node.args[0] in self.on_cpu
+            and isinstance(node.args[1], fx.Node)
+            and isinstance(node.args[1].meta.get("example_value"), Tensor)
+            and not node.kwargs
+        )
+
+    def _value(self, node: fx.Node) -> Any:
+        """What it computes, made now; `_UNKNOWN` for random numbers, and where the graph has something else."""
+        try:
+            with RandomDraws() as draws:
+                if self._takes_type_of_another(node):
+                    other = node.args[1].meta["example_value"]  # type: ignore[union-attr]
+                    value = self.on_cpu[node.args[0]].to(device=other.device, dtype=other.dtype)  # type: ignore[index]
+                else:
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.on_cpu.__getitem__)
+                    if node.op == "call_method":
+                        value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                    else:
+                        value = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # the step itself will say what is wrong
+            return _UNKNOWN
+        example = node.meta.get("example_value")
+        return _UNKNOWN if draws.seen or not _alike(value, example) else value
+
+    def _take_reads(self, node: fx.Node) -> None:
+        """Constants on the CPU that an operation on the device copies by itself: indices, and those of `where`."""
+        example = node.meta.get("example_value")
+        reads: list[Any] = []
+        if node.target in (operator.getitem, operator.setitem):
+            index = node.args[1]
+            parts = index if isinstance(index, (tuple, list)) else [index]
+            reads = [x for x in parts if isinstance(x, fx.Node) and x in self.on_cpu]
+            reads = [x for x in reads if _is_list_of_integers(x.meta.get("example_value"))]
+        elif node.target in (torch.where, "where") and isinstance(example, Tensor):
+            reads = [x for x in node.all_input_nodes if x in self.on_cpu]
+        for read in reads:
+            value = self.on_cpu[read]
+            if isinstance(value, Tensor) and value.nbytes <= LARGE:
+                self.read_by[node, read] = value.to(self._device, copy=True)
+
+
+_UNKNOWN: Any = object()
+_COPIES = {torch.tensor, torch.as_tensor, torch.asarray}
+"""They copy Python's numbers to the device; `torch.zeros` and the like make theirs there."""
+
+_IN_PLACE = {
+    operator.setitem,
+    *(getattr(operator, f"i{name}") for name in ("add", "and", "concat", "floordiv", "lshift", "matmul")),
+    *(
+        getattr(operator, f"i{name}")
+        for name in ("mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
+    ),
+}
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operation writes to, as far as its name says."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    found: list[fx.Node] = []
+    if in_place or node.target in _IN_PLACE or node.kwargs.get("inplace"):
+        fx.node.map_arg(node.args[:1], found.append)
+    fx.node.map_arg(node.kwargs.get("out"), found.append)
+    return found
+
+
+def _alike(value: Any, example: Any) -> bool:
+    """Whether a value is of the kind that the graph has there."""
+    if not isinstance(value, Tensor) or not isinstance(example, Tensor):
+        return True
+    return (value.shape, value.dtype, value.device.type) == (
+        example.shape,
+        example.dtype,
+        example.device.type,
+    )
+
+
+def _is_list_of_integers(example: Any) -> bool:
+    """Whether an index is copied to the device: one number is read on the host, and a mask is counted there."""
+    whole = isinstance(example, Tensor) and not example.is_floating_point() and example.dtype != torch.bool
+    return whole and example.dim() > 0
+
+
+def _moved(node: fx.Node, device: torch.device) -> Any:
+    """The value of a node that Dynamo has for it, on the device."""
+    example = node.meta["example_value"]
+    with _mode_of(example):
+        return example.to(device)
+
+
+@contextmanager
+def _mode_of(example: Any) -> Iterator[None]:
+    if not isinstance(example, FakeTensor):
+        yield
+        return
+    with example.fake_mode:
+        yield
