@@ -1,0 +1,184 @@
+"""The README and the pages of docs/: length, links, snippets and quoted messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pygraph_train import PyGraphConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PAGES.append(ROOT / "benchmarks" / "README.md")
+
+pytestmark = pytest.mark.passes_without_graphs("what pages say")
+
+_SNIPPET = re.compile(r"^(<!-- not run: .+ -->\n)?```python\n(.*?)^```$", re.S | re.M)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def snippets() -> Iterator[Any]:
+    """Each block of Python, with the reason where it cannot run."""
+    for page in PAGES:
+        for number, (reason, code) in enumerate(_SNIPPET.findall(page.read_text(encoding="utf-8"))):
+            yield pytest.param(code, reason, id=f"{named(page)}-{number}")
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of the headings of a page, as the usual viewers make them."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_is_short() -> None:
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    assert len(words) < 1200, "all that stands between blanks is a word, code and tables included"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    for link in _LINK.findall(text):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{named(page)}: {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{named(page)}: {link}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    seen, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        links = [link.partition("#")[0] for link in _LINK.findall(page.read_text(encoding="utf-8"))]
+        left += [(page.parent / link).resolve() for link in links if link and "://" not in link]
+    assert set(PAGES) <= seen
+
+
+def test_quoted_messages_are_in_the_source() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    folders = (ROOT / "pygraph_train", ROOT / "integrations")
+    source = "".join(file.read_text(encoding="utf-8") for folder in folders for file in folder.rglob("*.py"))
+    assert len(messages) > 10
+    assert [message for message in messages if message not in source] == []
+
+
+class Batches(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Small enough that a snippet takes a second."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        return torch.randn(8, generator=draw), torch.randn(1, generator=draw)
+
+
+def surroundings(code: str) -> dict[str, Any]:
+    """What the snippets take for granted: a model, its optimizer and batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-9, fused=True)
+    loader = torch.utils.data.DataLoader(Batches(), batch_size=4)
+    found: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": loader,
+        "train_loader": loader,
+        "loss_fn": F.mse_loss,
+        "step_fn": lambda batch: F.mse_loss(model(batch[0]), batch[1]),
+        "batch": next(iter(loader)),
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
+    }
+    if "lightning_module" in code:
+        found["lightning_module"] = _lightning_module(model)
+    if "hf_model" in code:
+        found |= _of_transformers()
+    return found
+
+
+def _lightning_module(model: nn.Module) -> Any:
+    pl = pytest.importorskip("lightning.pytorch")
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = F.mse_loss(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=2.0**-9, fused=True)
+
+    return Module()
+
+
+def _of_transformers() -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    ids = torch.randint(0, 64, (64, 8))
+    dataset = [{"input_ids": row, "labels": int(row[0]) % 2} for row in ids]
+    arguments = transformers.TrainingArguments(
+        max_steps=24, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_strategy="no"
+    )
+    return {
+        "hf_model": transformers.BertForSequenceClassification(config),
+        "training_args": arguments,
+        "dataset": dataset,
+    }
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(("code", "reason"), snippets())
+def test_snippets_run_as_they_stand(
+    code: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
+    stock = PyGraphConfig.__init__
+
+    def emulated(self: PyGraphConfig, *args: Any, **options: Any) -> None:
+        stock(self, *args, **{"engine": "emulated", **options})
+
+    monkeypatch.setattr(PyGraphConfig, "__init__", emulated)
+    torch._dynamo.reset()
+    exec(compile(code, "<snippet>", "exec"), surroundings(code) | {"__name__": "snippet"})
+    captured = capsys.readouterr()
+    counted = re.findall(r"(\d+) of \d+ training steps", captured.out + captured.err)
+    if "report()" in code or "trainer" in code:
+        assert counted or "region" in captured.out, "the snippet prints its report"
+    assert all(int(steps) > 0 for steps in counted), "and nothing was replayed"
