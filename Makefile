@@ -10,6 +10,7 @@ VENV ?= .venv
 ARGS ?=
 OLDEST_TORCH ?= 2.11.0
 OLDEST_VENV ?= .venv-oldest
+DOCS_VENV ?= .venv-docs
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -26,7 +27,7 @@ BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 # one process for each core, and the tests of a file together, where pytest-xdist is installed
 PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
 
-.PHONY: help demo test test-all planted test-oldest lint gpu-test hunt bench clean in-place
+.PHONY: help demo test test-all planted test-oldest lint docs gpu-test hunt bench clean in-place
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +52,9 @@ lint: $(READY) ## formatting, lint and types only
 test-oldest: $(OLDEST_VENV)/.installed ## the tests on the oldest torch that is supported, in an environment of its own
 	$(OLDEST_VENV)/bin/python -m pytest $$($(OLDEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
 
+docs: $(DOCS_VENV)/.installed ## the site of the documents, in build/site (fails on a warning)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+
 gpu-test: $(READY) ## the tests that need a CUDA device
 	$(PY) -m pytest tests/gpu $(ARGS)
 
@@ -73,6 +77,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 ifneq ($(HAS_GPU),)
 	@$(VENV)/bin/python -c 'import torch; torch.cuda.is_available() or print("note: there is an NVIDIA GPU, but torch", torch.__version__, "cannot use it: see Installing in README.md")'
 endif
+	@touch $@
+
+$(DOCS_VENV)/.installed: docs/requirements.txt
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python $(PIP) -r docs/requirements.txt
 	@touch $@
 
 $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
