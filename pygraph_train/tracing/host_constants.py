@@ -36,10 +36,12 @@ class HostConstants(NamedTuple):
     Attributes:
         nodes: that compute constants on the CPU, and are still in the graph.
         told: a sentence for each constant that is copied to the device once.
+        values: on the device. A captured graph reads their memory: they must live as long.
     """
 
     nodes: frozenset[fx.Node] = frozenset()
     told: tuple[str, ...] = ()
+    values: tuple[Tensor, ...] = ()
 
 
 def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
@@ -68,7 +70,8 @@ def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
     if told:
         graph.recompile()
     returned = graph.graph.output_node().all_input_nodes
-    return HostConstants(frozenset(found.on_cpu) - set(returned), tuple(told))
+    values = (*found.copies.values(), *found.read_by.values())
+    return HostConstants(frozenset(found.on_cpu) - set(returned), tuple(told), values)
 
 
 def _held(graph: fx.GraphModule, number: int, value: Tensor, place: fx.Node, example: Any) -> fx.Node:

@@ -178,6 +178,7 @@ class Trace:
         """What the compilation could not do."""
         self.made_once: tuple[str, ...] = ()
         """What the function makes on the host in each call, and was made when it was traced."""
+        self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
         self._read: _Read = lambda L, G: ((), (), ())
         self._recorder = recorder
@@ -310,6 +311,7 @@ class Trace:
                 )
             )
         constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
+        self._constants += constants.values
         if self._compiles == 1:
             self.made_once = constants.told
         if self.problem is None:
