@@ -16,7 +16,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +229,31 @@ def _is_device_work(event: Any) -> bool:
 
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row: train `model` in `mode`. A crash or a time-out is part of the row, never raised."""
+
+    def make() -> tuple[pl.LightningModule, list[Batch]]:
+        workload = build(model, args.scale)
+        return TrainedModule(workload, mode), workload.batches
+
+    return measured(model, mode, args, make)
+
+
+def measured(
+    model: str,
+    mode: str,
+    args: argparse.Namespace,
+    make: Callable[[], tuple[pl.LightningModule, list[Batch]]],
+    updates: int = 1,
+    precision: Any = "bf16-mixed",
+) -> dict[str, Any]:
+    """One row of a LightningModule whose `training_step` returns its loss.
+
+    Args:
+        model, mode: names of the row.
+        args: see `parse`.
+        make: returns the module and the batches that it trains with in turn.
+        updates: steps of optimizers for each batch.
+        precision: of the Trainer.
+    """
     row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "skipped": _skip_reason(mode, args)}
     if row["skipped"]:
         return row
@@ -243,7 +268,7 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     pygraph: PyGraphCallback | None = None
     with told_in(row, args.timeout_s):
         pl.seed_everything(0, verbose=False)
-        workload = build(model, args.scale)
+        module, batches = make()
         if mode.startswith("pygraph"):
             engine = "cuda" if cuda else "emulated"
             pygraph = PyGraphCallback(compile=mode == "pygraph", engine=engine)
@@ -259,16 +284,15 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
         trainer = pl.Trainer(
             accelerator="gpu" if cuda else "cpu",
             devices=1,
-            precision="bf16-mixed",
-            max_steps=args.max_warmup + args.windows * args.steps + BUSY_STEPS,
+            precision=precision,
+            max_steps=(args.max_warmup + args.windows * args.steps + BUSY_STEPS) * updates,
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=args.progress_bar,
             callbacks=[c for c in (pygraph, measurement) if c is not None],
         )
-        loader = DataLoader(CycledBatches(workload.batches), batch_size=None)
-        trainer.fit(TrainedModule(workload, mode), loader)
+        trainer.fit(module, DataLoader(CycledBatches(batches), batch_size=None))
         row.update(measurement.losses())
     if measurement is not None:
         row.update(measurement.results())
@@ -371,10 +395,14 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{row['step_ms']:.3f}{mark}"
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(
+    argv: Sequence[str] | None = None,
+    description: str | None = __doc__,
+    models: Sequence[str] = tuple(WORKLOADS),
+) -> argparse.Namespace:
     """The command line, with the defaults of the device filled in."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default=",".join(WORKLOADS), help="comma-separated (default: all)")
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(models), help="comma-separated (default: all)")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated (default: all)")
     parser.add_argument("--windows", type=int, help="timed windows (default: 5; CPU: 2)")
     parser.add_argument("--steps", type=int, help="steps a window (default: 40; CPU: 5)")
@@ -386,7 +414,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--progress-bar", action="store_true", help="show Lightning's (it reads the loss)")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     args = parser.parse_args(argv)
-    settle_choices(parser, args, models=list(WORKLOADS), modes=MODES)
+    settle_choices(parser, args, models=list(models), modes=MODES)
     settle_device(parser, args)
     settle_defaults(args, windows=(5, 2), steps=(40, 5), warmup=(60, 8), max_warmup=(300, 60))
     if args.scale == "full" and (args.windows < 3 or args.steps < 40):
@@ -397,12 +425,26 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table, write the JSON. Returns 1 if any mode crashed or timed out."""
-    args = parse(argv)
+    return run("lightning_step", parse(argv), measure)
+
+
+def run(
+    benchmark: str,
+    args: argparse.Namespace,
+    measure: Callable[[str, str, argparse.Namespace], dict[str, Any]],
+) -> int:
+    """See `main`.
+
+    Args:
+        benchmark: the name in the JSON.
+        args: see `parse`.
+        measure: makes one row of a model in a mode.
+    """
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
     rows: list[dict[str, Any]] = []
-    record = new_record("lightning_step", args) | {"rows": rows, "summary": []}
+    record = new_record(benchmark, args) | {"rows": rows, "summary": []}
     title = "Lightning training step, ms" if record["timing_claim"] else NO_CLAIM
     if not record["timing_claim"]:
         print(title)

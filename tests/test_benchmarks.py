@@ -57,6 +57,19 @@ def test_lightning_step(tmp_path):
 
 
 @pytest.mark.slow
+def test_manual_step(tmp_path):
+    record = run(
+        "benchmarks.manual_step", tmp_path / "manual.json", "--modes", "eager,pygraph", "--timeout-s", "0"
+    )
+    assert record["timing_claim"] is False and len(record["rows"]) == 4
+    for eager, graphed in (record["rows"][:2], record["rows"][2:]):
+        assert eager["error"] is None and graphed["error"] is None
+        assert graphed["report"]["optimizer_steps_replayed"] > 0 and graphed["step_ms"] is not None
+        losses = eager["first_losses"]
+        assert len(losses) > 10 and graphed["first_losses"][: len(losses)] == losses
+
+
+@pytest.mark.slow
 def test_audit_cost(tmp_path):
     record = run("benchmarks.audit_cost", tmp_path / "audits.json", "--models", "mlp", "--seconds", "1")
     (row,) = record["rows"]

@@ -1,0 +1,180 @@
+"""Step time of LightningModules that optimize by hand: eager, compiled parts, reduce-overhead, PyGraph.
+
+    python -m benchmarks.manual_step --json manual.json                       # one CUDA GPU, everything
+    python -m benchmarks.manual_step --scale tiny                             # does the script work? (CPU)
+
+benchmarks/README.md says what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.lightning_step import COMPILE_OPTIONS, measured, parse, run
+from benchmarks.workloads import Batch
+
+LATENT = 100
+BATCHES = 4
+
+
+class Dcgan(pl.LightningModule):
+    """The deep convolutional GAN of Radford et al.: two optimizers, toggled, and a step of each for every batch."""
+
+    def __init__(self, mode: str, width: int, doublings: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        widths = [width * 2**i for i in reversed(range(doublings))]
+        made: list[nn.Module] = [
+            nn.ConvTranspose2d(LATENT, widths[0], 4, bias=False),
+            nn.BatchNorm2d(widths[0]),
+            nn.ReLU(True),
+        ]
+        for wide, narrow in itertools.pairwise(widths):
+            made += [
+                nn.ConvTranspose2d(wide, narrow, 4, 2, 1, bias=False),
+                nn.BatchNorm2d(narrow),
+                nn.ReLU(True),
+            ]
+        made += [nn.ConvTranspose2d(widths[-1], 3, 4, 2, 1), nn.Tanh()]
+        seen: list[nn.Module] = [nn.Conv2d(3, widths[-1], 4, 2, 1), nn.LeakyReLU(0.2, True)]
+        for wide, narrow in reversed(list(itertools.pairwise(widths))):
+            seen += [
+                nn.Conv2d(narrow, wide, 4, 2, 1, bias=False),
+                nn.BatchNorm2d(wide),
+                nn.LeakyReLU(0.2, True),
+            ]
+        seen += [nn.Conv2d(widths[0], 1, 4), nn.Flatten(0)]
+        self.generator, self.discriminator = nn.Sequential(*made), nn.Sequential(*seen)
+        _compile(mode, self.generator, self.discriminator)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        generator, discriminator = self.optimizers()  # type: ignore[misc]
+        images = batch["images"]
+        noise = torch.randn(len(images), LATENT, 1, 1, device=self.device)
+        self.toggle_optimizer(discriminator)
+        real, fake = self.discriminator(images), self.discriminator(self.generator(noise).detach())
+        judged = F.softplus(-real).mean() + F.softplus(fake).mean()
+        discriminator.zero_grad()
+        self.manual_backward(judged)
+        discriminator.step()
+        self.untoggle_optimizer(discriminator)
+        self.toggle_optimizer(generator)
+        loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
+        generator.zero_grad()
+        self.manual_backward(loss)
+        generator.step()
+        self.untoggle_optimizer(generator)
+        self.log("judged", judged, prog_bar=True)
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(part.parameters(), lr=2e-4, betas=(0.5, 0.999), fused=True)
+            for part in (self.generator, self.discriminator)
+        ]
+
+
+class Ppo(pl.LightningModule):
+    """The update of proximal policy optimization on one minibatch: an actor and a critic, clipped by hand."""
+
+    def __init__(self, mode: str, observed: int, width: int, actions: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.actor, self.critic = _mlp(observed, width, actions), _mlp(observed, width, 1)
+        _compile(mode, self.actor, self.critic)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        actor, critic = self.optimizers()  # type: ignore[misc]
+        logits = self.actor(batch["observed"]).float().log_softmax(-1)
+        chosen = logits.gather(1, batch["actions"][:, None]).squeeze(1)
+        ratio = (chosen - batch["chosen_before"]).exp()
+        clipped = ratio.clamp(0.8, 1.2) * batch["advantages"]
+        entropy = -(logits.exp() * logits).sum(-1).mean()
+        loss = -torch.minimum(ratio * batch["advantages"], clipped).mean() - 0.01 * entropy
+        error = F.mse_loss(self.critic(batch["observed"]).float().squeeze(1), batch["returns"])
+        for optimizer, part in ((actor, loss), (critic, error)):
+            optimizer.zero_grad()
+            self.manual_backward(part)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+        self.log("error", error, prog_bar=True)
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(part.parameters(), lr=3e-4, fused=True) for part in (self.actor, self.critic)
+        ]
+
+
+def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, outputs)
+    )
+
+
+def _compile(mode: str, *parts: nn.Module) -> None:
+    if mode in COMPILE_OPTIONS:
+        for part in parts:
+            part.compile(**COMPILE_OPTIONS[mode])
+
+
+def _dcgan(mode: str, scale: str) -> tuple[pl.LightningModule, list[Batch]]:
+    width, doublings, count = (64, 4, 64) if scale == "full" else (4, 2, 4)
+    draw = torch.Generator().manual_seed(1)
+    size = 4 * 2**doublings
+    batches = [{"images": torch.rand(count, 3, size, size, generator=draw) * 2 - 1} for _ in range(BATCHES)]
+    return Dcgan(mode, width, doublings), _pinned(batches)
+
+
+def _ppo(mode: str, scale: str) -> tuple[pl.LightningModule, list[Batch]]:
+    observed, width, actions, count = (64, 256, 8, 256) if scale == "full" else (8, 16, 3, 8)
+    draw = torch.Generator().manual_seed(1)
+    batches = [
+        {
+            "observed": torch.randn(count, observed, generator=draw),
+            "actions": torch.randint(0, actions, (count,), generator=draw),
+            "chosen_before": -torch.rand(count, generator=draw) - 1,
+            "advantages": torch.randn(count, generator=draw),
+            "returns": torch.randn(count, generator=draw),
+        }
+        for _ in range(BATCHES)
+    ]
+    return Ppo(mode, observed, width, actions), _pinned(batches)
+
+
+def _pinned(batches: list[Batch]) -> list[Batch]:
+    if not torch.cuda.is_available():
+        return batches
+    return [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
+
+
+MODELS: dict[str, Callable[[str, str], tuple[pl.LightningModule, list[Batch]]]] = {
+    "dcgan": _dcgan,
+    "ppo": _ppo,
+}
+
+
+def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: train `model` in `mode`. A crash or a time-out is part of the row, never raised."""
+    # under mixed precision Lightning clips no gradients of fused optimizers
+    precision = "32-true" if model == "ppo" else "bf16-mixed"
+    return measured(
+        model, mode, args, lambda: MODELS[model](mode, args.scale), updates=2, precision=precision
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print one table, write the JSON. Returns 1 if any mode crashed or timed out."""
+    return run("manual_step", parse(argv, __doc__, tuple(MODELS)), measure)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
