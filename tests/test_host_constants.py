@@ -117,7 +117,20 @@ def large(build: Graph, x: fx.Node) -> fx.Node:
     return build.call(operator.add, x, build.call("sum", table))
 
 
-@pytest.mark.parametrize("make", [drawn, drawn_in_place, large])
+def of_somebody_else(build: Graph, x: fx.Node) -> fx.Node:
+    def counted(table: Tensor) -> Tensor:
+        return table + 1
+
+    table = build.call(counted, build.call(torch.zeros, 4))
+    return build.call(operator.add, x, build.call("to", table, DEVICE))
+
+
+def of_the_generator(build: Graph, x: fx.Node) -> fx.Node:
+    state = build.call(torch.get_rng_state)
+    return build.call(operator.add, x, build.call("sum", build.call("to", state, DEVICE)))
+
+
+@pytest.mark.parametrize("make", [drawn, drawn_in_place, large, of_somebody_else, of_the_generator])
 def test_what_is_no_constant_stays(make: Make) -> None:
     state = torch.get_rng_state()
     build = Graph()

@@ -9,6 +9,7 @@ when a kernel is launched: a capture bakes its value in, and the value never cha
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -134,9 +135,10 @@ class _Constants:
         if self._takes_type_of_another(node):
             return True
         if node.all_input_nodes:
-            return all(read in self.on_cpu for read in node.all_input_nodes)
-        example = node.meta.get("example_value")  # made of Python's numbers
-        return isinstance(example, Tensor) and (example.device.type == "cpu" or node.target in _COPIES)
+            return _is_of_torch(node) and all(read in self.on_cpu for read in node.all_input_nodes)
+        example = node.meta.get("example_value")
+        on_cpu = isinstance(example, Tensor) and example.device.type == "cpu"
+        return node.target in _COPIES or (on_cpu and node.target in _MAKERS)
 
     def _takes_type_of_another(self, node: fx.Node) -> bool:
         """`constant.to(x)` and `constant.type_as(x)` read nothing of `x` but its type and its device."""
@@ -189,6 +191,21 @@ _UNKNOWN: Any = object()
 _COPIES = {torch.tensor, torch.as_tensor, torch.asarray}
 """They copy Python's numbers to the device; `torch.zeros` and the like make theirs there."""
 
+_MAKERS = {
+    *(
+        torch.arange,
+        torch.range,
+        torch.zeros,
+        torch.ones,
+        torch.full,
+        torch.eye,
+        torch.linspace,
+        torch.logspace,
+    ),
+    *(torch.scalar_tensor, torch.tril_indices, torch.triu_indices, torch.hann_window, torch.hamming_window),
+}
+"""They make the same tensor of the same numbers each time."""
+
 _IN_PLACE = {
     operator.setitem,
     *(getattr(operator, f"i{name}") for name in ("add", "and", "concat", "floordiv", "lshift", "matmul")),
@@ -197,6 +214,14 @@ _IN_PLACE = {
         for name in ("mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
     ),
 }
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether an operation is one of torch or Python. An operator of somebody else may depend on what it likes."""
+    if node.op == "call_method" or isinstance(node.target, types.BuiltinFunctionType):
+        return True
+    module = str(getattr(node.target, "__module__", ""))
+    return module.startswith("torch.") and not module.startswith(("torch._ops", "torch.ops"))
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
