@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -69,6 +70,23 @@ def test_installed_wheel_resolves_all_its_packages(wheel: Path, tmp_path: Path) 
     places = [Path(line) for line in run.stdout.splitlines()]
     assert len(places) == 4
     assert all(place.is_relative_to(site / "pygraph_train") for place in places), places
+
+
+def test_sdist_holds_every_file_of_the_repository(tmp_path: Path) -> None:
+    """So the tests, the documents and `make` work from it."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no git checkout")
+    files = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    for name in files:
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "tree" / name)
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run([*command, str(tmp_path / "tree")], check=True, capture_output=True, timeout=120)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert files - held == set()
 
 
 def test_checkout_resolves_integrations_inside_the_package() -> None:
