@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import pygraph_train
 from pygraph_train import PyGraphConfig
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +86,33 @@ def test_quoted_messages_are_in_the_source() -> None:
     source = "".join(file.read_text(encoding="utf-8") for folder in folders for file in folder.rglob("*.py"))
     assert len(messages) > 10
     assert [message for message in messages if message not in source] == []
+
+
+def test_the_api_page_has_every_exported_name() -> None:
+    places = re.findall(r"^::: (.+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    assert set(pygraph_train.__all__) <= {place.rpartition(".")[2] for place in places}
+    for place in places:
+        module, _, name = place.rpartition(".")
+        file = ROOT / (module.replace(".", "/") + ".py")
+        assert re.search(rf"^(class|def) {name}\b", file.read_text(encoding="utf-8"), re.M), place
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_versions_of_the_compatibility_page_are_those_of_the_project() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    needed = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    tested = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (torch|lightning|accelerate|transformers) \| (\S+) or newer \| ([\d.]+)", page, re.M
+    )
+    assert len(rows) == 4
+    for package, oldest, version in rows:
+        assert f'"{package}>={oldest}"' in needed, package
+        assert re.search(rf"^{package}=={re.escape(version)}(;|$)", tested, re.M), package
 
 
 class Batches(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
