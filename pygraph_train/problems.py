@@ -15,6 +15,7 @@ __all__ = [
     "Problem",
     "PyGraphError",
     "defined_at",
+    "first_line",
     "is_user_file",
     "not_the_users",
     "user_line_in",
@@ -61,6 +62,11 @@ _folders = [os.path.dirname(os.path.abspath(__file__)) + os.sep]
 
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without what follows in further lines; the name of its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def not_the_users(*packages: str, folder: str | None = None) -> None:

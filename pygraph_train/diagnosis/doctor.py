@@ -17,6 +17,7 @@ from pygraph_train.diagnosis.explanation import filled
 from pygraph_train.graphs.engine import IndirectionUnavailable
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.parallel.settings import SETTINGS, setting_problems
+from pygraph_train.problems import first_line
 from pygraph_train.torch_private.cuda import driver_version
 
 __all__ = ["Checkup", "check"]
@@ -156,7 +157,7 @@ def _why_no_device() -> str:
     try:
         torch.cuda.init()
     except Exception as error:  # RuntimeError, AssertionError, DeferredCudaCallError
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     return (
         "CUDA_VISIBLE_DEVICES hides all devices"
         if "CUDA_VISIBLE_DEVICES" in os.environ

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.parallel.replication import Alone, exchanged
 from pygraph_train.parallel.settings import problem_of_settings
-from pygraph_train.problems import Problem
+from pygraph_train.problems import Problem, first_line
 from pygraph_train.torch_private.distributed import (
     acts_in_python,
     begin_forward,
@@ -241,7 +241,7 @@ class Replicas(Alone):
             except dynamo_restart():  # not a failure: Dynamo traces once more
                 raise
             except Exception as error:
-                why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                why = first_line(error)
             else:
                 left.extend(of_pieces)
                 return compiled

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.problems import Problem, PyGraphError, user_line_in, user_location
+from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in, user_location
 from pygraph_train.regions.counters import baked_numbers
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.backend_report import RegionRuns
@@ -160,7 +160,7 @@ class Regions:
         except RuntimeError as error:
             if not self.found or not compiled_kernels_refuse(error):
                 raise
-            first, where = str(error).strip().splitlines()[0], user_location(error.__traceback__)
+            first, where = first_line(error), user_location(error.__traceback__)
             raise PyGraphError(
                 f"this step does with gradients what compiled kernels cannot, and none of the first steps did: "
                 f"{first}{f' ({where})' if where else ''}. Fix: forward='off', backward='off' leaves both as they are"
@@ -299,8 +299,8 @@ class Regions:
         except dynamo_restart():  # not a failure: Dynamo traces once more
             raise
         except Exception as error:  # eager kernels do as well
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self.problem = Problem(f"the compile backend could not compile forward and backward: {first}")
+            why = f"the compile backend could not compile forward and backward: {first_line(error)}"
+            self.problem = Problem(why)
             return as_eager(graph).forward
         finally:
             if self._engine == "cuda":

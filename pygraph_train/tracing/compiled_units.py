@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pygraph_train.problems import first_line
 from pygraph_train.torch_private.dynamo import compiled_call, dynamo_restart, forget_compiled
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.opened_trace import OpenedTrace
@@ -53,7 +54,7 @@ class CompiledUnits:
         self.trace.look(fn, args, kwargs)
         with self._installed(), dynamo_region_config(recompile_limit=_MOST_VARIANTS) as failures:
             result = self.trace.run(fn, args, kwargs)
-        self.left += [f"a module runs with eager kernels: {_first_line(failure)}" for failure in failures]
+        self.left += [f"a module runs with eager kernels: {first_line(failure)}" for failure in failures]
         return result
 
     @contextmanager
@@ -81,12 +82,8 @@ class CompiledUnits:
         except dynamo_restart():  # not a failure: Dynamo traces once more
             raise
         except Exception as error:
-            self.left.append(f"a module runs with eager kernels: {_first_line(error)}")
+            self.left.append(f"a module runs with eager kernels: {first_line(error)}")
             return eager.forward
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _compiled(backend: Callable[..., Any]) -> Any:

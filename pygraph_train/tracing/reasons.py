@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pygraph_train.problems import Problem, is_user_file, user_line_in
+from pygraph_train.problems import Problem, first_line, is_user_file, user_line_in
 from pygraph_train.torch_private.dynamo import dynamo_error_place, dynamo_failure
 
 __all__ = [
@@ -145,7 +145,7 @@ def problem_of_break(error: BaseException) -> Problem:
             for line in message.splitlines()
             if line.strip().startswith("Explanation:")
         ),
-        _first_line(error),
+        first_line(error).rstrip("."),
     )
     hint = next(
         (line.split(":", 1)[1].strip() for line in message.splitlines() if line.strip().startswith("Hint:")),
@@ -236,7 +236,7 @@ def compiler_failed(error: BaseException) -> Problem:
             where,
             f"{READ_LATER}, and call the function there",
         )
-    said = f"{kind}{_first_line(error)}".strip()
+    said = f"{kind}{first_line(error).rstrip('.')}".strip()
     if said.endswith(":"):  # an exception without a message
         said = f"{said[:-1]} while it traced the step"
     return Problem(f"the compiler failed: {said}", where)
@@ -257,10 +257,6 @@ def forget_frames(error: BaseException) -> None:
             traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None
             left += [one.__cause__, one.__context__]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def innermost(stack: Any) -> str | None:

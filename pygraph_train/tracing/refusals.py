@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.graphs.engine import CaptureError
-from pygraph_train.problems import NotLegal, Problem, user_location
+from pygraph_train.problems import NotLegal, Problem, first_line, user_location
 from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.signature import leaf_paths
 from pygraph_train.tracing.trace import Trace
@@ -92,8 +92,7 @@ def compiler_problem(error: BaseException) -> Problem | None:
             f"Inductor could not compile the step: {error.problem.reason}; graphs hold eager kernels"
         )
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch", "triton")):
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Problem(f"Inductor could not compile the step: {first}; graphs hold eager kernels")
+        return Problem(f"Inductor could not compile the step: {first_line(error)}; graphs hold eager kernels")
     return None
 
 
