@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,9 +37,9 @@ from pygraph_train.torch_private.autograd import (
 )
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.dynamo import (
+    compiled_apart,
     compiled_call,
     dynamo_restart,
-    forget_compiled,
     set_compiled_call,
     tracing_notes,
     uncompiled_call,
@@ -342,7 +340,7 @@ class _WholeFunction(_Level):
 
     def __init__(self, backend: _Backend) -> None:
         super().__init__(backend)
-        self._call = _compiled(backend)
+        self._call = compiled_apart(_region, backend)
 
     def run(self, run: Callable[[Call], R]) -> R:
         return run(self._call)
@@ -359,7 +357,9 @@ class _Modules(_Level):
         super().__init__(backend)
         found = [model, *model.children()]
         self._modules = [m for m in found if any(True for _ in m.parameters())]
-        self._calls = [functools.partial(_call_module, _compiled(backend), m) for m in self._modules]
+        self._calls = [
+            functools.partial(_call_module, compiled_apart(_region, backend), m) for m in self._modules
+        ]
 
     def run(self, run: Callable[[Call], R]) -> R:
         with self._installed():
@@ -383,13 +383,5 @@ def _call_module(call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> An
     return call(uncompiled_call(module), args, kwargs)
 
 
-def _compiled(backend: _Backend) -> Call:
-    """`fn(*args, **kwargs)` through Dynamo, from a code object of its own: Dynamo's caches belong to these."""
-
-    def region(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return fn(*args, **kwargs)
-
-    fresh = types.FunctionType(region.__code__.replace(co_name="region"), globals())
-    compiled: Any = torch.compile(fresh, backend=backend)
-    weakref.finalize(compiled, forget_compiled, fresh.__code__).atexit = False
-    return compiled  # type: ignore[no-any-return]
+def _region(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return fn(*args, **kwargs)

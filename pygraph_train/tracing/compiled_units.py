@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 from pygraph_train.problems import first_line
-from pygraph_train.torch_private.dynamo import compiled_call, dynamo_restart, forget_compiled
+from pygraph_train.torch_private.dynamo import compiled_apart, compiled_call, dynamo_restart
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.recompute import as_eager, eager_copy, write_in_checkpoint
@@ -45,8 +43,12 @@ class CompiledUnits:
         self.left: list[str] = []
         self._compiler = compiler
         backend = held_weakly(self._compile)
+        # code of its own for each module: Dynamo sets few guards on modules of FSDP, so what is compiled for one of
+        # them would serve another one
         self._forwards = [
-            (m, functools.partial(_compiled(backend), m.forward)) for m in modules if compiled_call(m) is None
+            (m, functools.partial(compiled_apart(_unit, backend, dynamic=False), m.forward))
+            for m in modules
+            if compiled_call(m) is None
         ]
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,16 +88,5 @@ class CompiledUnits:
             return eager.forward
 
 
-def _compiled(backend: Callable[..., Any]) -> Any:
-    """`forward(*args, **kwargs)` through Dynamo, from a code object of its own: modules do not share what is compiled.
-
-    Dynamo sets few guards on modules of FSDP, so what is compiled for one module would serve another one.
-    """
-
-    def unit(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    fresh = types.FunctionType(unit.__code__.replace(co_name="unit"), globals())
-    compiled = torch.compile(fresh, backend=backend, dynamic=False)
-    weakref.finalize(compiled, forget_compiled, fresh.__code__).atexit = False
-    return compiled
+def _unit(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
