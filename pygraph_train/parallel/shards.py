@@ -138,10 +138,8 @@ class Shards(Alone):
 
     def units(self) -> list[nn.Module]:
         """See `Replication.units`: those that `fully_shard` was called with, and that hold no others."""
-        from torch.distributed.fsdp import FSDPModule
-
-        found = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
-        return [m for m in found if not any(isinstance(below, FSDPModule) for below in _below(m))]
+        found = _sharded_modules(self._model)
+        return [m for m in found if len(_sharded_modules(m)) == 1]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -161,16 +159,16 @@ class Shards(Alone):
 
 def _roots(model: nn.Module) -> list[Any]:
     """The outermost modules that were given to `fully_shard`."""
-    from torch.distributed.fsdp import FSDPModule
-
-    found = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    inner = {below for m in found for below in _below(m)}
+    found = _sharded_modules(model)
+    inner = {below for m in found for below in _sharded_modules(m) if below is not m}
     return [m for m in found if m not in inner]
 
 
-def _below(module: nn.Module) -> list[nn.Module]:
-    """The modules inside of one."""
-    return [m for m in module.modules() if m is not module]
+def _sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that were given to `fully_shard`, the model itself included."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
 
 def _problem(groups: list[Any], meshes: list[tuple[Any, bool, bool]], group: Any) -> Problem | None:

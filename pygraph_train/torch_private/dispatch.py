@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ __all__ = [
     "TorchDispatchMode",
     "autocast_enabled",
     "below_autograd",
-    "draws_numbers",
     "fake_evaluation",
     "has_symbols",
     "is_operator",
+    "mode_of_fakes",
     "no_autocast",
     "no_fake_mode",
     "no_torch_function",
+    "operator_draws",
     "packet_name",
     "replaces_memory",
     "schema",
@@ -40,7 +41,7 @@ _ATTENTION = {
 """These move no generator where they drop nothing (torch 2.11, 2.13)."""
 
 
-def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+def operator_draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator moves a generator of random numbers (torch 2.11, 2.13)."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
@@ -132,6 +133,11 @@ def fake_evaluation(gm: torch.fx.GraphModule) -> Iterator[None]:
         raise ValueError("the graph carries no fake tensors")
     with mode, enable_python_dispatcher():
         yield
+
+
+def mode_of_fakes(values: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Calls inside compute fake tensors, with the mode of the first one among values; nothing changes without any."""
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), nullcontext())
 
 
 def no_fake_mode() -> AbstractContextManager[Any]:

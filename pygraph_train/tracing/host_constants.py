@@ -1,23 +1,21 @@
 """Constants that a step makes on the host: they are the same in every step, so they are made once.
 
-`torch.tensor(scale)`, a table of positions or slopes: Python makes them on the CPU in each step, and
-many of them are copied to the device. A capture cannot hold a copy from memory that is not pinned. Such a copy is made
-when the step is traced, and the graph holds a copy of the result. A constant that stays on the CPU is read by the host
-when a kernel is launched: a capture bakes its value in, and the value never changes.
+Python makes `torch.tensor(scale)`, or a table of positions, on the CPU in each step, and most steps copy such tensors
+to the device. A capture cannot hold a copy from memory that is not pinned. Such a copy is made when the step is traced,
+and the graph holds a copy of the result. The host reads a constant that stays on the CPU when it launches a kernel: a
+capture bakes the value in, and the value never changes.
 """
 
 from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from pygraph_train.torch_private.dispatch import FakeTensor, no_fake_mode
+from pygraph_train.torch_private.dispatch import mode_of_fakes, no_fake_mode
 from pygraph_train.torch_private.dynamo import hold_constant
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recompute import RandomDraws
@@ -255,14 +253,5 @@ def _is_list_of_integers(example: Any) -> bool:
 def _moved(node: fx.Node, device: torch.device) -> Any:
     """The value of a node that Dynamo has for it, on the device."""
     example = node.meta["example_value"]
-    with _mode_of(example):
+    with mode_of_fakes([example]):
         return example.to(device)
-
-
-@contextmanager
-def _mode_of(example: Any) -> Iterator[None]:
-    if not isinstance(example, FakeTensor):
-        yield
-        return
-    with example.fake_mode:
-        yield

@@ -7,14 +7,12 @@ it would draw others.
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pygraph_train.torch_private.dispatch import FakeTensor, TorchDispatchMode
-from pygraph_train.torch_private.dispatch import draws_numbers as operator_draws
+from pygraph_train.torch_private.dispatch import TorchDispatchMode, mode_of_fakes, operator_draws
 from pygraph_train.torch_private.dynamo import (
     CHECKPOINT,
     CUSTOM_FUNCTION,
@@ -25,6 +23,7 @@ from pygraph_train.torch_private.dynamo import (
 
 __all__ = [
     "CHANGED_AGAIN",
+    "RandomDraws",
     "as_eager",
     "checkpoint_that_adds",
     "draws_numbers",
@@ -106,9 +105,8 @@ def draws_numbers(graph: torch.fx.GraphModule) -> bool:
         if isinstance(module, torch.fx.GraphModule):
             module.recompile()
     inputs = [x.meta.get("example_value") for x in graph.graph.nodes if x.op == "placeholder"]
-    fake = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), nullcontext())
     try:
-        with fake, RandomDraws() as mode:
+        with mode_of_fakes(inputs), RandomDraws() as mode:
             graph(*inputs)
     except Exception:  # what cannot be followed may draw
         return True
