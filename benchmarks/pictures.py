@@ -143,11 +143,14 @@ def _bars(axis: Axes, modes: dict[str, dict[str, Any]], names: Sequence[str], ke
     values = [modes[mode][key] for mode in names]
     axis.barh([MODES[mode] for mode in names], values, color=[COLORS[mode] for mode in names])
     for place, value in enumerate(values):
-        axis.annotate(
-            _short(value), (value, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        _label(axis, _short(value), value, place)
     axis.set_xlim(0, max(values) * 1.17)
     axis.invert_yaxis()
+
+
+def _label(axis: Axes, text: str, value: float, place: float) -> None:
+    """Write a text behind the bar that ends at a value."""
+    axis.annotate(text, (value, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
 
 
 def _short(value: float) -> str:
@@ -188,9 +191,7 @@ def _memory_picture() -> Figure:
         axis.barh([MODES[m] for m in names], steady, color=[COLORS[m] for m in names])
         for place, (peak, value) in enumerate(zip(peaks, steady, strict=True)):
             text = f"{value}" if peak == value else f"{value}, at most {peak}"
-            axis.annotate(
-                text, (peak, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
-            )
+            _label(axis, text, peak, place)
         axis.set_xlim(0, max(peaks) * 1.45)
         axis.invert_yaxis()
         axis.set_title(MODELS[model], fontsize=10, loc="left")
@@ -215,14 +216,7 @@ def _two_gpus_picture() -> Figure:
             longest = max(longest, *values)
             axis.barh(places, values, height=width * 0.92, color=[COLORS[mode] for mode in names])
             for place, value in zip(places, values, strict=True):
-                axis.annotate(
-                    _short(value),
-                    (value, place),
-                    xytext=(3, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=8,
-                )
+                _label(axis, _short(value), value, place)
         axis.set_yticks(range(len(names)), ["DDP" if mode == "eager" else MODES[mode] for mode in names])
         axis.set_xlim(0, longest * 1.17)
         axis.invert_yaxis()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = ["RankFailed", "Ranks", "pair_of_ranks"]
+__all__ = ["RankFailed", "Ranks", "alone_in_a_group", "pair_of_ranks"]
 
 START_SECONDS = 120.0
 """What a process takes to import torch on a busy machine."""
@@ -154,3 +154,15 @@ def pair_of_ranks(ranks: int = 2, backend: str = "gloo") -> Iterator[Ranks]:
         yield pool
     finally:
         pool.stop()
+
+
+@contextmanager
+def alone_in_a_group() -> Iterator[None]:
+    """A process group of this process."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()

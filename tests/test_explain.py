@@ -23,6 +23,7 @@ from training import CONFIG, Net, adam, adamw, batches, differs, frozen, line_of
 import pygraph_train
 from pygraph_train import Explanation, GraphedStep, explain
 from pygraph_train.diagnosis import gain
+from tests.ranks import alone_in_a_group
 
 pytestmark = [
     pytest.mark.passes_without_graphs("a step is explained without any capture"),
@@ -754,8 +755,7 @@ def test_a_step_of_fabric() -> None:
 
 
 def test_a_model_in_distributed_data_parallel() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with alone_in_a_group():
         model = nn.parallel.DistributedDataParallel(Net())
         (batch,) = batches(1)
         forward = nn.parallel.DistributedDataParallel.forward
@@ -764,8 +764,6 @@ def test_a_model_in_distributed_data_parallel() -> None:
         looking = nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True)
         (found,) = explain(loss_of(looking), batch, model=looking).obstacles
         assert "find_unused_parameters" in found.reason and "static_graph=True" in found.fix
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_a_copy_of_an_explanation_is_equal() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.compile_fx
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +19,7 @@ from training import differs
 from pygraph_train.parallel.replicas import Replicas
 from pygraph_train.regions.inductor import _with_small_ends_together, compile_whole
 from pygraph_train.tracing.trace import Trace
+from tests.ranks import alone_in_a_group
 
 FOREACH_COPY = torch.ops.aten._foreach_copy.default
 
@@ -64,16 +64,6 @@ def batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[in
     counters.clear()
     yield found
     torch._dynamo.reset()
-
-
-@contextmanager
-def alone_in_a_group() -> Iterator[None]:
-    """A process group of this process."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
 
 
 def trained(call: Any, model: nn.Module, *args: Any) -> list[Tensor]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from replays import enough
+from test_host_constants import Tables
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -240,25 +241,6 @@ def test_audits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.audits >= 3 and report.steps_replayed >= 80, str(report)
 
 
-class Tables(nn.Module):
-    """Makes constants on the host in each step, in the ways that models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) / torch.sqrt(torch.tensor(x.shape[-1], dtype=torch.float))
-        x = x + torch.tensor([2.0**-i for i in range(8)]).to(x) + torch.arange(8).to(x.device)
-        table = torch.zeros(8)
-        table[1] = 3.0
-        table += 1
-        x = x * table.to(x.device) + x.new_tensor([float(i) for i in range(8)])
-        x = x + torch.full((8,), -0.5).type_as(x) + torch.linspace(0, 1, 8).to(x)
-        x = torch.where(x > 0, x, torch.tensor(0.125)) * torch.tensor(2.0, device=x.device)
-        return self.last(x[:, torch.tensor([1, 0, 3, 2, 5, 4, 7, 6])])  # type: ignore[no-any-return]
-
-
 def tables(make: Make) -> list[Any]:
     model = Tables().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -269,7 +251,7 @@ def tables(make: Make) -> list[Any]:
 def test_constants_of_the_host_are_made_once() -> None:
     report = both(tables, replays=80, plan="{F B O}", forward="on")
     told = [note for note in report.notes if "a constant of the host is copied to the device once" in note]
-    assert len(told) >= 7 and all("test_same_as_plain_gpu.py:" in note for note in told), report
+    assert len(told) >= 7 and all("test_host_constants.py:" in note for note in told), report
 
 
 def test_constants_of_the_host_are_made_once_with_compiled_kernels() -> None:
