@@ -81,9 +81,22 @@ def indexed(build: Graph, x: fx.Node) -> fx.Node:
     return build.call(operator.getitem, x, build.call(torch.tensor, [0, 1]))
 
 
+def indexed_by_a_list(build: Graph, x: fx.Node) -> fx.Node:
+    build.call(operator.setitem, x, (Ellipsis, [1, 0]), 0.5)
+    return build.call(operator.getitem, x, [0, 3])
+
+
 @pytest.mark.parametrize(
     ("make", "values"),
-    [(scaled, 0), (slopes, 1), (like_the_input, 1), (on_the_device, 1), (filled, 1), (indexed, 1)],
+    [
+        (scaled, 0),
+        (slopes, 1),
+        (like_the_input, 1),
+        (on_the_device, 1),
+        (filled, 1),
+        (indexed, 1),
+        (indexed_by_a_list, 2),
+    ],
 )
 def test_a_constant_is_copied_when_the_step_is_traced(make: Make, values: int) -> None:
     build = Graph()
@@ -144,6 +157,15 @@ def test_what_is_no_constant_stays(make: Make) -> None:
         assert "makes a tensor on cpu inside the step" in problems(module, found)[0]
 
 
+def test_lists_that_are_no_indices_of_integers_stay() -> None:
+    build = Graph()
+    mask = build.graph.call_function(operator.getitem, (build.x, [True, False, True, True]))
+    mask.meta["example_value"] = build.x.meta["example_value"][:3]
+    build.call(operator.getitem, build.x, ([], slice(None)))
+    module, found = build.made_once(build.call(operator.getitem, build.call(torch.zeros, 4), [0]))
+    assert not found.told and not list(module.buffers())
+
+
 def test_a_constant_that_others_write_to_stays() -> None:
     def foreach(build: Graph, other: fx.Node) -> None:
         build.graph.call_function(torch._foreach_add_, ([other], [build.x]))
@@ -195,7 +217,8 @@ class Tables(nn.Module):
         written += x.detach().mean()
         x = x + written + torch.linspace(0, 1, 8).to(x)
         x = torch.where(x > 0, x, torch.tensor(0.125)) * torch.tensor(2.0, device=x.device)
-        return self.last(x[:, torch.tensor([1, 0, 3, 2, 5, 4, 7, 6])])  # type: ignore[no-any-return]
+        x = x[:, torch.tensor([1, 0, 3, 2, 5, 4, 7, 6])] + x[..., [-2]] + x[[0, 1]].mean()
+        return self.last(x)  # type: ignore[no-any-return]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 import torch._inductor.scheduler
 
 from pygraph_train.torch_private.cuda import accumulators_of_other_streams, begin_capture
+from pygraph_train.torch_private.dynamo import raising_node
 from pygraph_train.torch_private.hooks import hook_registrations, hooks_on_accumulation
 from pygraph_train.torch_private.inductor import small_ends, small_ends_together
 
@@ -151,3 +152,20 @@ def test_grouping_ends_with_the_compile_and_leaves_a_users_own_setting() -> None
         together.group_nodes_for_combo_kernels,
         together.__dict__["group_algorithm_for_combo_kernels"],
     )
+
+
+def test_the_operation_of_a_traced_graph_that_raised_is_found() -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch.neg, (x,))
+    failing = graph.call_function(fails, (x,))
+    graph.output((failing,))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    with pytest.raises(ValueError, match="no") as raised:
+        module(torch.zeros(2))
+    node = raising_node(raised.value)
+    assert node is not None and node.target is fails
+    assert raising_node(ValueError("of nobody")) is None

@@ -40,6 +40,7 @@ __all__ = [
     "leave_to_python",
     "placeholder_source",
     "raised_while_tracing",
+    "raising_node",
     "set_compiled_call",
     "start_untraced",
     "tracing_notes",
@@ -176,6 +177,22 @@ def hold_constant(graph: torch.fx.GraphModule, name: str, value: torch.Tensor) -
     origins = getattr(graph, "_param_name_to_source", None)
     if origins is not None:
         origins[name] = ConstantSource(name)
+
+
+def raising_node(error: BaseException) -> torch.fx.Node | None:
+    """The operation of a traced graph in which an exception was raised; None where no traced graph ran. (2.11, 2.13)
+
+    The code of a graph is generated, and the graph knows which of its lines belongs to which operation.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.fx.GraphModule) and frame.f_code.co_filename.startswith(
+            "<eval_with_key>"
+        ):
+            index = (getattr(module, "_lineno_map", None) or {}).get(line - frame.f_code.co_firstlineno)
+            nodes = list(module.graph.nodes)
+            return nodes[index] if index is not None and index < len(nodes) else None
+    return None
 
 
 def writes_to_inputs(graph: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node, bool]]:

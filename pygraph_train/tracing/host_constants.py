@@ -66,10 +66,16 @@ def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
     for (node, read), value in found.read_by.items():
         told.append(_told(node))
         node.replace_input_with(read, _held(graph, len(told), value, node, _moved(read, device)))
+    for (node, position), value in found.lists.items():
+        told.append(_told(node))
+        held = _held(graph, len(told), value, node, _example(value, node))
+        index = node.args[1]
+        parts = held if position is None else (*index[:position], held, *index[position + 1 :])  # type: ignore[index]
+        node.update_arg(1, parts)
     if told:
         graph.recompile()
     returned = graph.graph.output_node().all_input_nodes
-    values = (*found.copies.values(), *found.read_by.values())
+    values = (*found.copies.values(), *found.read_by.values(), *found.lists.values())
     return HostConstants(frozenset(found.on_cpu) - set(returned), tuple(told), values)
 
 
@@ -98,6 +104,8 @@ class _Constants:
         on_cpu: constants on the CPU, with their values after all operations so far.
         copies: constants that are copied to the device, with what the copy gives.
         read_by: operations that copy a constant to the device themselves, with the constant, and what the copy gives.
+        lists: indices that are lists of Python's numbers: the operation, the list's position in a tuple of indices
+            (None without a tuple), and the list as a tensor. The operation copies the list to the device.
         written: whether an operation that is no constant writes to one.
     """
 
@@ -105,6 +113,7 @@ class _Constants:
         self.on_cpu: dict[fx.Node, Any] = {}
         self.copies: dict[fx.Node, Tensor] = {}
         self.read_by: dict[tuple[fx.Node, fx.Node], Tensor] = {}
+        self.lists: dict[tuple[fx.Node, int | None], Tensor] = {}
         self.written = False
         self._device = device
 
@@ -177,12 +186,25 @@ class _Constants:
             parts = index if isinstance(index, (tuple, list)) else [index]
             reads = [x for x in parts if isinstance(x, fx.Node) and x in self.on_cpu]
             reads = [x for x in reads if _is_list_of_integers(x.meta.get("example_value"))]
+            self._take_lists(node)
         elif node.target in (torch.where, "where") and isinstance(example, Tensor):
             reads = [x for x in node.all_input_nodes if x in self.on_cpu]
         for read in reads:
             value = self.on_cpu[read]
             if isinstance(value, Tensor) and value.nbytes <= LARGE:
                 self.read_by[node, read] = value.to(self._device, copy=True)
+
+    def _take_lists(self, node: fx.Node) -> None:
+        """Indices that are lists of Python's integers."""
+        target, index = node.args[0], node.args[1]
+        example = target.meta.get("example_value") if isinstance(target, fx.Node) else None
+        if not isinstance(example, Tensor) or example.device.type != self._device.type:
+            return
+        alone = _is_list_of_numbers(index)
+        parts = [index] if alone else index if isinstance(index, tuple) else []
+        for position, part in enumerate(parts):
+            if _is_list_of_numbers(part):
+                self.lists[node, None if alone else position] = torch.tensor(list(part), device=self._device)
 
 
 _UNKNOWN: Any = object()
@@ -248,6 +270,16 @@ def _is_list_of_integers(example: Any) -> bool:
     """Whether an index is copied to the device: one number is read on the host, and a mask is counted there."""
     whole = isinstance(example, Tensor) and not example.is_floating_point() and example.dtype != torch.bool
     return whole and example.dim() > 0
+
+
+def _is_list_of_numbers(index: Any) -> bool:
+    return isinstance(index, list) and bool(index) and all(type(number) is int for number in index)
+
+
+def _example(value: Tensor, node: fx.Node) -> Any:
+    """A tensor of Dynamo's with the shape, type and device of a value."""
+    with mode_of_fakes([node.args[0].meta["example_value"]]):  # type: ignore[union-attr]
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
 def _moved(node: fx.Node, device: torch.device) -> Any:

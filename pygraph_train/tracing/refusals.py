@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.problems import NotLegal, Problem, first_line, user_location
-from pygraph_train.tracing.reasons import readable
+from pygraph_train.torch_private.dynamo import raising_node
+from pygraph_train.tracing.reasons import line_of, readable
 from pygraph_train.tracing.signature import leaf_paths
 from pygraph_train.tracing.trace import Trace
 
@@ -100,7 +101,8 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, NotLegal):
         return error.problem
     if isinstance(error, CaptureError):
-        return Problem(error.reason, error.where, _READ_LATER if "on the host" in error.reason else "")
+        where = error.where or _place_in_graph(error.__cause__)
+        return Problem(error.reason, where, _READ_LATER if "on the host" in error.reason else "")
     if isinstance(error, torch.OutOfMemoryError):
         return Problem(
             "out of memory during the capture", fix="A smaller batch leaves room for the graph's memory"
@@ -109,3 +111,9 @@ def problem_of(error: Exception) -> Problem:
     return Problem(
         f"the capture failed with {type(error).__name__}: {first}", user_location(error.__traceback__)
     )
+
+
+def _place_in_graph(error: BaseException | None) -> str | None:
+    """`file:line` of the operation of a traced graph that failed. No frame of the user's runs there."""
+    node = None if error is None else raising_node(error)
+    return None if node is None else line_of(node)
