@@ -25,10 +25,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
+from pygraph_train.integrations.lightning.by_hand import StepsByHand, why_not_whole
 from pygraph_train.integrations.lightning.given_up import ON_EACH_BATCH, only_count
+from pygraph_train.integrations.lightning.hooks import (
+    CLIPPING,
+    INSIDE_FORWARD_BACKWARD,
+    INSIDE_UPDATE,
+    overridden,
+    overrides,
+    where_overridden,
+)
 from pygraph_train.integrations.lightning.log import LogBook, Recorder
 from pygraph_train.integrations.lightning.manual import ManualOptimization
-from pygraph_train.integrations.lightning.package import Package, base_of, package_of, root_of
+from pygraph_train.integrations.lightning.package import Package, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -46,7 +55,7 @@ from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.selection.controller import Switch
 from pygraph_train.step.flight import Replayed, StepInFlight
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.program import Call, StepOfLoss, StepProgram, plain_call
 from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.memory import tensor_version
 
@@ -55,24 +64,9 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["INSIDE_FORWARD_BACKWARD", "INSIDE_UPDATE", "PyGraphCallback", "overrides"]
+__all__ = ["PyGraphCallback"]
 
 log = logging.getLogger("pygraph_train")
-
-INSIDE_FORWARD_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
-"""Hooks between forward and backward: overridden, they split the step there."""
-
-INSIDE_UPDATE = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "clip_gradients",
-    "optimizer_step",
-)
-"""Hooks between backward and the optimizer: overridden, they split the step there."""
-
-_CLIPPING = ("configure_gradient_clipping", "clip_gradients")
-"""Those of them that clip."""
 
 
 def _ignored(switch: Switch) -> None:
@@ -83,8 +77,8 @@ class PyGraphCallback(Callback):
     """Replays the training step of a stock Trainer as one CUDA graph wherever that changes nothing.
 
     Losses, logged values, parameters and checkpoints are those of a run without the callback. What cannot
-    be replayed runs as before, and `report()` says why. Under manual optimization forward, backward and each
-    optimizer's step are graphs of their own.
+    be replayed runs as before, and `report()` says why. Under manual optimization a whole `training_step` is one
+    graph, or forward, backward and each optimizer's step are graphs of their own.
 
     Args:
         config: options; the defaults suit most runs.
@@ -107,7 +101,7 @@ class PyGraphCallback(Callback):
         self.config = PyGraphConfig.of(config, overrides)
         self._on_decision = on_decision
         self._report = StepReport()
-        self._step: _AutomaticStep | ManualOptimization | None = None
+        self._step: _AutomaticStep | StepsByHand | ManualOptimization | None = None
         self._logged = -1
 
     def report(self) -> StepReport:
@@ -172,27 +166,52 @@ class PyGraphCallback(Callback):
             self._report.note("no CUDA device: training ran as it is (engine='emulated' shows the mechanism)")
             tell_why_off(self.config)
             return _decline(trainer, "there is no CUDA device")
+
+        def runner_of(program: StepProgram) -> StepRunner:
+            return StepRunner(
+                program,
+                self.config,
+                engine,
+                self._report,
+                lambda: _steps_left(trainer),
+                announce=lambda text: _announce(trainer, text),
+                on_decision=self._on_decision,
+            )
+
         if not pl_module.automatic_optimization:
-            self._step = manual = ManualOptimization(trainer, pl_module, self.config)
-            self._report = manual.report
-            return manual.attach()
+            problem = why_not_whole(trainer, pl_module, self.config)
+            if problem is not None:
+                self._report.note(problem.reason)
+                return self._graph_phases(trainer, pl_module)
+            self._step = by_hand = StepsByHand(trainer, pl_module, runner_of)
+            return by_hand.attach()
         program = _LightningProgram(trainer, pl_module)
-        runner = StepRunner(
-            program,
-            self.config,
-            engine,
-            self._report,
-            lambda: _steps_left(trainer),
-            announce=lambda text: _announce(trainer, text),
-            on_decision=self._on_decision,
-        )
-        self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner, self)
+        self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner_of(program), self)
         automatic.attach()
+
+    def _graph_phases(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Under manual optimization, where no graph holds a whole step: what was reported so far stays."""
+        before = self._report
+        self._step = manual = ManualOptimization(trainer, pl_module, self.config)
+        self._report = manual.report
+        for text in before.notes:
+            manual.report.note(text)
+        for row in before.fallbacks:
+            manual.report.fell_back(row)
+        for _ in range(before.steps):
+            manual.report.step_began()
+        manual.attach()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the loggers, as often as the Trainer tells them anything, where `log_metrics=True` asks for it."""
+        """Tell the loggers, as often as the Trainer tells them anything, where `log_metrics=True` asks for it.
+
+        Where a step that optimizes by hand turned out to be no graph, its phases get graphs from the next batch on.
+        """
+        if isinstance(self._step, StepsByHand) and self._step.over:
+            self._detach()
+            self._graph_phases(trainer, pl_module)
         if not self.config.log_metrics or not trainer.loggers:
             return
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -438,7 +457,7 @@ class _AutomaticStep:
         return loss
 
 
-class _LightningProgram:
+class _LightningProgram(StepOfLoss):
     """`StepProgram` over a LightningModule."""
 
     recorder: str | tuple[str, ...] | None = ".log.records"
@@ -456,7 +475,7 @@ class _LightningProgram:
         self.book = LogBook(trainer, module, self.replication)
         self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
-        self.split_after_backward = _overridden(trainer, module, "on_after_backward") is not None
+        self.split_after_backward = overridden(trainer, module, "on_after_backward") is not None
 
     def function(self) -> Callable[..., Any]:
         return MethodType(type(self.model).training_step, self.model)
@@ -563,7 +582,7 @@ class _LightningProgram:
         precision = self._precision
         if self.scaling.on:  # then nobody acts there, see `why_update_stays_outside`
             return self._whole_update
-        clips = any(_overridden(self._trainer, self.model, hook) for hook in _CLIPPING)
+        clips = any(overridden(self._trainer, self.model, hook) for hook in CLIPPING)
         if not clips:
             precision.clip_gradients = lambda *args, **kwargs: None  # type: ignore[method-assign]
         try:
@@ -582,7 +601,7 @@ class _LightningProgram:
     def exchanges(self) -> bool:
         if not self.replication.sharded:
             return False
-        clips = any(_overridden(self._trainer, self.model, hook) for hook in _CLIPPING)
+        clips = any(overridden(self._trainer, self.model, hook) for hook in CLIPPING)
         return self.scaling.on or clips or bool(self._trainer.gradient_clip_val)
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
@@ -592,8 +611,8 @@ class _LightningProgram:
             return unsupported(preparation.optimizer)
         if not self.scaling.on:
             return None
-        for hook in ("on_before_optimizer_step", *_CLIPPING):
-            owner = _overridden(self._trainer, self.model, hook)
+        for hook in ("on_before_optimizer_step", *CLIPPING):
+            owner = overridden(self._trainer, self.model, hook)
             if owner is not None:
                 return f"{owner} runs in Python between unscaling and the optimizer's step"
         reason = self.scaling.why_update_stays_outside(preparation, other_kernels=True)
@@ -605,18 +624,18 @@ class _LightningProgram:
 
     def acts_before_backward(self) -> Problem | None:
         for hook in INSIDE_FORWARD_BACKWARD:
-            owner = _overridden(self._trainer, self.model, hook)
+            owner = overridden(self._trainer, self.model, hook)
             if owner is not None:
                 return Problem(
                     f"{owner} runs in Python between forward and backward",
-                    _where(self._trainer, self.model, hook),
+                    where_overridden(self._trainer, self.model, hook),
                     "on_train_batch_start and on_train_batch_end are outside of the graph",
                 )
         return None
 
     def acts_before_update(self) -> str | None:
         for hook in INSIDE_UPDATE:
-            owner = _overridden(self._trainer, self.model, hook)
+            owner = overridden(self._trainer, self.model, hook)
             if owner is not None:
                 return f"{owner} runs in Python on every step"
         return None
@@ -691,30 +710,6 @@ def _not_manual(trainer: Trainer, package: Package) -> Problem | None:
     """Why nothing of steps under manual optimization can be replayed."""
     if type(trainer.fit_loop.epoch_loop.manual_optimization) is not package.manual_optimization:
         return Problem("the Trainer's loop for manual optimization is not Lightning's own")
-    return None
-
-
-def _overridden(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
-    """`Class.hook` of whoever overrides it."""
-    for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-        if overrides(owner, hook):
-            return f"{type(owner).__name__}.{hook}"
-    return None
-
-
-def overrides(owner: Any, hook: str) -> bool:
-    parent = base_of(owner) or Callback
-    if not hasattr(parent, hook):
-        return False
-    method = getattr(owner, hook)
-    return getattr(method, "__func__", method) is not getattr(parent, hook)
-
-
-def _where(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
-    for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-        where = defined_at(getattr(owner, hook, None))
-        if overrides(owner, hook) and where is not None:
-            return where
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from pygraph_train.diagnosis.subject import Subject
-from pygraph_train.integrations.lightning.callback import INSIDE_FORWARD_BACKWARD, INSIDE_UPDATE, overrides
+from pygraph_train.integrations.lightning.hooks import INSIDE_FORWARD_BACKWARD, INSIDE_UPDATE, overrides
 from pygraph_train.integrations.lightning.log import Recorder
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.random_state import random_numbers_kept

@@ -8,16 +8,15 @@ run as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.integrations.lightning.package import base_of
+from pygraph_train.integrations.lightning.by_hand import called_parts
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.graph import OptimizerGraph
@@ -62,7 +61,7 @@ class ManualOptimization:
         if self._shared:
             self.report.note(f"forward and backward under {self._shared} run as they are")
         else:
-            for module in _called(self._module):
+            for module in called_parts(self._module):
                 self._loop.take_module(module)
         # Dynamo would trace Lightning's loggers where a forward that is compiled calls these
         self._logs = [
@@ -128,19 +127,3 @@ class ManualOptimization:
             assert graph is not None  # the loop is active
             known = self._optimizers[id(optimizer)] = graph, Scaling(self._scaler, optimizer)
         return known
-
-
-def _called(module: LightningModule) -> Iterator[nn.Module]:
-    """What `training_step` may call: the module, where it has a forward, and its parts. Nested calls are one region."""
-    if type(module).forward is not getattr(base_of(module), "forward", None):
-        yield module
-    yield from _parts(module)
-
-
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules directly inside of one that hold parameters, and those inside of lists and dicts of modules."""
-    for child in module.children():
-        if type(child).forward is nn.Module.forward:  # nobody calls a list or a dict
-            yield from _parts(child)
-        elif any(True for _ in child.parameters()):
-            yield child

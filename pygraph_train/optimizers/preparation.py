@@ -244,6 +244,18 @@ class OptimizerPreparation:
         finally:
             self._swap_in()
 
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Inside of `suspended()`: the kernels of `prepared()` once more."""
+        if self._saved or not self._depth:
+            yield
+            return
+        self._swap_in()
+        try:
+            yield
+        finally:
+            self._swap_out()
+
     def _swap_in(self) -> None:
         self._move_host_state()
         self._fill_rates()

@@ -23,9 +23,7 @@ from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Signatures, Variant
 from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.gradient_hooks import backward_hook
-from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.refusals import unsupported_leaf
-from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint
 
 __all__ = ["REPLAYS_BEFORE_COMPILING", "Advancing"]
@@ -225,7 +223,7 @@ class Advancing:
         result, problem = self._watching(step, variant, args, kwargs, leaves, run)
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
-            variant.trace = self._new_trace()
+            variant.trace = self._training.program.new_trace()
         elif problem is not None:
             self._refusing.calls(step, signature, variant, problem)
         return result
@@ -268,17 +266,11 @@ class Advancing:
         if problem is not None:
             self._refusing.calls(step, signature, None, problem)
             return None
-        variant = Variant(self._new_trace(), self._signatures.lengths, signature.key)
+        variant = Variant(program.new_trace(), self._signatures.lengths, signature.key)
         first = self._signatures.is_first(signature)
         variant.compile_next = training.config.compile is True and self._decisions.compiles and first
         signature.variants.insert(0, variant)
         return variant
-
-    def _new_trace(self) -> Trace:
-        program = self._training.program
-        if program.replication.sharded:
-            return OpenedTrace(program.device, program.replication.opened, recorder=program.recorder)
-        return Trace(program.device, recorder=program.recorder)
 
     def compare_plans(self, variant: Variant) -> Choice:
         """A comparison of the plans of this kind of call, from the next step on."""

@@ -218,7 +218,8 @@ class CaptureMaker:
                 with stage():
                     if updates:
                         self._program.transform_gradients(in_kernels=False)
-                    return Fingerprint.of(loss.detach(), gradients.snapshot())
+                    left = [*gradients.snapshot(), *self._program.left_behind()]
+                    return Fingerprint.of(loss.detach(), left)
         finally:
             moves.put_back()
             scratch.restore()
@@ -307,5 +308,5 @@ class CaptureMaker:
         reached = {id(t): t for t in (*owned, *(t for t in reads if t.requires_grad))}
         reached |= {id(t): t for t in self._program.replication.leaves(sync=position.sync)}
         # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
-        emptied = owned if position.fresh else ()
+        emptied = owned if position.fresh and not self._program.by_hand else ()
         return self._addresses.of_step(reached.values(), emptied, compiled=variant.arm.compiled)

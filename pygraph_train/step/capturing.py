@@ -316,7 +316,8 @@ class Capturing:
             raise NotLegal(problem_of(error)) from error
         put_back = training.program.replication.notes()
         result = replay()
-        found = Fingerprint.of(capture.loss, capture.gradients.final)
+        left = [*capture.gradients.final, *training.program.left_behind()]
+        found = Fingerprint.of(capture.loss, left)
         difference = expected.compare(found, bits=training.engine.name == "emulated")
         training.engine.trim()
         seconds = time.perf_counter() - started

@@ -26,7 +26,7 @@ from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.flight import Replayed
 from pygraph_train.step.outputs import detached_results
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.program import Call, StepOfLoss, plain_call
 from pygraph_train.step.runner import StepRunner
 
 __all__ = ["LossProgram", "LossSteps"]
@@ -160,7 +160,7 @@ class LossSteps:
             tell_once(told)
 
 
-class LossProgram:
+class LossProgram(StepOfLoss):
     """`StepProgram` over a function that computes the loss, a model and an optimizer."""
 
     recorder: str | tuple[str, ...] | None = RECORDER

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.parallel.replication import Replication
 from pygraph_train.problems import Problem
+from pygraph_train.tracing.opened_trace import OpenedTrace
+from pygraph_train.tracing.trace import Trace
 
-__all__ = ["Call", "StepProgram", "plain_call"]
+__all__ = ["Call", "StepOfLoss", "StepProgram", "plain_call"]
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """How the step's function is run: plainly, or through a `Trace`."""
@@ -37,6 +40,15 @@ class StepProgram(UpdateProgram, Protocol):
     """Whether gradients are emptied before `function` runs: a step that fails leaves none then."""
     detaches_results: bool
     """Whether the caller gets results without their history, also where no graph is replayed."""
+    by_hand: bool
+    """Whether `function` makes backwards and updates itself. `forward` makes the whole step then, and `backward` and
+    `update` do nothing; gradients are what they were when the step began."""
+
+    def new_trace(self) -> Trace:
+        """A trace for one kind of call of `function`."""
+
+    def left_behind(self) -> list[Tensor]:
+        """What a step without a graph and a replay must agree in, beside the loss and gradients."""
 
     def function(self) -> Callable[..., Any]:
         """The user's function that computes the loss (`training_step`); the one that is traced."""
@@ -57,3 +69,22 @@ class StepProgram(UpdateProgram, Protocol):
 
     def acts_before_backward(self) -> Problem | None:
         """What runs in Python between forward and backward on every step, None when nothing does."""
+
+
+class StepOfLoss:
+    """What all programs share whose function computes a loss, and leaves the rest of the step to the library."""
+
+    by_hand: bool = False
+    device: torch.device
+    replication: Replication
+    recorder: str | tuple[str, ...] | None
+
+    def new_trace(self) -> Trace:
+        """A trace for one kind of call. Modules with hooks of torch's own are opened for it."""
+        if self.replication.sharded:
+            return OpenedTrace(self.device, self.replication.opened, recorder=self.recorder)
+        return Trace(self.device, recorder=self.recorder)
+
+    def left_behind(self) -> list[Tensor]:
+        """Nothing: what the update does follows from the gradients."""
+        return []

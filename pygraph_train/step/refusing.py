@@ -92,6 +92,9 @@ class Refusing:
 
     def update(self, step: StepInFlight, problem: Problem) -> None:
         """The update has no graph from now on, and no other graph holds it."""
+        if self._training.program.by_hand:
+            step.give_up()
+            return self.run(problem, everything=True)
         self._updates.close()
         self._ungraphed.choice = None
         step.give_up()

@@ -114,6 +114,8 @@ class Regions:
     ) -> None:
         reason = why_no_regions(config, engine.name)
         replication = program.replication
+        if reason is None and program.by_hand:
+            reason = "the step makes its backwards and updates itself: it is one graph, or has none"
         if reason is None and (replication.group is not None or replication.problem is not None):
             reason = f"{replication.name}: forward and backward share one graph, or have none"
         self.problem = Problem(reason) if reason is not None else None

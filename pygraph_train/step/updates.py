@@ -8,9 +8,10 @@ from typing import Any
 from pygraph_train.optimizers.kernels import is_unknown
 from pygraph_train.optimizers.phase import OF_SHARDS, OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.several import SeveralPreparations
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
-from pygraph_train.selection.arms import WHOLE, Plan
+from pygraph_train.selection.arms import NOTHING, WHOLE, Plan
 from pygraph_train.step.plan import legal_plans
 from pygraph_train.step.regions import Regions
 from pygraph_train.step.training_run import TrainingRun
@@ -46,13 +47,16 @@ class Updates:
 
     def plans(self, *, forward_backward: bool = True) -> tuple[Plan, ...]:
         """The legal plans: see `legal_plans`."""
-        return legal_plans(
+        plans = legal_plans(
             self._training.config,
             forward_backward=forward_backward,
             optimizer=self.phase is not None,
             between=self.between is not None,
             regions=self._regions.problem is None,
         )
+        if self._training.program.by_hand:  # all of it, or nothing
+            plans = (WHOLE, NOTHING) if WHOLE in plans else (NOTHING,)
+        return plans
 
     @property
     def fusable(self) -> bool:
@@ -64,9 +68,10 @@ class Updates:
         training, program = self._training, self._training.program
         if self.preparation is not None or program.optimizer is None:
             return
-        unknown = is_unknown(program.optimizer)
-        kind = OptimizerTrial if unknown else OptimizerPreparation
-        self.preparation = preparation = kind(program.optimizer, emulated=training.engine.name == "emulated")
+        emulated = training.engine.name == "emulated"
+        unknown = not program.by_hand and is_unknown(program.optimizer)
+        kind = SeveralPreparations if program.by_hand else OptimizerTrial if unknown else OptimizerPreparation
+        self.preparation = preparation = kind(program.optimizer, emulated=emulated)
         if training.config.optimizer == "off":
             preparation.close()
             return

@@ -21,6 +21,7 @@ __all__ = [
     "expandable_segments",
     "gradient_accumulators",
     "told_as_capturing",
+    "told_whether_capturing",
 ]
 
 
@@ -65,6 +66,9 @@ def begin_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> 
         graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
 
 
+_is_capturing = torch.cuda.is_current_stream_capturing
+
+
 @contextmanager
 def told_as_capturing() -> Iterator[None]:
     """Code that asks torch whether the current stream is capturing is told that it is (torch 2.11, 2.13)."""
@@ -74,6 +78,17 @@ def told_as_capturing() -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_current_stream_capturing = stock
+
+
+@contextmanager
+def told_whether_capturing() -> Iterator[None]:
+    """Inside of `told_as_capturing`: code is told the truth. Optimizers refuse to step in a capture. (2.11, 2.13)"""
+    told = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = _is_capturing
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = told
 
 
 def gradient_accumulators(leaves: Iterable[torch.Tensor]) -> list[Any]:

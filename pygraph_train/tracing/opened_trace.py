@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class OpenedTrace(Trace):
         opened: a context in which Dynamo can see the modules. It yields what stands in for their hooks: no guard is
             kept of it.
         recorder: see `Trace`.
+        asked_in: the context in which the guards of the trace are asked. What stands in there is guarded.
 
     Attributes:
         draws: whether the step draws random numbers.
@@ -45,6 +46,7 @@ class OpenedTrace(Trace):
         opened: Callable[[], AbstractContextManager[frozenset[Any]]],
         *,
         recorder: str | tuple[str, ...] | None = None,
+        asked_in: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(device, compiler=held_weakly(self._stop), recorder=recorder)
         self.draws = True
@@ -52,6 +54,7 @@ class OpenedTrace(Trace):
             types.FunctionType(_only_traced.__code__.replace(co_name="traced_step"), globals())
         )
         self._opened = opened
+        self._asked_in = asked_in
         self._stand_ins: frozenset[Any] = frozenset()
         self._frame: dict[str, Any] = {}
 
@@ -71,9 +74,12 @@ class OpenedTrace(Trace):
             NotLegal: the function cannot be traced as one graph; nothing was executed.
         """
         if self.problem is None and not self.traced:
-            self._look(fn, args, kwargs)
-        elif self.problem is None and not self.holds(fn, args, kwargs):
-            self.problem = self.why_not(fn, args, kwargs)
+            with self._asked_in():
+                self._look(fn, args, kwargs)
+        elif self.problem is None:
+            with self._asked_in():
+                if not self.holds(fn, args, kwargs):
+                    self.problem = self.why_not(fn, args, kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` in Python, as it runs in a capture."""

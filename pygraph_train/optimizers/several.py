@@ -1,0 +1,147 @@
+"""Several optimizers that one step updates, prepared and watched as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.numbers import LiveNumbers
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+
+__all__ = ["OptimizerSet", "SeveralPreparations"]
+
+
+class OptimizerSet:
+    """The optimizers of one step.
+
+    Args:
+        members: of `torch.optim`, in any order.
+    """
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        self.members = list(members)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all members."""
+        return list(chain.from_iterable(optimizer.param_groups for optimizer in self.members))
+
+
+class SeveralPreparations:
+    """What `OptimizerPreparation` is to one optimizer, for all of them.
+
+    Args:
+        optimizers: all of a step.
+        emulated: see `OptimizerPreparation`.
+    """
+
+    steady = True
+    step_supports_scaler = False
+
+    def __init__(self, optimizers: OptimizerSet, *, emulated: bool) -> None:
+        self._members = [OptimizerPreparation(o, emulated=emulated) for o in optimizers.members]
+        self._optimizers = optimizers
+        self.state = _States(self._members)
+
+    @property
+    def generation(self) -> int:
+        """Grows whenever captures made before have become invalid."""
+        return sum(member.generation for member in self._members)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the steps cannot be captured, None when they can."""
+        return next((why for member in self._members if (why := member.reason) is not None), None)
+
+    @property
+    def active(self) -> bool:
+        """Whether this is inside of `prepared()`."""
+        return any(member.active for member in self._members)
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """See `OptimizerPreparation.prepared`."""
+        with ExitStack() as stack:
+            for member in self._members:
+                stack.enter_context(member.prepared())
+            yield
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """See `OptimizerPreparation.suspended`."""
+        with ExitStack() as stack:
+            for member in self._members:
+                stack.enter_context(member.suspended())
+            yield
+
+    @contextmanager
+    def resumed(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside of `suspended()`: the step of one optimizer runs with the kernels of `prepared()`."""
+        with ExitStack() as stack:
+            for own, member in zip(self._optimizers.members, self._members, strict=True):
+                if own is optimizer:
+                    stack.enter_context(member.resumed())
+            yield
+
+    def sync(self) -> None:
+        """See `OptimizerPreparation.sync`. Hot path."""
+        for member in self._members:
+            member.sync()
+
+    def settle(self) -> None:
+        """See `OptimizerPreparation.settle`."""
+        for member in self._members:
+            member.settle()
+
+    def hyperparameters(self) -> tuple[Any, ...]:
+        """See `OptimizerPreparation.hyperparameters`."""
+        return tuple(member.hyperparameters() for member in self._members)
+
+    def live_numbers(self, engine: Engine) -> LiveNumbers:
+        """No hyperparameter is read anew: the optimizers step in the middle of the user's Python."""
+        return LiveNumbers(self._optimizers.members[0], (), engine)
+
+    def state_tensors(self) -> list[Tensor]:
+        """See `OptimizerPreparation.state_tensors`."""
+        return list(chain.from_iterable(member.state_tensors() for member in self._members))
+
+    def remember(self) -> None:
+        """See `OptimizerPreparation.remember`."""
+        for member in self._members:
+            member.remember()
+
+    def state_unchanged(self) -> bool:
+        """See `OptimizerPreparation.state_unchanged`. Hot path."""
+        return all(member.state_unchanged() for member in self._members)
+
+    def close(self) -> None:
+        """See `OptimizerPreparation.close`."""
+        for member in self._members:
+            member.close()
+
+
+class _States:
+    """`StateWatch` of several optimizers."""
+
+    def __init__(self, members: Sequence[OptimizerPreparation]) -> None:
+        self._watches = [member.state for member in members]
+
+    def leave(self) -> None:
+        for watch in self._watches:
+            watch.leave()
+
+    def as_left(self) -> bool:
+        return all(watch.as_left() for watch in self._watches)
+
+    @contextmanager
+    def none_is_made(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for watch in self._watches:
+                stack.enter_context(watch.none_is_made())
+            yield
