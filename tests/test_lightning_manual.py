@@ -1,4 +1,7 @@
-"""Lightning's manual optimization, with and without the callback: the same numbers, bit for bit."""
+"""Lightning's manual optimization, with a graph for each phase and without: the same numbers, bit for bit.
+
+`test_lightning_by_hand.py` has the steps that are one graph.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,11 @@ from pygraph_train import PyGraphError  # noqa: E402
 from pygraph_train.report.metrics import metrics_of  # noqa: E402
 
 MIXED = {"precision": "bf16-mixed"}
+
+
+def phases(*args: Any, config: dict[str, Any] | None = None, **options: Any) -> Any:
+    """`parity` of steps whose phases have graphs of their own."""
+    return parity(*args, config={"fuse": "off", **(config or {})}, **options)
 
 
 def adamw(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -95,7 +103,7 @@ class Gan(Manual):
     "options", [{}, MIXED, {"precision": "64-true"}, {"precision": "bf16-true"}], ids=str
 )
 def test_a_gan_whose_optimizers_are_toggled(options):
-    parity(Gan, logger=MemoryLogger(), replays=36, plan="{F B O}", **options)
+    phases(Gan, logger=MemoryLogger(), replays=300, plan="{F} {B} {O}", **options)
 
 
 class Wgan(Gan):
@@ -124,7 +132,7 @@ class Wgan(Gan):
 
 
 def test_a_wgan_with_several_steps_of_the_critic():
-    _, graphed = parity(Wgan, logger=MemoryLogger(), max_epochs=8, replays=300, plan="{F} {B} {O}")
+    _, graphed = phases(Wgan, logger=MemoryLogger(), max_epochs=8, replays=300, plan="{F} {B} {O}")
     assert graphed.report.optimizer_steps_replayed >= 60, str(graphed.report)
     assert graphed.report.steps == 88
 
@@ -136,7 +144,7 @@ def test_optimizers_without_kernels_for_graphs_step_as_they_are():
                 torch.optim.RMSprop(m.parameters(), lr=1e-3) for m in (self.generator, self.discriminator)
             )
 
-    _, graphed = parity(Rmsprop, logger=MemoryLogger(), replays=200, plan="{F} {B} O")
+    _, graphed = phases(Rmsprop, logger=MemoryLogger(), replays=200, plan="{F} {B} O")
     (row,) = graphed.report.fallbacks
     assert row.reason.startswith("the optimizer runs outside of graphs: RMSprop has no fused CPU kernels")
     assert row.step == 1
@@ -186,7 +194,7 @@ class Classifier(Manual):
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_gradients_added_up_and_clipped_by_hand(algorithm):
-    _, graphed = parity(
+    _, graphed = phases(
         lambda: Classifier(algorithm), max_epochs=8, validate=True, replays=150, plan="{F} {B} {O}"
     )
     assert graphed.report.optimizer_steps_replayed >= 10, str(graphed.report)
@@ -196,7 +204,7 @@ def test_gradients_added_up_and_clipped_by_hand(algorithm):
 @pytest.mark.parametrize("schedule", ["cosine", "plateau"])
 @pytest.mark.parametrize("options", [{}, MIXED], ids=str)
 def test_a_schedule_stepped_by_hand(schedule, options):
-    parity(
+    phases(
         lambda: Classifier(schedule=schedule),
         logger=MemoryLogger(),
         replays=100,
@@ -206,7 +214,7 @@ def test_a_schedule_stepped_by_hand(schedule, options):
 
 
 def test_validation_in_between():
-    parity(
+    phases(
         Classifier,
         logger=MemoryLogger(),
         validate=True,
@@ -240,7 +248,7 @@ class Teacher(Classifier):
 
 
 def test_a_teacher_that_follows_the_student():
-    parity(Teacher, logger=MemoryLogger(), replays=100, plan="{F} {B} {O}")
+    phases(Teacher, logger=MemoryLogger(), replays=100, plan="{F} {B} {O}")
 
 
 class Saves(pl.Callback):
@@ -256,7 +264,7 @@ class Saves(pl.Callback):
 
 @pytest.mark.parametrize("kind", [Gan, Classifier])
 def test_saved_and_resumed(kind, tmp_path):
-    parity(kind, lambda: [Saves(tmp_path / f"{len(list(tmp_path.iterdir()))}", 1)], max_epochs=4, replays=100)
+    phases(kind, lambda: [Saves(tmp_path / f"{len(list(tmp_path.iterdir()))}", 1)], max_epochs=4, replays=100)
     plain, graphed = (
         torch.load(path, weights_only=False) for path in sorted(tmp_path.iterdir(), key=lambda p: p.name)
     )
@@ -264,7 +272,7 @@ def test_saved_and_resumed(kind, tmp_path):
         saved["callbacks"] = saved["pytorch-lightning_version"] = None
     assert differs(frozen(plain), frozen(graphed)) is None
     assert plain["global_step"] == (44 if kind is Gan else 22)
-    parity(kind, ckpt_path=tmp_path / "1", max_epochs=6, replays=100)
+    phases(kind, ckpt_path=tmp_path / "1", max_epochs=6, replays=100)
 
 
 # -- what else a training step does ---------------------------------------------------------------------
@@ -284,7 +292,7 @@ def test_a_scaler_skips_steps_with_overflow(fused):
             scales.append(self.trainer.precision_plugin.scaler.get_scale())
 
     scales: list[float] = []
-    _, graphed = parity(
+    _, graphed = phases(
         Overflows,
         logger=MemoryLogger(),
         plugins=[scaled_on_cpu()],
@@ -322,7 +330,7 @@ def test_closures():
                 assert second.step(closure=discriminator) is None
             self.log("returned", returned)
 
-    parity(Closures, logger=MemoryLogger(), replays=200, plan="{F} {B} {O}")
+    phases(Closures, logger=MemoryLogger(), replays=200, plan="{F} {B} {O}")
 
 
 def test_an_optimizer_that_asks_several_times_for_the_loss():
@@ -341,7 +349,7 @@ def test_an_optimizer_that_asks_several_times_for_the_loss():
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
-    _, graphed = parity(Newton, logger=MemoryLogger(), replays=100, plan="{F} {B} O")
+    _, graphed = phases(Newton, logger=MemoryLogger(), replays=100, plan="{F} {B} O")
     assert any("LBFGS" in f.reason for f in graphed.report.fallbacks)
 
 
@@ -379,7 +387,7 @@ def test_hooks_see_and_change_what_is_there():
         def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
             (loss * 2).backward(*args, **kwargs)
 
-    parity(Overrides, lambda: [Hooks()], logger=MemoryLogger(), replays=250, plan="{F} {B} {O}")
+    phases(Overrides, lambda: [Hooks()], logger=MemoryLogger(), replays=250, plan="{F} {B} {O}")
 
 
 def test_a_step_hook_runs_with_what_lightning_passes():
@@ -393,7 +401,7 @@ def test_a_step_hook_runs_with_what_lightning_passes():
         def look(self, optimizer: Any, args: Any, kwargs: Any) -> None:
             self.looked.append((len(args), list(kwargs), self.net.first.weight.grad is None))
 
-    plain, graphed = parity(Watched, replays=60, plan="{F} {B} O")
+    plain, graphed = phases(Watched, replays=60, plan="{F} {B} O")
     assert plain.module.looked == graphed.module.looked and len(plain.module.looked) == 44
     assert any("the optimizer step hook" in f.reason for f in graphed.report.fallbacks)
 
@@ -421,7 +429,7 @@ def test_parameters_of_the_module_itself_and_lists_of_modules():
         def configure_optimizers(self) -> Any:
             return adamw(self)
 
-    _, graphed = parity(Own, logger=MemoryLogger(), replays=100, plan="{F} {B} {O}")
+    _, graphed = phases(Own, logger=MemoryLogger(), replays=100, plan="{F} {B} {O}")
     assert len(graphed.report.regions()) == 2, "the forward of the module is one region"
 
 
@@ -445,7 +453,7 @@ def test_a_forward_that_logs_and_counts():
             self.manual_backward(loss)
             optimizer.step()
 
-    plain, graphed = parity(Chatty, logger=MemoryLogger(), replays=100, plan="{F} {B} {O}")
+    plain, graphed = phases(Chatty, logger=MemoryLogger(), replays=100, plan="{F} {B} {O}")
     assert plain.module.calls == graphed.module.calls == 44
 
 
@@ -457,7 +465,7 @@ def test_a_forward_called_by_its_name_runs_as_it_is():
             self.manual_backward(self.cross_entropy(self.net.forward(batch[0]), batch))
             optimizer.step()
 
-    _, graphed = parity(Named, replays=20, plan="F B {O}")
+    _, graphed = phases(Named, replays=20, plan="F B {O}")
     assert any("nobody called any of Net with gradients" in f.reason for f in graphed.report.fallbacks)
 
 
@@ -466,7 +474,7 @@ def test_optimizers_that_lightning_does_not_wrap():
         def optimizers(self, use_pl_optimizer: bool = True) -> Any:
             return super().optimizers(use_pl_optimizer=False)
 
-    _, graphed = parity(Raw, logger=MemoryLogger(), replays=100, plan="{F} {B} O")
+    _, graphed = phases(Raw, logger=MemoryLogger(), replays=100, plan="{F} {B} O")
     assert any("stepped none that self.optimizers() returns" in f.reason for f in graphed.report.fallbacks)
     assert graphed.report.steps_replayed == 0, str(graphed.report)
 
@@ -483,7 +491,7 @@ def test_no_optimizer():
         def configure_optimizers(self) -> None:
             return None
 
-    _, graphed = parity(Without, replays=60, plan="{F} {B} O")
+    _, graphed = phases(Without, replays=60, plan="{F} {B} O")
     assert any("stepped none that self.optimizers() returns" in f.reason for f in graphed.report.fallbacks)
     assert graphed.report.steps_replayed == 0, str(graphed.report)
 
@@ -494,7 +502,7 @@ def test_optimizers_replaced_in_mid_run():
             if trainer.current_epoch == 2:
                 trainer.strategy.setup_optimizers(trainer)
 
-    _, graphed = parity(Gan, lambda: [Renew()], max_epochs=5, replays=200, plan="{F} {B} {O}")
+    _, graphed = phases(Gan, lambda: [Renew()], max_epochs=5, replays=200, plan="{F} {B} {O}")
     assert graphed.report.optimizer_steps_replayed > 40, str(graphed.report)
 
 
@@ -510,7 +518,7 @@ def test_optimizers_replaced_in_mid_run():
     ids=str,
 )
 def test_phases_that_are_off_run_as_they_are(config, plan):
-    parity(Gan, config=config, replays=40, plan=plan)
+    phases(Gan, config=config, replays=40, plan=plan)
 
 
 def test_layers_frozen_for_a_while():
@@ -518,7 +526,7 @@ def test_layers_frozen_for_a_while():
         def on_train_epoch_start(self) -> None:
             self.net.first.requires_grad_(self.current_epoch % 2 == 0)
 
-    parity(Freezes, max_epochs=6, logger=MemoryLogger(), replays=80, plan="{F} {B} {O}")
+    phases(Freezes, max_epochs=6, logger=MemoryLogger(), replays=80, plan="{F} {B} {O}")
 
 
 def test_a_gradient_penalty():
@@ -534,7 +542,7 @@ def test_a_gradient_penalty():
             critic.step()
             super().training_step(batch, batch_idx)
 
-    _, graphed = parity(Penalty, logger=MemoryLogger(), replays=150)
+    _, graphed = phases(Penalty, logger=MemoryLogger(), replays=150)
     assert any("is differentiated itself (create_graph=True)" in f.reason for f in graphed.report.fallbacks)
 
 
@@ -560,7 +568,7 @@ def test_exceptions_leave_everything_as_it_was(error, batch, place):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             self.fail("on_before_optimizer_step")
 
-    module, callback = Fails(), emulated()
+    module, callback = Fails(), emulated(fuse="off")
     parts = [module.generator, module.discriminator]
     attributes = [set(vars(part)) for part in parts]
     trainer = pl.Trainer(accelerator="cpu", max_epochs=4, callbacks=[callback], **QUIET)
@@ -575,18 +583,18 @@ def test_exceptions_leave_everything_as_it_was(error, batch, place):
     assert json.dumps(callback.report().to_dict())
     armed.clear()
     module.requires_grad_(True)  # it was toggled
-    again = fit([emulated()], module=module)  # and it trains as ever
+    again = fit([emulated(fuse="off")], module=module)  # and it trains as ever
     assert again.report.optimizer_steps_replayed >= 40, str(again.report)
 
 
 def test_on_failure_raise():
     with pytest.raises(PyGraphError, match="detect_anomaly"):
-        fit([emulated(on_failure="raise")], module=Gan(), detect_anomaly=True)
+        fit([emulated(fuse="off", on_failure="raise")], module=Gan(), detect_anomaly=True)
 
 
 def test_what_cannot_be_served_is_told():
-    parity(Gan, detect_anomaly=True, max_epochs=2, refused="detect_anomaly")
-    parity(Gan, plugins=[Other()], max_epochs=2, refused="precision plugin Other is not known")
+    phases(Gan, detect_anomaly=True, max_epochs=2, refused="detect_anomaly")
+    phases(Gan, plugins=[Other()], max_epochs=2, refused="precision plugin Other is not known")
 
 
 class Other(Precision):
@@ -599,11 +607,11 @@ def test_without_an_engine_nothing_is_patched():
         def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             assert_nothing_left(trainer, pl_module)
 
-    parity(Gan, lambda: [Looks()], config={"engine": "auto"}, refused="no CUDA device")
+    phases(Gan, lambda: [Looks()], config={"engine": "auto"}, refused="no CUDA device")
 
 
 def test_the_report_is_printed_once_and_counts_batches(capsys):
-    done = fit([emulated()], module=Wgan())
+    done = fit([emulated(fuse="off")], module=Wgan())
     assert capsys.readouterr().out.count("pygraph-train: ") == 1
     assert done.report.steps == 44 and done.report.steps_replayed >= 20, str(done.report)
     assert done.report.to_dict()["plan"] == "{F} {B} {O}"
@@ -617,11 +625,11 @@ def test_global_step_counts_updates_and_the_loss_of_the_step_is_passed_on():
             assert list(outputs) == ["loss", "count"] and not outputs["loss"].requires_grad
             assert trainer.global_step == trainer.fit_loop.total_batch_idx + 1
 
-    parity(Classifier, lambda: [Looks()], replays=100, plan="{F} {B} {O}")
+    phases(Classifier, lambda: [Looks()], replays=100, plan="{F} {B} {O}")
 
 
 def test_loggers_get_the_time_of_a_step_and_how_much_ran_from_graphs():
-    report = fit([emulated()], module=Gan()).report
+    report = fit([emulated(fuse="off")], module=Gan()).report
     share = {"pygraph/share_from_graphs": report.steps_from_graphs / report.steps}
     assert metrics_of(report) == share and 0.5 < share["pygraph/share_from_graphs"] < 1
     report.engine = "cuda"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -40,8 +42,9 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.cuda import told_whether_capturing
+from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.tracing.opened_trace import OpenedTrace
-from pygraph_train.tracing.trace import guard_constants
+from pygraph_train.tracing.trace import Trace, guard_constants
 
 __all__ = ["StepsByHand", "called_parts", "why_not_whole"]
 
@@ -105,8 +108,8 @@ class StepsByHand:
 
     @property
     def over(self) -> bool:
-        """Whether no further step can be one graph."""
-        return self._runner.stopped
+        """Whether no further step will be one graph."""
+        return self._runner.stopped or self._runner.settled_on_no_graphs
 
     def attach(self) -> None:
         """Take the place of the strategy's `training_step`."""
@@ -191,6 +194,9 @@ class _ManualProgram:
         self._recorder = Recorder()
         self._preparation: SeveralPreparations | None = None
         self._updates = 0  # of the optimizers, in the present step
+        self._trains = False  # the present run of `training_step` is the training's, and no capture
+        self._old: _OldGradients | None = None
+        self._dropped: WeakKeyDictionary[Trace, set[Tensor]] = WeakKeyDictionary()
         optimizers = [_Optimizer(optimizer) for optimizer in trainer.optimizers]
         self._stand_ins: list[tuple[Any, str, Any]] = [
             (module, "manual_backward", _Backward()),
@@ -206,17 +212,18 @@ class _ManualProgram:
 
     def new_trace(self) -> OpenedTrace:
         """A trace of `training_step` with stand-ins for everything that Dynamo cannot follow."""
-        return OpenedTrace(self.device, _opened, recorder=self.recorder, asked_in=self._seen_by_dynamo)
+        return _WatchedTrace(self)
 
     def function(self) -> Callable[..., Any]:
         return MethodType(type(self.model).training_step, self.model)
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        with self._recording(), self._seen_by_dynamo(), self._trainer.precision_plugin.train_step_context():
+        with self._recording(), self.seen_by_dynamo(), self._trainer.precision_plugin.train_step_context():
             yield
 
-    def _seen_by_dynamo(self) -> AbstractContextManager[None]:
+    def seen_by_dynamo(self) -> AbstractContextManager[None]:
+        """What Dynamo, and the guards of its trace, meet in the place of Lightning's methods."""
         return standing_in(self._stand_ins)
 
     @contextmanager
@@ -237,7 +244,11 @@ class _ManualProgram:
                 return type(strategy).training_step(strategy, *args, **kwargs)
             with self._trainer.precision_plugin.train_step_context():
                 with self._recording() as recorder:
-                    output = call(self.function(), args, kwargs)
+                    self._trains = True
+                    try:
+                        output = call(self.function(), args, kwargs)
+                    finally:
+                        self._trains = False
                     records = list(recorder.records)
                     recorder.records.clear()
                 for record in records:  # in the context as well: it sets the default dtype
@@ -250,6 +261,31 @@ class _ManualProgram:
             )
         return output
 
+    @contextmanager
+    def observing(self, trace: Trace) -> Iterator[None]:
+        """Around a run of a traced `training_step`: which gradients of earlier steps does it drop unread?"""
+        if not self._trains:
+            yield
+            return
+        strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
+        old = self._old = _OldGradients(p for group in self.optimizer.param_groups for p in group["params"])
+        try:
+            with standing_in(
+                [
+                    (strategy, "backward", old.looked_at_after(strategy.backward)),
+                    (precision, "clip_gradients", old.read_by(precision.clip_gradients)),
+                ]
+            ):
+                yield
+        finally:
+            self._old = None
+        known = self._dropped.setdefault(trace, set())
+        known -= old.used
+        known |= old.dropped()
+
+    def emptied(self, trace: Trace, owned: list[Tensor]) -> list[Tensor]:
+        return list(self._dropped.get(trace, ()))
+
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The whole step, of which Lightning counts nothing."""
         uncounted = [
@@ -258,14 +294,16 @@ class _ManualProgram:
             for name in ("_on_before_step", "_on_after_step")
         ]
         self._updates = 0
-        with self._as_outside(), self._recording() as recorder, standing_in(uncounted):
-            with self._trainer.precision_plugin.train_step_context():
-                output = call(self.function(), args, kwargs)
-                records = list(recorder.records)
-                recorder.records.clear()
-                logged = self.book.accumulate(
-                    records
-                )  # in the context, as `self.log` is: of its default dtype
+        with (
+            self._as_outside(),
+            self._recording() as recorder,
+            standing_in(uncounted),
+            self._trainer.precision_plugin.train_step_context(),
+        ):
+            output = call(self.function(), args, kwargs)
+            records = list(recorder.records)
+            recorder.records.clear()
+            logged = self.book.accumulate(records)  # in the context, as `self.log` is: of its default dtype
         loop = self._trainer.fit_loop.epoch_loop.manual_optimization
         result = loop.output_result_cls.from_training_step_output(output).asdict()
         return torch.zeros((), device=self.device), (result, logged, self._updates)
@@ -275,10 +313,12 @@ class _ManualProgram:
 
         def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._updates += 1
+            if self._old is not None:
+                self._old.read_of(optimizer)
             preparation = self._preparation
-            with nullcontext() if preparation is None else preparation.resumed(optimizer):
-                with told_whether_capturing():
-                    return stock(optimizer, *args, **kwargs)
+            kernels = nullcontext() if preparation is None else preparation.resumed(optimizer)
+            with kernels, told_whether_capturing():
+                return stock(optimizer, *args, **kwargs)
 
         return optimizer_step
 
@@ -319,6 +359,74 @@ class _ManualProgram:
     def left_behind(self) -> list[Tensor]:
         buffers = [b for b in self.model.buffers() if b.device.type == self.device.type]
         return [*self.model.parameters(), *buffers]
+
+
+class _WatchedTrace(OpenedTrace):
+    """A trace of `training_step`, whose runs in Python are watched.
+
+    Args:
+        program: of the step.
+    """
+
+    def __init__(self, program: _ManualProgram) -> None:
+        super().__init__(program.device, _opened, recorder=program.recorder, asked_in=program.seen_by_dynamo)
+        self._program = weakref.proxy(program)  # which knows this trace
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `fn(*args, **kwargs)` in Python, as it runs in a capture."""
+        with self._program.observing(self):
+            return super().run(fn, args, kwargs)
+
+
+class _OldGradients:
+    """The gradients that exist when a step begins, and what becomes of them.
+
+    Args:
+        parameters: of all optimizers.
+
+    Attributes:
+        used: parameters whose old gradients were added to, clipped, or read by an optimizer.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._old = {p: (p.grad, tensor_version(p.grad)) for p in parameters if p.grad is not None}
+        self.used: set[Tensor] = set()
+
+    def dropped(self) -> set[Tensor]:
+        """At the end of the step: parameters without their old gradients, which nothing has used."""
+        self._look()
+        return {p for p, (grad, _) in self._old.items() if p.grad is not grad} - self.used
+
+    def _look(self) -> None:
+        """Whether old gradients were changed in place since the step began."""
+        for p, (grad, version) in self._old.items():
+            if p.grad is grad and tensor_version(grad) != version:
+                self.used.add(p)
+
+    def looked_at_after(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A backward, after which gradients are looked at."""
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            self._look()
+            result = stock(*args, **kwargs)
+            self._look()
+            return result
+
+        return backward
+
+    def read_by(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that reads the gradients of the optimizer that it is called with."""
+
+        def read(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self.read_of(optimizer)
+            return stock(optimizer, *args, **kwargs)
+
+        return read
+
+    def read_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of this optimizer's parameters are read now."""
+        for group in optimizer.param_groups:
+            self.used |= {p for p in group["params"] if p in self._old and p.grad is self._old[p][0]}
 
 
 class _ByHand(Alone):

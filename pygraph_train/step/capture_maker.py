@@ -308,5 +308,5 @@ class CaptureMaker:
         reached = {id(t): t for t in (*owned, *(t for t in reads if t.requires_grad))}
         reached |= {id(t): t for t in self._program.replication.leaves(sync=position.sync)}
         # what zero_grad empties before a fresh micro-batch; other gradients go on accumulating
-        emptied = owned if position.fresh and not self._program.by_hand else ()
+        emptied = self._program.emptied(variant.trace, owned) if position.fresh else ()
         return self._addresses.of_step(reached.values(), emptied, compiled=variant.arm.compiled)

@@ -47,6 +47,14 @@ class StepProgram(UpdateProgram, Protocol):
     def new_trace(self) -> Trace:
         """A trace for one kind of call of `function`."""
 
+    def emptied(self, trace: Trace, owned: list[Tensor]) -> list[Tensor]:
+        """Parameters whose gradients a step that begins an accumulation drops before anything reads them.
+
+        Args:
+            trace: of the kind of call.
+            owned: the parameters that the step updates.
+        """
+
     def left_behind(self) -> list[Tensor]:
         """What a step without a graph and a replay must agree in, beside the loss and gradients."""
 
@@ -84,6 +92,10 @@ class StepOfLoss:
         if self.replication.sharded:
             return OpenedTrace(self.device, self.replication.opened, recorder=self.recorder)
         return Trace(self.device, recorder=self.recorder)
+
+    def emptied(self, trace: Trace, owned: list[Tensor]) -> list[Tensor]:
+        """All of them: the loop calls `zero_grad`."""
+        return owned
 
     def left_behind(self) -> list[Tensor]:
         """Nothing: what the update does follows from the gradients."""

@@ -215,6 +215,11 @@ class StepRunner:
         return self._refusing.off is not None
 
     @property
+    def settled_on_no_graphs(self) -> bool:
+        """Whether steps are fastest as they are, or have no legal graph any more, whatever they are called with."""
+        return self._signatures.settled_on_no_graphs()
+
+    @property
     def over(self) -> bool:
         """Whether nothing of any further step can have a graph. Who makes them needs nothing but `count`."""
         return self._together is None and (self._ungraphed.over or self._refusing.stopped)
