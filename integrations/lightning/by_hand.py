@@ -50,8 +50,6 @@ __all__ = ["StepsByHand", "called_parts", "why_not_whole"]
 
 _STANDING_IN = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "optimizers")
 
-_WHOLE = PositionInAccumulation()
-
 
 def why_not_whole(trainer: Trainer, module: LightningModule, config: PyGraphConfig) -> Problem | None:
     """Why no graph can hold a whole `training_step`, seen before the first one."""
@@ -104,6 +102,7 @@ class StepsByHand:
         self._runner = runner(self._program)
         self._loop = trainer.fit_loop.epoch_loop.manual_optimization
         self._patches = ExitStack()
+        self._present = PositionInAccumulation()
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
 
     @property
@@ -143,7 +142,7 @@ class StepsByHand:
 
         self._look_at_trainer()
         program.book.start_step()
-        step = self._runner.begin(_WHOLE)
+        step = self._runner.begin(self._position())
         outcome = self._runner.make(step, args, kwargs, run)
         if not isinstance(outcome, Replayed):
             step.finish()
@@ -156,6 +155,13 @@ class StepsByHand:
             self._loop._on_after_step()
         step.finish()
         return output
+
+    def _position(self) -> PositionInAccumulation:
+        """A step is captured once for each set of gradients that it has begun with. Hot path."""
+        present = bytes(map(_has_gradient, self._program.parameters))
+        if self._present.constants != (present,):
+            self._present = PositionInAccumulation(constants=(present,))
+        return self._present
 
     def _look_at_trainer(self) -> None:
         """Stop where optimizers or callbacks came or went: what a graph holds was decided without them."""
@@ -186,6 +192,7 @@ class _ManualProgram:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.model = module
         self.optimizer: Any = OptimizerSet(trainer.optimizers)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.device = trainer.strategy.root_device
         self.scaling = Scaling(None, None)
         self.replication = _ByHand(module)
@@ -268,7 +275,7 @@ class _ManualProgram:
             yield
             return
         strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
-        old = self._old = _OldGradients(p for group in self.optimizer.param_groups for p in group["params"])
+        old = self._old = _OldGradients(self.parameters)
         try:
             with standing_in(
                 [
@@ -459,6 +466,10 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
             yield from _parts(child)
         elif any(True for _ in child.parameters()):
             yield child
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None
 
 
 # -- what stands in while Dynamo looks --------------------------------------------------------------
