@@ -55,7 +55,7 @@ class Updates:
             regions=self._regions.problem is None,
         )
         if self._training.program.by_hand:  # all of it, or nothing
-            plans = (WHOLE, NOTHING) if WHOLE in plans else (NOTHING,)
+            plans = tuple(plan for plan in plans if plan in (WHOLE, NOTHING)) or (NOTHING,)
         return plans
 
     @property
