@@ -70,6 +70,10 @@ def on_the_device(build: Graph, x: fx.Node) -> fx.Node:
     return build.call(operator.add, x, build.call(torch.tensor, [1.0, 2.0, 3.0, 4.0], device=DEVICE))
 
 
+def new_of_the_input(build: Graph, x: fx.Node) -> fx.Node:
+    return build.call(operator.add, x, build.call("new_tensor", x, [1.0, 2.0, 3.0, 4.0]))
+
+
 def filled(build: Graph, x: fx.Node) -> fx.Node:
     table = build.call(torch.zeros, 4)
     build.call(operator.setitem, table, 1, 3.0)
@@ -93,6 +97,7 @@ def indexed_by_a_list(build: Graph, x: fx.Node) -> fx.Node:
         (slopes, 1),
         (like_the_input, 1),
         (on_the_device, 1),
+        (new_of_the_input, 1),
         (filled, 1),
         (indexed, 1),
         (indexed_by_a_list, 2),

@@ -139,7 +139,7 @@ class _Constants:
     def _is_constant(self, node: fx.Node) -> bool:
         if "requires_grad" in str(node.target) or node.kwargs.get("requires_grad"):
             return False
-        if self._takes_type_of_another(node):
+        if self._takes_type_of_another(node) or _is_new_tensor(node):
             return True
         if node.all_input_nodes:
             return _is_of_torch(node) and all(read in self.on_cpu for read in node.all_input_nodes)
@@ -166,6 +166,10 @@ class _Constants:
                 if self._takes_type_of_another(node):
                     other = node.args[1].meta["example_value"]  # type: ignore[union-attr]
                     value = self.on_cpu[node.args[0]].to(device=other.device, dtype=other.dtype)  # type: ignore[index]
+                elif _is_new_tensor(node):
+                    like = node.args[0].meta["example_value"]  # type: ignore[union-attr]
+                    options = {"dtype": like.dtype, "device": like.device, **node.kwargs}
+                    value = torch.tensor(*node.args[1:], **options)  # type: ignore[arg-type]
                 else:
                     args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.on_cpu.__getitem__)
                     if node.op == "call_method":
@@ -242,6 +246,17 @@ def _is_of_torch(node: fx.Node) -> bool:
         return True
     module = str(getattr(node.target, "__module__", ""))
     return module.startswith("torch.") and not module.startswith(("torch._ops", "torch.ops"))
+
+
+def _is_new_tensor(node: fx.Node) -> bool:
+    """`x.new_tensor(numbers)` reads nothing of `x` but its type and its device, as Dynamo of torch 2.11 keeps it."""
+    return (
+        node.op == "call_method"
+        and node.target == "new_tensor"
+        and len(node.all_input_nodes) == 1
+        and node.all_input_nodes[0] is node.args[0]
+        and isinstance(node.args[0].meta.get("example_value"), Tensor)
+    )
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:

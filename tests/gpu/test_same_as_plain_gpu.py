@@ -251,7 +251,7 @@ def tables(make: Make) -> list[Any]:
 def test_constants_of_the_host_are_made_once() -> None:
     report = both(tables, replays=80, plan="{F B O}", forward="on")
     told = [note for note in report.notes if "a constant of the host is copied to the device once" in note]
-    assert len(told) >= 7 and all("test_host_constants.py:" in note for note in told), report
+    assert len(told) >= 6 and all("test_host_constants.py:" in note for note in told), report
 
 
 def test_constants_of_the_host_are_made_once_with_compiled_kernels() -> None:
