@@ -1,5 +1,7 @@
 """Step time of LightningModules that optimize by hand: eager, compiled parts, reduce-overhead, PyGraph.
 
+`ppo_loop` is the update of PPO in a plain loop, with one optimizer for both networks; PyGraph is `GraphedStep` there.
+
     python -m benchmarks.manual_step --json manual.json                       # one CUDA GPU, everything
     python -m benchmarks.manual_step --scale tiny                             # does the script work? (CPU)
 
@@ -10,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.command import told_in
 from benchmarks.lightning_step import COMPILE_OPTIONS, measured, parse, run
 from benchmarks.workloads import Batch
+from pygraph_train import GraphedStep
 
 LATENT = 100
 BATCHES = 4
@@ -53,21 +59,21 @@ class Dcgan(pl.LightningModule):
             ]
         seen += [nn.Conv2d(widths[0], 1, 4), nn.Flatten(0)]
         self.generator, self.discriminator = nn.Sequential(*made), nn.Sequential(*seen)
-        _compile(mode, self.generator, self.discriminator)
+        _call_compiled(self, mode, generate=self.generator, judge=self.discriminator)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         generator, discriminator = self.optimizers()  # type: ignore[misc]
         images = batch["images"]
         noise = torch.randn(len(images), LATENT, 1, 1, device=self.device)
         self.toggle_optimizer(discriminator)
-        real, fake = self.discriminator(images), self.discriminator(self.generator(noise).detach())
+        real, fake = self.judge(images), self.judge(self.generate(noise).detach())
         judged = F.softplus(-real).mean() + F.softplus(fake).mean()
         discriminator.zero_grad()
         self.manual_backward(judged)
         discriminator.step()
         self.untoggle_optimizer(discriminator)
         self.toggle_optimizer(generator)
-        loss = F.softplus(-self.discriminator(self.generator(noise))).mean()
+        loss = F.softplus(-self.judge(self.generate(noise))).mean()
         generator.zero_grad()
         self.manual_backward(loss)
         generator.step()
@@ -89,17 +95,21 @@ class Ppo(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.actor, self.critic = _mlp(observed, width, actions), _mlp(observed, width, 1)
-        _compile(mode, self.actor, self.critic)
+        _call_compiled(self, mode, act=self.actor, value=self.critic)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        actor, critic = self.optimizers()  # type: ignore[misc]
-        logits = self.actor(batch["observed"]).float().log_softmax(-1)
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of the actor and of the critic."""
+        logits = self.act(batch["observed"]).float().log_softmax(-1)
         chosen = logits.gather(1, batch["actions"][:, None]).squeeze(1)
         ratio = (chosen - batch["chosen_before"]).exp()
         clipped = ratio.clamp(0.8, 1.2) * batch["advantages"]
         entropy = -(logits.exp() * logits).sum(-1).mean()
         loss = -torch.minimum(ratio * batch["advantages"], clipped).mean() - 0.01 * entropy
-        error = F.mse_loss(self.critic(batch["observed"]).float().squeeze(1), batch["returns"])
+        return loss, F.mse_loss(self.value(batch["observed"]).float().squeeze(1), batch["returns"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        actor, critic = self.optimizers()  # type: ignore[misc]
+        loss, error = self.losses(batch)
         for optimizer, part in ((actor, loss), (critic, error)):
             optimizer.zero_grad()
             self.manual_backward(part)
@@ -120,10 +130,14 @@ def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
     )
 
 
-def _compile(mode: str, *parts: nn.Module) -> None:
-    if mode in COMPILE_OPTIONS:
-        for part in parts:
-            part.compile(**COMPILE_OPTIONS[mode])
+def _call_compiled(module: nn.Module, mode: str, **parts: nn.Module) -> None:
+    """Give a module each part under another name, compiled where the mode says so.
+
+    The parameters belong to the part alone: `module` does not hold what compiles it as a part of its own.
+    """
+    for name, part in parts.items():
+        compiled = torch.compile(part, **COMPILE_OPTIONS[mode]) if mode in COMPILE_OPTIONS else part
+        vars(module)[name] = compiled
 
 
 def _dcgan(mode: str, scale: str) -> tuple[pl.LightningModule, list[Batch]]:
@@ -134,7 +148,7 @@ def _dcgan(mode: str, scale: str) -> tuple[pl.LightningModule, list[Batch]]:
     return Dcgan(mode, width, doublings), _pinned(batches)
 
 
-def _ppo(mode: str, scale: str) -> tuple[pl.LightningModule, list[Batch]]:
+def _ppo(mode: str, scale: str) -> tuple[Ppo, list[Batch]]:
     observed, width, actions, count = (64, 256, 8, 256) if scale == "full" else (8, 16, 3, 8)
     draw = torch.Generator().manual_seed(1)
     batches = [
@@ -162,8 +176,76 @@ MODELS: dict[str, Callable[[str, str], tuple[pl.LightningModule, list[Batch]]]] 
 }
 
 
+def _measure_loop(mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row of PPO in a plain loop."""
+    row: dict[str, Any] = {"model": "ppo_loop", "mode": mode, "error": None, "skipped": None, "step_ms": None}
+    cuda = args.device == "cuda"
+    if not cuda and mode in COMPILE_OPTIONS:
+        return {**row, "skipped": "needs CUDA: on a CPU it would be compared with an emulation"}
+    torch._dynamo.reset()
+    with told_in(row, args.timeout_s):
+        torch.manual_seed(0)
+        made, batches = _ppo(mode, args.scale)
+        module = made.to(args.device)
+
+        def loss_of(batch: Batch) -> Tensor:
+            loss, error = module.losses(batch)
+            return loss + 0.5 * error
+
+        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True)
+        graphed = None
+        if mode.startswith("pygraph"):
+            graphed = GraphedStep(
+                loss_of,
+                model=module,
+                optimizer=optimizer,
+                max_grad_norm=0.5,
+                compile=mode == "pygraph",
+                engine="cuda" if cuda else "emulated",
+            )
+
+        def step(batch: Batch) -> Tensor:
+            if graphed is not None:
+                return graphed(batch)  # type: ignore[no-any-return]
+            batch = {name: value.to(args.device, non_blocking=True) for name, value in batch.items()}
+            optimizer.zero_grad()
+            loss = loss_of(batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            return loss.detach()
+
+        turns = itertools.cycle(batches)
+        for _ in range(args.max_warmup):
+            loss = step(next(turns))
+        windows = []
+        for _ in range(args.windows):
+            _synchronize(cuda)
+            started = time.perf_counter()
+            for _ in range(args.steps):
+                loss = step(next(turns))
+            _synchronize(cuda)
+            windows.append((time.perf_counter() - started) / args.steps * 1e3)
+        row.update(
+            step_ms=statistics.median(windows), windows_ms=windows, final_loss=float(loss), steady=True
+        )
+        if graphed is not None:
+            report = graphed.report().to_dict()
+            first = report["first_replay_step"]
+            row.update(report=report, first_replay_step=first, steady=first is not None)
+            graphed.close()
+    return row
+
+
+def _synchronize(cuda: bool) -> None:
+    if cuda:
+        torch.cuda.synchronize()
+
+
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row: train `model` in `mode`. A crash or a time-out is part of the row, never raised."""
+    if model == "ppo_loop":
+        return _measure_loop(mode, args)
     # under mixed precision Lightning clips no gradients of fused optimizers
     precision = "32-true" if model == "ppo" else "bf16-mixed"
     return measured(
@@ -173,7 +255,7 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table, write the JSON. Returns 1 if any mode crashed or timed out."""
-    return run("manual_step", parse(argv, __doc__, tuple(MODELS)), measure)
+    return run("manual_step", parse(argv, __doc__, (*MODELS, "ppo_loop")), measure)
 
 
 if __name__ == "__main__":

@@ -141,8 +141,80 @@ def test_the_steps_of_another_optimizer_inside_of_the_function_run_between_regio
     both(script, replays=100, plan="{F} {B} {O}")
 
 
-def test_a_list_of_optimizers_is_refused_in_one_sentence() -> None:
+def parts_and_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+    second = judge()
+    model = nn.Sequential(first, second)
+    sgd = torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9, fused=True)
+    return model, [adamw(first, lr=1e-2), sgd]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=str)
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_step_of_several_optimizers(options: dict[str, Any], every: int) -> None:
+    def script(diary: Diary) -> None:
+        model, optimizers = parts_and_optimizers()
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.95) for o in optimizers]
+        step = diary.step(
+            lambda x, y: functional.cross_entropy(model[0](x), y) + model(x).square().mean(),
+            model=model,
+            optimizer=optimizers,
+            **options,
+        )
+        for index, (x, y) in enumerate(batches(40 * every)):
+            if index % every < every - 1:
+                diary.write("loss", step.accumulate(x, y))
+                continue
+            diary.write("loss", step(x, y))
+            for schedule in schedules:
+                schedule.step()
+            diary.write_state(model, *optimizers)
+
+    both(script, replays=30, plan="{F B O}")
+
+
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+@pytest.mark.parametrize("change", ["betas", "momentum", "state", "loaded", "frozen", "hook"])
+def test_what_changes_of_one_of_several_optimizers(change: str, fuse: str) -> None:
+    def script(diary: Diary) -> None:
+        model, (first, second) = parts_and_optimizers()
+        step = diary.step(lambda x, y: model(x).square().mean(), model=model, optimizer=[first, second])
+        saved = copy.deepcopy(second.state_dict())
+        for index, (x, y) in enumerate(batches(60)):
+            if index == 30 and change == "betas":
+                first.param_groups[0]["betas"] = (0.5, 0.9)
+            elif index == 30 and change == "momentum":
+                second.param_groups[0]["momentum"] = 0.5
+            elif index == 30 and change == "state":
+                first.state.clear()
+            elif index == 30 and change == "loaded":
+                second.load_state_dict(saved)
+            elif index == 30 and change == "frozen":
+                model[1][0].requires_grad_(False)
+            elif index == 30 and change == "hook":
+                second.register_step_pre_hook(lambda optimizer, args, kwargs: halve(model[1]))
+            diary.write("loss", step(x, y))
+            diary.write_state(model, first, second)
+
+    both(script, replays=20, fuse=fuse)
+
+
+def halve(module: nn.Module) -> None:
+    for p in module.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def test_what_is_no_list_of_optimizers_is_refused_in_one_sentence() -> None:
     model = judge()
-    for given in ([adamw(model), adamw(model)], (adamw(model),), model):
-        with pytest.raises(TypeError, match=r"steps one optimizer, got a .*GraphedStep for each"):
-            GraphedStep(lambda x: model(x).mean(), model=model, optimizer=given, config=CONFIG)  # type: ignore[arg-type]
+
+    def made(given: Any, **options: Any) -> None:
+        GraphedStep(lambda x: model(x).mean(), model=model, optimizer=given, config=CONFIG, **options)
+
+    for given in (model, [model], []):
+        with pytest.raises(TypeError, match="steps an optimizer, or a list of optimizers"):
+            made(given)
+    with pytest.raises(ValueError, match="two of the optimizers hold the same parameter"):
+        made([adamw(model), adamw(model)])
+    with pytest.raises(ValueError, match="a GradScaler steps one optimizer"):
+        made([adamw(model), adamw(maker())], scaler=torch.amp.GradScaler("cpu"))

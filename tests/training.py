@@ -17,6 +17,21 @@ from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 CONFIG = PyGraphConfig(engine="emulated", warmup_steps=2)
 
 
+class Each:
+    """Several optimizers in a plain loop."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
 class PlainStep:
     """What `GraphedStep` promises to be equal to: the loop that a user would write."""
 
@@ -25,11 +40,12 @@ class PlainStep:
         step_fn: Callable[..., Any],
         *,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        self.step_fn, self.model, self.optimizer, self.scaler = step_fn, model, optimizer, scaler
+        self.step_fn, self.model, self.scaler = step_fn, model, scaler
+        self.optimizer = Each(optimizer) if isinstance(optimizer, list) else optimizer
         self.max_grad_norm = max_grad_norm
         self.pending = False
 

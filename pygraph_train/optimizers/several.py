@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.problems import Problem
 
 __all__ = ["OptimizerSet", "SeveralPreparations"]
 
@@ -31,6 +32,21 @@ class OptimizerSet:
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all members."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self.members))
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state of all members, by parameter: a new dict."""
+        return {p: own for optimizer in self.members for p, own in optimizer.state.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Empty the gradients of all members."""
+        for optimizer in self.members:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """Make a step of each member, in order."""
+        for optimizer in self.members:
+            optimizer.step()
 
 
 class SeveralPreparations:
@@ -58,6 +74,23 @@ class SeveralPreparations:
     def reason(self) -> str | None:
         """Why the steps cannot be captured, None when they can."""
         return next((why for member in self._members if (why := member.reason) is not None), None)
+
+    @property
+    def problem(self) -> Problem | None:
+        """`reason` as a row of the report."""
+        return next((problem for member in self._members if (problem := member.problem) is not None), None)
+
+    def prove(self) -> Problem | None:
+        """See `OptimizerPreparation.prove`."""
+        return None
+
+    def what_changed(self) -> Problem:
+        """See `OptimizerPreparation.what_changed`."""
+        return self._members[0].what_changed()
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """See `OptimizerPreparation.warm_up`."""
+        return self.prepared()
 
     @property
     def active(self) -> bool:
@@ -104,7 +137,7 @@ class SeveralPreparations:
         return tuple(member.hyperparameters() for member in self._members)
 
     def live_numbers(self, engine: Engine) -> LiveNumbers:
-        """No hyperparameter is read anew: the optimizers step in the middle of the user's Python."""
+        """None but the learning rates are read anew."""
         return LiveNumbers(self._optimizers.members[0], (), engine)
 
     def state_tensors(self) -> list[Tensor]:

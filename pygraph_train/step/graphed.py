@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
+from pygraph_train.optimizers.several import OptimizerSet
 from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
@@ -41,7 +42,8 @@ class GraphedStep(LossSteps):
         step_fn: computes the loss from what the object is called with. Returns a 0-dim tensor that requires
             grad, or a dict with such a tensor under "loss"; the other entries are handed back as well.
         model: the module whose parameters are trained. Everything is on one device.
-        optimizer: stepped after backward; None leaves `zero_grad` and `step` to the caller.
+        optimizer: stepped after backward; None leaves `zero_grad` and `step` to the caller. Several optimizers, of
+            parameters that no two of them share, are stepped one after the other, in order.
         config: options.
         scaler: a GradScaler for fp16.
         max_grad_norm: clip gradients before the optimizer, as
@@ -53,8 +55,9 @@ class GraphedStep(LossSteps):
             graph is said in `config`.
 
     Raises:
-        ValueError: an option has a value that is not allowed, or the engine cannot work on the model's device.
-        TypeError: an option is unknown, or `optimizer` is not one optimizer.
+        ValueError: an option has a value that is not allowed, the engine cannot work on the model's device, two
+            optimizers share a parameter, or there is a scaler for several optimizers.
+        TypeError: an option is unknown, or `optimizer` is neither an optimizer nor a list of optimizers.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class GraphedStep(LossSteps):
         step_fn: Callable[..., Any],
         *,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         config: PyGraphConfig | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
@@ -70,11 +73,7 @@ class GraphedStep(LossSteps):
         **overrides: Unpack[StepOptions],
     ) -> None:
         self._config = PyGraphConfig.of(config, overrides)
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"GraphedStep steps one optimizer, got a {type(optimizer).__name__}; for several optimizers make a "
-                "GraphedStep for each, with the loss that it is for"
-            )
+        optimizer = _one(optimizer, scaler)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         program = LossProgram(step_fn, model, optimizer, device, scaler, max_grad_norm)
         engine = None if disabled_by_environment() else make_engine(self._config.engine, device)
@@ -117,6 +116,32 @@ class GraphedStep(LossSteps):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _one(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    scaler: torch.amp.GradScaler | None,
+) -> Any:
+    """The optimizer, or all of them as one."""
+    if optimizer is None or hasattr(optimizer, "param_groups"):
+        return optimizer
+    members = list(optimizer) if isinstance(optimizer, (list, tuple)) else []
+    if not members or not all(hasattr(member, "param_groups") for member in members):
+        raise TypeError(
+            f"GraphedStep steps an optimizer, or a list of optimizers, got a {type(optimizer).__name__}; give it what "
+            "torch.optim.AdamW(...) and the like return"
+        )
+    if len(members) == 1:
+        return members[0]
+    held = [id(p) for member in members for group in member.param_groups for p in group["params"]]
+    if len(held) != len(set(held)):
+        raise ValueError("two of the optimizers hold the same parameter: give each parameter to one of them")
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            "a GradScaler steps one optimizer of a GraphedStep: train with bf16, or make one optimizer with a "
+            "parameter group for each"
+        )
+    return OptimizerSet(members)
 
 
 def _mover(device: torch.device) -> Callable[[Any], Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from pygraph_train.optimizers.kernels import is_unknown
 from pygraph_train.optimizers.phase import OF_SHARDS, OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.several import SeveralPreparations
+from pygraph_train.optimizers.several import OptimizerSet, SeveralPreparations
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING, WHOLE, Plan
@@ -69,8 +69,9 @@ class Updates:
         if self.preparation is not None or program.optimizer is None:
             return
         emulated = training.engine.name == "emulated"
-        unknown = not program.by_hand and is_unknown(program.optimizer)
-        kind = SeveralPreparations if program.by_hand else OptimizerTrial if unknown else OptimizerPreparation
+        several = isinstance(program.optimizer, OptimizerSet)
+        unknown = not several and is_unknown(program.optimizer)
+        kind = SeveralPreparations if several else OptimizerTrial if unknown else OptimizerPreparation
         self.preparation = preparation = kind(program.optimizer, emulated=emulated)
         if training.config.optimizer == "off":
             preparation.close()
