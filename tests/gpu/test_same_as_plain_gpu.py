@@ -241,6 +241,24 @@ def test_audits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.audits >= 3 and report.steps_replayed >= 80, str(report)
 
 
+def test_several_optimizers_of_one_step() -> None:
+    def script(make: Make) -> list[Any]:
+        first, second = nn.Linear(32, 64).cuda(), nn.Linear(64, 8).cuda()
+        model = nn.Sequential(first, nn.Dropout(0.1), second)
+        optimizers = [
+            torch.optim.AdamW(first.parameters(), lr=LR, fused=True),
+            torch.optim.SGD(second.parameters(), lr=LR, momentum=0.9, fused=True),
+        ]
+        schedule = torch.optim.lr_scheduler.StepLR(optimizers[1], 20, gamma=0.5)
+        step, seen = make(lambda x, y: F.cross_entropy(model(x), y), model, optimizers), []
+        for x, y in batches():
+            seen.append(step(x.cuda(), y.cuda()))
+            schedule.step()
+        return [*seen, *(p.detach() for p in model.parameters())]
+
+    both(script, replays=80, plan="{F B O}", forward="on")
+
+
 def tables(make: Make) -> list[Any]:
     model = Tables().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
