@@ -4,7 +4,7 @@
     python examples/lightning_gan.py                         # CUDA graphs on a GPU, their emulation elsewhere
     python examples/lightning_gan.py --engine off            # the same training without PyGraph
 
-`training_step` runs in Python on every batch. Forward, backward and the steps of both optimizers run from graphs.
+The whole `training_step`, with both backwards and the steps of both optimizers, is one graph.
 The emulation is not faster than plain training: it shows the mechanism.
 """
 

@@ -33,6 +33,32 @@ def test_a_gan_whose_optimizers_are_toggled(options):
     parity(Gan, logger=MemoryLogger(), **WHOLE, **options)
 
 
+class JudgesFirst(Gan):
+    """The generator is first called while it is toggled off."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()
+        z = torch.randn(len(batch[0]), 4, device=self.device)
+        for optimizer, detached in ((second, True), (first, False)):
+            self.toggle_optimizer(optimizer)
+            made = self.generator(z)
+            loss = self.adversarial(self.discriminator(made.detach() if detached else made), not detached)
+            if detached:
+                loss = loss + self.adversarial(self.discriminator(batch[0]), True)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", loss)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"), [({}, WHOLE), ({"fuse": "off"}, {"replays": 100, "plan": "{F} {B} {O}"})], ids=str
+)
+def test_a_network_that_is_first_called_while_it_is_toggled_off(config, told):
+    parity(JudgesFirst, logger=MemoryLogger(), config=config, **told)
+
+
 def test_each_replay_may_be_compared_with_the_step():
     _, graphed = parity(Gan, config={"verify": "always"}, **WHOLE)
     assert graphed.report.audits >= 30, str(graphed.report)

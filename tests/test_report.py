@@ -123,6 +123,9 @@ def test_the_first_line_says_how_much_faster_a_step_is(measured):
     )
     measured.replay_intervals.clear()
     assert "30.00 ms a step, now 5.70 ms" in measured.headline(), "the comparison has measured it"
+    measured.replay_intervals.append(0.001)
+    assert "30.00 ms a step, now 5.70 ms" in measured.headline(), "the host runs ahead of the GPU"
+    measured.replay_intervals.clear()
     measured.replay_intervals.append(0.04)
     assert "; a step takes 40.00 ms, and 30.00 ms without a graph." in measured.headline()
 

@@ -46,7 +46,7 @@ from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed
 from pygraph_train.step.outputs import detached_results
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.program import Call, StepOfLoss, plain_call
 from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.optim import count_optimizer_step
 from pygraph_train.tracing.signature import map_leaves
@@ -229,7 +229,7 @@ _Noted = tuple[Script, tuple[int, ...], tuple[tuple[_Held | _Owned, ...], ...]]
 """Calls that were put off, which results are norms of theirs, and what each of them is to clip."""
 
 
-class _StepFunctionProgram:
+class _StepFunctionProgram(StepOfLoss):
     """`StepProgram` over a function that makes a whole step of an Accelerate loop."""
 
     recorder: str | tuple[str, ...] | None = (".put_off", RECORDER)

@@ -1,5 +1,7 @@
 """Lightning's manual optimization: forward and backward from regions, and a graph for each optimizer's step.
 
+This is for steps that `by_hand.py` cannot make one graph of.
+
 The user's `training_step` runs in Python on every batch, and with it `manual_backward`, toggling, clipping, logging and
 all hooks. Lightning's own loop calls it, and counts what the optimizers do. In several processes forward and backward
 run as they are.

@@ -31,7 +31,7 @@ from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed, StepInFlight
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.program import Call, StepOfLoss, plain_call
 from pygraph_train.step.runner import StepRunner
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerMixin"]
@@ -217,7 +217,7 @@ class _WholeStep:
             self._undo = route_step(optimizer, functools.partial(loop.step, graph))
 
 
-class _TrainerProgram:
+class _TrainerProgram(StepOfLoss):
     """`StepProgram` over a transformers Trainer."""
 
     recorder: str | tuple[str, ...] | None = RECORDER

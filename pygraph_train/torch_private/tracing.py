@@ -204,6 +204,7 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
         capture_dynamic_output_shape_ops=False,
         skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
         skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
+        allow_rnn=True,
         side_effect_replay_policy="info",  # keeps the user's stack of every mutation
         recompile_limit=32,
         suppress_errors=False,

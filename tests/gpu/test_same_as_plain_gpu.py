@@ -16,6 +16,7 @@ from test_host_constants import Tables
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from training import Each
 
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 from pygraph_train.verification import Audits
@@ -41,7 +42,9 @@ def both(
     """
     reports: list[StepReport] = []
 
-    def plain(fn: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def plain(fn: Any, model: nn.Module, optimizer: Any) -> Any:
+        optimizer = Each(optimizer) if isinstance(optimizer, list) else optimizer
+
         def step(*args: Any) -> Tensor:
             optimizer.zero_grad()
             loss = fn(*args)
@@ -51,7 +54,7 @@ def both(
 
         return step
 
-    def graphed(fn: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def graphed(fn: Any, model: nn.Module, optimizer: Any) -> Any:
         step = GraphedStep(
             fn, model=model, optimizer=optimizer, config=PyGraphConfig(compile=False, **config)
         )
