@@ -57,6 +57,17 @@ class LoopReport(StepReport):
             unique = f"{name} ({number})"
         self.whole_steps[unique] = report
 
+    def goes_on_from(self, before: StepReport) -> None:
+        """Earlier steps of the loop were tried as a whole. If none was replayed, what they leave are reasons."""
+        if before.steps_replayed:
+            return self.whole_step("training_step", before)
+        for text in before.notes:
+            self.note(text)
+        for row in before.fallbacks:
+            self.fell_back(row)
+        for _ in range(before.steps):
+            self.step_began()
+
     def region_counts(self) -> tuple[int, int]:
         """Replays, and runs without a graph, of all regions."""
         regions = self.regions()

@@ -32,6 +32,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     TQDMProgressBar,
 )
 from lightning_training import Data, Fit, MemoryLogger, Module, emulated, fit, loader, parity  # noqa: E402
+from replays import text_of  # noqa: E402
 from test_lightning_callback import contents, without_paths  # noqa: E402
 from training import differs, frozen  # noqa: E402
 
@@ -186,7 +187,7 @@ class Manual(WithBackbone):
 
 def test_pruned_layers_under_manual_optimization_run_as_they_are() -> None:
     make = lambda: [ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.2)]  # noqa: E731
-    fits = trained(make, make_module=Manual, max_epochs=6, replays=40)
+    fits = trained(make, make_module=Manual, max_epochs=6, replays=40, config={"fuse": "off"})
     report = fits[1].report
     assert report is not None and report.optimizer_steps_replayed > 40, str(report)
     assert any("it stores an activation" in f.reason for f in report.fallbacks), str(report)
@@ -199,8 +200,15 @@ MANUAL: dict[str, tuple[Callable[[], pl.Callback], Callable[[Any], Any]]] = {
 }
 
 
+def test_layers_that_are_pruned_after_whole_steps_by_hand() -> None:
+    make = lambda: [ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.2)]  # noqa: E731
+    fits = trained(make, make_module=Manual, max_epochs=6, replays=7)
+    assert "is written by the step" in text_of(fits[1].report) and "graphed step" in str(fits[1].report)
+
+
+@pytest.mark.parametrize("fuse", ["auto", "off"])
 @pytest.mark.parametrize("what", MANUAL)
-def test_other_callbacks_under_manual_optimization(what: str) -> None:
+def test_other_callbacks_under_manual_optimization(what: str, fuse: str) -> None:
     make, found = MANUAL[what]
     trained(
         lambda: [make()],
@@ -209,8 +217,9 @@ def test_other_callbacks_under_manual_optimization(what: str) -> None:
         max_epochs=6,
         logger=MemoryLogger(),
         validate=True,
-        replays=120,
-        plan="{F} {B} {O}",
+        config={"fuse": fuse},
+        replays=120 if fuse == "off" else 25,
+        plan="{F} {B} {O}" if fuse == "off" else None,
     )
 
 

@@ -183,7 +183,7 @@ class PyGraphCallback(Callback):
             if problem is not None:
                 self._report.note(problem.reason)
                 return self._graph_phases(trainer, pl_module)
-            self._step = by_hand = StepsByHand(trainer, pl_module, runner_of)
+            self._step = by_hand = StepsByHand(trainer, pl_module, runner_of, self.config.warmup_steps)
             return by_hand.attach()
         program = _LightningProgram(trainer, pl_module)
         self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner_of(program), self)
@@ -194,12 +194,7 @@ class PyGraphCallback(Callback):
         before = self._report
         self._step = manual = ManualOptimization(trainer, pl_module, self.config)
         self._report = manual.report
-        for text in before.notes:
-            manual.report.note(text)
-        for row in before.fallbacks:
-            manual.report.fell_back(row)
-        for _ in range(before.steps):
-            manual.report.step_began()
+        manual.report.goes_on_from(before)
         manual.attach()
 
     def on_train_batch_end(

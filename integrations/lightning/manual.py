@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.integrations.lightning.by_hand import called_parts
+from pygraph_train.integrations.lightning.program_by_hand import called_parts
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.graph import OptimizerGraph

@@ -95,6 +95,7 @@ class Advancing:
             self._ask_for_reasons()
         life = signature.life if variant is None else variant.life
         if self._refusing.off is not None or life.stage is Stage.REFUSED:
+            step.given_up = True
             return Ran(self._ungraphed.with_the_best_plan(step, run))
         if not self._training.program.replication.traceable():
             self._untraceable += 1

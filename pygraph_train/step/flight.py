@@ -56,6 +56,7 @@ class StepInFlight:
         arm: what it runs with.
         choice: the comparison of plans that it counts for, None when for none.
         replayed: whether forward and backward came from a graph.
+        given_up: whether no step that is called like this one will have a graph of both.
     """
 
     __slots__ = (
@@ -67,6 +68,7 @@ class StepInFlight:
         "_whole",
         "arm",
         "choice",
+        "given_up",
         "position",
         "replayed",
         "under_way",
@@ -85,7 +87,7 @@ class StepInFlight:
         self.under_way = under_way
         self.arm = NO_GRAPH
         self.choice: Choice | None = None
-        self.replayed = False
+        self.replayed = self.given_up = False
         self._update_replayed = False
         self._whole: bool | None = None
         self._training = training

@@ -140,7 +140,7 @@ class StepRunner:
             return self._advance(step, self._signatures.meet(key), None, args, kwargs, leaves, run)
         if (no_graphs := signature.no_graphs) is not None and no_graphs.quiet:
             no_graphs.quiet -= step.position.fresh  # no graph of both is settled: nothing has to be checked
-            step.arm = no_graphs.arm
+            step.arm, step.given_up = no_graphs.arm, True
             return Ran(self._ungraphed.as_its_arm_says(step, run))
         variant = self._lookup.variant_of(signature, args, kwargs, leaves)
         if variant is None:
@@ -213,11 +213,6 @@ class StepRunner:
     def stopped(self) -> bool:
         """Whether every further step runs without a graph of forward and backward."""
         return self._refusing.off is not None
-
-    @property
-    def settled_on_no_graphs(self) -> bool:
-        """Whether steps are fastest as they are, or have no legal graph any more, whatever they are called with."""
-        return self._signatures.settled_on_no_graphs()
 
     @property
     def over(self) -> bool:

@@ -193,11 +193,6 @@ class Signatures:
         """Every kind of call."""
         return (variant for signature in self._by_key.values() for variant in signature.variants)
 
-    def settled_on_no_graphs(self) -> bool:
-        """Whether that holds for every signature that has a kind of call."""
-        met = [signature for signature in self._by_key.values() if signature.variants]
-        return bool(met) and all(signature.no_graphs is not None for signature in met)
-
     def close(self) -> None:
         """Release all captures, and forget everything."""
         for variant in self.variants():

@@ -244,6 +244,25 @@ def test_audits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.audits >= 3 and report.steps_replayed >= 80, str(report)
 
 
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rnns(cell: Any) -> None:
+    def script(make: Make) -> list[Any]:
+        torch.backends.cudnn.deterministic = True
+        rnn, out = cell(32, 64, 2, batch_first=True).cuda(), nn.Linear(64, 8).cuda()
+        model = nn.ModuleList([rnn, out])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+        step = make(
+            lambda x, y: F.cross_entropy(out(rnn(x[:, None].expand(-1, 5, -1))[0][:, -1]), y),
+            model,
+            optimizer,
+        )
+        seen = [step(x.cuda(), y.cuda()) for x, y in batches()]
+        torch.backends.cudnn.deterministic = False
+        return [*seen, *(p.detach() for p in model.parameters())]
+
+    both(script, replays=80, plan="{F B O}", forward="on")
+
+
 def test_several_optimizers_of_one_step() -> None:
     def script(make: Make) -> list[Any]:
         first, second = nn.Linear(32, 64).cuda(), nn.Linear(64, 8).cuda()
