@@ -23,7 +23,7 @@ from pygraph_train.regions.region import Region, RegionSpec
 from pygraph_train.regions.replaced import Replacing, without_replacements
 from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed, batched, transform
-from pygraph_train.regions.unfit import Unfit, compile_truly
+from pygraph_train.regions.unfit import Unfit, compile_truly, leave_recurrent_networks
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.torch_private.aot import (
     BuildRegion,
@@ -204,7 +204,10 @@ def compile_whole(
         left: what could not be done is added to it.
     Raises:
         Unfit: compiled, it would compute something else.
+        NotLegal: it has a recurrent network.
     """
+
+    leave_recurrent_networks(gm)
 
     def build(
         compile_kernels: CompileKernels,

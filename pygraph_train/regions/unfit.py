@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.regions.passes.draft import in_one_line, user_line
 from pygraph_train.torch_private.autocast import share_casts
 from pygraph_train.torch_private.dynamo import dynamo_restart
 from pygraph_train.torch_private.results import gets_other_memory, layout, offset, results_are_misplaced
+from pygraph_train.tracing.reasons import line_of
+from pygraph_train.tracing.recurrent import recurrent_networks
 
-__all__ = ["Returning", "Unfit", "compile_truly"]
+__all__ = ["Returning", "Unfit", "compile_truly", "leave_recurrent_networks"]
 
 Compile = Callable[[fx.GraphModule, Callable[[], None]], Callable[..., Any]]
 
@@ -51,6 +54,22 @@ class Returning:
         for place, argument in self._inputs:
             results.insert(place, args[argument])
         return tuple(results)
+
+
+def leave_recurrent_networks(gm: fx.GraphModule) -> None:
+    """Leave functions with recurrent networks to eager kernels: the graphs that Inductor makes of these are long.
+
+    Args:
+        gm: from Dynamo.
+    Raises:
+        NotLegal: there is one.
+    """
+    for node in recurrent_networks(gm):
+        raise NotLegal(
+            Problem(
+                "it unrolls recurrent networks into operations for each element of a sequence", line_of(node)
+            )
+        )
 
 
 def compile_truly(

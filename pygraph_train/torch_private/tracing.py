@@ -19,6 +19,7 @@ __all__ = [
     "dynamo_step_config",
     "forget_notes",
     "parameters_go_unguarded",
+    "weights_are_flat",
 ]
 
 
@@ -204,7 +205,7 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
         capture_dynamic_output_shape_ops=False,
         skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
         skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
-        allow_rnn=True,
+        allow_rnn=True,  # a recurrent network is one operation of the graph
         side_effect_replay_policy="info",  # keeps the user's stack of every mutation
         recompile_limit=32,
         suppress_errors=False,
@@ -214,6 +215,19 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
             *[getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")],
         ),
     )
+
+
+def weights_are_flat() -> tuple[tuple[Any, str, Any], ...]:
+    """Changes of torch: `flatten_parameters` of recurrent networks does nothing.
+
+    It gives cuDNN the weights in one piece of memory, and changes no number. Dynamo cannot trace it on a GPU. Only for
+    traces whose graph runs in captures: Python in a capture would move the weights there. (2.11, 2.13)
+    """
+    return ((torch.nn.RNNBase, "flatten_parameters", _nothing),)
+
+
+def _nothing(self: torch.nn.RNNBase) -> None:
+    """In the place of `flatten_parameters`."""
 
 
 @functools.cache

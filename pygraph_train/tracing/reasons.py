@@ -81,6 +81,8 @@ def problem_of_break(error: BaseException) -> Problem:
             innermost(stack),
             f"{READ_LATER}, and make the text there",
         )
+    if "`pack_padded_sequence`" in message or "`pad_packed_sequence`" in message:
+        return _packed(innermost(stack))
     if _computes_with_number(error):
         return _number_on_device(innermost(stack), stack)
     if "`Tensor.numpy()` was called" in message:
@@ -205,8 +207,19 @@ def _computes_with_number(error: BaseException) -> bool:
     return any(text in str(error) for text in asks)
 
 
+def _packed(where: str | None) -> Problem:
+    return Problem(
+        "the step packs sequences, or a recurrent network gets packed sequences: their lengths are read on the host, "
+        "and the shapes of a graph are fixed",
+        where,
+        "Pad the sequences to few lengths, and leave out what was padded by a mask: in the loss, or with torch.where",
+    )
+
+
 def _number_on_device(where: str | None, stack: Any) -> Problem:
-    if not any(f"nn{os.sep}modules{os.sep}batchnorm.py" in frame.filename for frame in stack or ()):
+    if _is_in(stack, "rnn.py"):
+        return _packed(innermost(stack) or where)
+    if not _is_in(stack, "batchnorm.py"):
         return Problem(
             "the value of a tensor is read on the host, where Python decides or counts by it (if, while, range, an "
             "index)",
@@ -219,6 +232,11 @@ def _number_on_device(where: str | None, stack: Any) -> Problem:
         where,
         "Keep it in a tensor, or give BatchNorm a momentum",
     )
+
+
+def _is_in(stack: Any, file: str) -> bool:
+    """Whether a frame is in this file of `torch/nn/modules`."""
+    return any(os.path.join("nn", "modules", file) in frame.filename for frame in stack or ())
 
 
 def compiler_failed(error: BaseException) -> Problem:

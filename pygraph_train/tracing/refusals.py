@@ -89,9 +89,8 @@ def unsupported_leaves(
 def compiler_problem(error: BaseException) -> Problem | None:
     """The sentence for a failure of the compiler, None for any other exception."""
     if isinstance(error, NotLegal):
-        return Problem(
-            f"Inductor could not compile the step: {error.problem.reason}; graphs hold eager kernels"
-        )
+        told = f"Inductor could not compile the step: {error.problem.reason}; graphs hold eager kernels"
+        return Problem(told, error.problem.where)
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch", "triton")):
         return Problem(f"Inductor could not compile the step: {first_line(error)}; graphs hold eager kernels")
     return None

@@ -30,7 +30,7 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
     writes_to_inputs,
 )
-from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
+from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written
 from pygraph_train.tracing.reasons import (
@@ -43,6 +43,7 @@ from pygraph_train.tracing.reasons import (
     readable,
 )
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
+from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
 
 __all__ = ["Compiler", "Trace", "guard_constants", "held_weakly"]
@@ -215,7 +216,7 @@ class Trace:
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
         try:
-            with dynamo_step_config():
+            with dynamo_step_config(*(weights_are_flat() if self.runs_graph else ())):
                 result = self._call(fn, args, kwargs)
         except dynamo_refusal() as error:
             problem = problem_of_break(error)
@@ -316,7 +317,8 @@ class Trace:
             self.made_once = constants.told
         if self.problem is None:
             host = on_host(graph, self.device, self._fn, constants.nodes)
-            self.problem = next(chain(written(self._fn, self._recorder), host), None)
+            drawn = draws_of_cudnn(graph, self.device)
+            self.problem = next(chain(written(self._fn, self._recorder), host, drawn), None)
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
