@@ -75,16 +75,17 @@ class FirstCalls:
                 return
             why = None
             if len(self._autocast) > 1:
-                why = "its backward is called under one autocast and under another one, and compiled ones know one"
+                why = "its backward is called under several autocasts, and a compiled backward supports one"
             elif torch.is_grad_enabled():
                 why = "its backward is differentiated itself (create_graph=True)"
             elif any(activation.is_asked_for() for activation in activations):
                 why = (
-                    "the gradient of an activation that it returns is asked for, and compiled ones have none"
+                    "the gradient of an activation that it returns is asked for, and compiled code has no such "
+                    "gradient"
                 )
             if why is not None:
                 self.refused = True
-                reason = f"{self._name} is left as it is: {why}"
+                reason = f"{self._name} runs without graphs: {why}"
                 self._refuse(Fallback(reason, user_location(thread=thread), "", self._steps() + 1))
 
         watched = [x for x in _tensors(result) if x.grad_fn is not None]
@@ -121,8 +122,8 @@ def watch_backward(result: Any, expected: autocast.State, name: str, late: Calla
 
 
 _ONE_AUTOCAST = (
-    "Call every backward inside of the autocast block, or every one outside; or do both in the first step, and it is "
-    "not compiled; or set forward='off', backward='off'"
+    "Call every backward inside the autocast block, or every backward outside. Or do both in the first "
+    "step: then the module is not compiled. Or set forward='off', backward='off'"
 )
 
 

@@ -91,18 +91,23 @@ class Loop:
             return
         config = self.config
         if config.region_phases == "none":
-            self.report.note("forward='off', backward='off': forward and backward run as they are")
+            self.report.note(
+                "forward='off', backward='off' is set, so forward and backward run without graphs"
+            )
         elif (name := replication_of(module).name) != "":
             self.shared.append(module)
-            self.report.note(f"forward and backward under {name} run as they are; a graphed step holds them")
+            self.report.note(
+                f"forward and backward run without graphs under {name}. Use a graphed step, which holds them"
+            )
         elif config.compile is False:
             self.report.note(
-                "compile=False: forward and backward run as they are; their graphs need Inductor"
+                "compile=False is set, so forward and backward run without graphs: their graphs need Inductor"
             )
         elif is_optimized_module(module) or compiled_call(module):
             self.refuse(
-                f"{type(module).__name__} is compiled already; its forward and backward are left to that",
-                "Do not compile it yourself: pygraph-train uses Inductor's kernels",
+                f"{type(module).__name__} is already compiled, so its forward and backward get no graphs of "
+                "pygraph-train",
+                "Pass the module without torch.compile: pygraph-train uses Inductor's kernels, too",
             )
         else:
             options = {
@@ -233,8 +238,8 @@ class Loop:
         if self._calls and not any(call.called for call in self._calls):
             names = ", ".join(type(call.module).__name__ for call in self._calls)
             self.refuse(
-                f"forward and backward get no graphs: in {_SILENCE} steps nobody called any of {names} with gradients",
-                "Call the module, as in module(x), not a method of it",
+                f"forward and backward get no graphs: in {_SILENCE} steps the loop did not call {names} with gradients",
+                "Call the module itself, as in module(x), instead of a method of the module",
             )
         for call in self._calls:
             start = begins(type(call.module).__name__)

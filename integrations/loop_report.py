@@ -18,8 +18,8 @@ __all__ = ["LoopReport"]
 
 
 _NO_OPTIMIZER = (
-    "no step is counted, because no step of a prepared optimizer was seen: give the optimizer to accelerator.prepare "
-    "(in Fabric: fabric.setup)"
+    "no step is counted, because no prepared optimizer made a step. Pass the optimizer to "
+    "accelerator.prepare (in Fabric: fabric.setup)"
 )
 
 

@@ -169,7 +169,7 @@ def _without_graphs(module: nn.Module, why: Problem | None) -> Problem:
     """The row for a module that never came from a graph."""
     start = begins(type(module).__name__)
     if why is None:
-        return Problem(f"{start}: Dynamo makes none of what it traces, and gives no reason")
+        return Problem(f"{start}: Dynamo makes no graph of it, and gives no reason")
     reason = why.reason.replace("the step is not one graph", "Dynamo cannot trace it as one graph")
     reason = reason.replace("the step depends on", "it depends on")
     return Problem(f"{start}: {reason}", why.where, why.fix)
@@ -211,10 +211,10 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
         return eager(
             gm,
             Problem(
-                f"{begins(name)}: it stores an activation that its results are "
-                "computed from, and compiled ones have no gradient",
+                f"{begins(name)}: it stores an activation that leads to its results, and compiled code has no "
+                "gradient of this activation",
                 innermost(stack),
-                "Store it detached, where nobody asks for its gradient",
+                "Store activation.detach(), unless you need its gradient",
             ),
         )
 

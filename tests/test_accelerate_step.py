@@ -395,9 +395,10 @@ def test_a_step_that_trains_what_was_not_prepared(prepared: str) -> None:
     elif prepared == "optimizer":
         assert step.steps_replayed > 15, str(report)
     else:
-        assert "the optimizer AdamW that the step calls was not prepared" in step.fallbacks[0].reason, str(
-            report
-        )
+        assert (
+            "the step calls the optimizer AdamW, which this Accelerator did not prepare"
+            in step.fallbacks[0].reason
+        ), str(report)
 
 
 def test_step_without_backward_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -120,7 +120,7 @@ def masked(model: nn.Module, x: Tensor) -> Any:
 
 
 def noisy(model: nn.Module, x: Tensor) -> Any:
-    noise = torch.randn(x.shape, generator=own_generator)  # here: a torch.Generator of its own
+    noise = torch.randn(x.shape, generator=own_generator)  # here: its own torch.Generator
     return model(x + noise).square().mean()
 
 
@@ -151,7 +151,7 @@ def with_gradient(model: nn.Module, x: Tensor) -> Any:
     loss = model(x).square().mean()
     for p in model.parameters():
         if p.grad is not None:
-            loss = loss + p.grad.norm()  # here: a gradient of the step before
+            loss = loss + p.grad.norm()  # here: a gradient of the previous step
     return loss
 
 
@@ -201,8 +201,8 @@ def several(model: nn.Module, x: Tensor) -> Any:
     if loss.item() > 3:  # here: read on the host
         memory.losses.append(loss)  # here: memory.losses is written
     else:
-        loss = loss + torch.randn(3, generator=own_generator).sum()  # here: a torch.Generator of its own
-    if torch.isnan(loss):  # here: where Python decides
+        loss = loss + torch.randn(3, generator=own_generator).sum()  # here: its own torch.Generator
+    if torch.isnan(loss):  # here: Python needs it for a decision
         raise ValueError("not a number")
     for name, value in zip(["a", "b"], helper(loss), strict=True):
         memory.texts[name] = f"{value}"  # here: puts a tensor into a text
@@ -298,7 +298,7 @@ def test_all_obstacles_of_one_step_are_found() -> None:
             f"{where} {words}\n{found}"
         )
     assert {p.where for p in found.obstacles} == set(expected), found
-    assert not any("could not be looked at" in note for note in found.notes), found.notes
+    assert not any("could not be examined" in note for note in found.notes), found.notes
     assert any(line_of(several, "loss.item() > 3") in note for note in found.notes), found.notes
     assert str(found).startswith(f"{len(found.obstacles)} obstacles keep ")
 
@@ -520,7 +520,7 @@ def test_every_way_of_a_chain_of_conditions_is_looked_at() -> None:
         )
     assert {p.where for p in found.obstacles} == set(expected), found
     assert any("Each way was looked at" in note for note in found.notes), found.notes
-    assert not any("could not be looked at" in note for note in found.notes), found.notes
+    assert not any("could not be examined" in note for note in found.notes), found.notes
 
 
 def test_a_step_with_very_many_conditions_says_that_some_ways_were_left_out() -> None:

@@ -674,7 +674,7 @@ def test_a_gradient_of_the_step_before_that_the_step_reads():
 
     report = both(script, replays=30)
     assert report.steps_replayed == 0, str(report)
-    assert "model.first.weight.grad, a gradient of the step before, is read" in str(
+    assert "model.first.weight.grad, a gradient of the previous step, is read" in str(
         report.fallbacks[0].reason
     )
     assert report.fallbacks[0].where == line_of(make, "norm = model")

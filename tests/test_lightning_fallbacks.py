@@ -580,7 +580,7 @@ def test_precision_plugin_of_somebody_else():
     class Other(Precision):
         pass
 
-    parity(plugins=[Other()], max_epochs=2, refused="precision plugin Other is not known")
+    parity(plugins=[Other()], max_epochs=2, refused="precision plugin Other is not one of")
 
 
 def test_anomaly_detection():

@@ -83,7 +83,7 @@ def test_a_step_without_a_device_says_so(caplog: pytest.LogCaptureFixture) -> No
         for _ in range(2):
             GraphedStep(loss_of(model), model=model)
     (record,) = caplog.records
-    assert "no CUDA device: training runs as it is" in record.getMessage()
+    assert "no CUDA device: training runs without graphs" in record.getMessage()
 
 
 def test_a_disabled_library_says_so(
@@ -94,7 +94,7 @@ def test_a_disabled_library_says_so(
     with caplog.at_level(logging.WARNING, "pygraph_train"):
         GraphedStep(loss_of(model), model=model, config=CONFIG)
     (record,) = caplog.records
-    assert record.getMessage() == "pygraph: PYGRAPH_DISABLE is set: training runs as it is"
+    assert record.getMessage() == "pygraph: PYGRAPH_DISABLE is set: training runs without graphs"
 
 
 def test_graphs_that_were_switched_off_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,7 +169,7 @@ def test_an_optimizer_that_was_not_prepared_is_told() -> None:
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-        assert "give the optimizer to accelerator.prepare" in text_of(accelerator.pygraph.report())
+        assert "Pass the optimizer to accelerator.prepare" in text_of(accelerator.pygraph.report())
         accelerator.end_training()
 
 
@@ -259,7 +259,7 @@ def test_an_optimizer_that_a_graphed_step_of_accelerate_calls_unprepared_is_told
         for batch in batches(3):
             train_step(*batch)
         (row,) = train_step.report().fallbacks
-        assert "the optimizer AdamW that the step calls was not prepared" in row.reason
+        assert "the step calls the optimizer AdamW, which this Accelerator did not prepare" in row.reason
         assert "accelerator.prepare(model, optimizer)" in row.fix and f"{__file__}:" in str(row.where)
         accelerator.end_training()
 

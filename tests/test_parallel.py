@@ -64,7 +64,7 @@ def test_one_process_with_one_device_can_be_graphed(spread: Spread, what: str | 
         assert problem is None
     else:
         assert problem is not None
-        assert problem.reason == f"{what} is not supported yet: its steps run as they are"
+        assert problem.reason == f"{what} is not supported yet: its steps run without graphs"
 
 
 def reason(problem: Any) -> str | None:
@@ -82,10 +82,10 @@ def test_accelerate_says_how_it_spreads_a_training() -> None:
 
     assert why(kinds.NO) is None
     assert why(kinds.MULTI_GPU) is None
-    assert why(kinds.DEEPSPEED) == "DEEPSPEED is not supported yet: its steps run as they are"
+    assert why(kinds.DEEPSPEED) == "DEEPSPEED is not supported yet: its steps run without graphs"
     assert why(kinds.FSDP, fsdp2=True) is None
-    assert why(kinds.FSDP, "fp8") == "FSDP is not supported yet: its steps run as they are"
-    assert why(kinds.NO, "fp8") == "mixed_precision='fp8' is not supported yet: its steps run as they are"
+    assert why(kinds.FSDP, "fp8") == "FSDP is not supported yet: its steps run without graphs"
+    assert why(kinds.NO, "fp8") == "mixed_precision='fp8' is not supported yet: its steps run without graphs"
 
 
 def test_transformers_says_how_it_spreads_a_training() -> None:
@@ -105,9 +105,9 @@ def test_transformers_says_how_it_spreads_a_training() -> None:
     assert why() is None and why(n_gpu=0) is None
     assert why(world_size=2, parallel_mode=ParallelMode.DISTRIBUTED) is None
     for told in ({"world_size": 2}, {"n_gpu": 4}):
-        assert why(**told) == "training on several devices is not supported yet: its steps run as they are"
-    assert why(deepspeed="config.json") == "DeepSpeed is not supported yet: its steps run as they are"
-    assert why(fsdp=["full_shard"]) == "FSDP is not supported yet: its steps run as they are"
+        assert why(**told) == "training on several devices is not supported yet: its steps run without graphs"
+    assert why(deepspeed="config.json") == "DeepSpeed is not supported yet: its steps run without graphs"
+    assert why(fsdp=["full_shard"]) == "FSDP is not supported yet: its steps run without graphs"
 
 
 @pytest.mark.parametrize("spread", [True, False])
@@ -123,7 +123,7 @@ def test_lightning_says_how_it_spreads_a_training(spread: bool) -> None:
 
     if spread:
         strategy = strategies.DDPStrategy(process_group_backend="gloo")  # it has wrapped nothing
-        assert why(strategy) == "DDPStrategy is not supported yet: its steps run as they are"
+        assert why(strategy) == "DDPStrategy is not supported yet: its steps run without graphs"
         found = why(strategies.ModelParallelStrategy(process_group_backend="gloo"))
         assert found is None or "not supported yet" not in found
     else:

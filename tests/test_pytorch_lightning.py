@@ -184,11 +184,12 @@ def test_a_trainer_of_neither_is_refused_by_its_import() -> None:
     callback.on_train_start(stranger, Module())
     (row,) = callback.report().fallbacks
     assert (
-        row.reason == "the Trainer comes from `import other_lightning`, which PyGraphCallback does not know"
+        row.reason
+        == "the Trainer comes from `import other_lightning`, which PyGraphCallback does not support"
     )
     assert (
         row.fix
-        == "It knows those of `import lightning.pytorch as pl` and of `import pytorch_lightning as pl`"
+        == "Take the Trainer from `import lightning.pytorch as pl` or from `import pytorch_lightning as pl`"
     )
     with pytest.raises(PyGraphError, match="comes from `import other_lightning`"):
         PyGraphCallback(engine="emulated", on_failure="raise").on_train_start(stranger, Module())
@@ -206,7 +207,7 @@ def test_without_the_package_the_error_names_it() -> None:
 
 def test_callbacks_in_the_wrong_place_say_where_they_belong() -> None:
     with pytest.raises(
-        MisconfigurationException, match=r"in Lightning Fabric call PyGraphFabric\(\)\.attach"
+        MisconfigurationException, match=r"In Lightning Fabric call PyGraphFabric\(\)\.attach"
     ):
         Fabric(accelerator="cpu", devices=1, callbacks=[PyGraphCallback()]).setup(Net())
     with pytest.raises(

@@ -17,8 +17,8 @@ from pygraph_train.parallel.replication import RECORDER
 __all__ = ["subject_of"]
 
 _CALLS = (
-    "Calls that Accelerate knows (backward, clipping, optimizer.step, zero_grad) were put off. Their order, and what "
-    "the step does with gradients after backward, are seen in the first real call of the step."
+    "Calls that Accelerate knows (backward, clipping, optimizer.step, zero_grad) were not made. Only the "
+    "first real call of the step shows their order, and how the step uses gradients after backward."
 )
 
 

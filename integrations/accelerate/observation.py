@@ -84,20 +84,21 @@ class Observation:
             )
         if backwards > 1:
             return Problem(
-                f"the step calls accelerator.backward {backwards} times; a graph holds one",
+                f"the step calls accelerator.backward {backwards} times, and a graph holds one backward",
                 fix="Make a graphed step for each loss and its optimizer",
             )
         if len(steps) > 1:
             what = "optimizer.step twice" if len(steps) == 2 else f"optimizer.step {len(steps)} times"
             return Problem(
-                f"the step calls {what}; a graph holds one", fix="Make a graphed step for each optimizer"
+                f"the step calls {what}, and a graph holds one update",
+                fix="Make a graphed step for each optimizer",
             )
         start = names.index("backward")
         if any(name not in ("zero_grad",) for name in names[:start]):
             return Problem(f"the step calls {names[0]} before backward")
         after = [name for name in names[start + 1 :] if name in CLIPS or name == "step"]
         if "step" in after[:-1] or (after and "step" not in after):
-            return Problem("the step clips gradients where no optimizer.step follows")
+            return Problem("the step clips gradients, but no optimizer.step follows")
         if "zero_grad" in names[start : names.index("step")] if steps else False:
             return Problem("the step empties gradients between backward and optimizer.step")
         problem = self._problem
@@ -111,11 +112,13 @@ class Observation:
         for leaf in leaves:
             if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
                 problem = problem or Problem(
-                    "the step returns a Python number, which may depend on calls that are put off",
-                    fix="Return tensors, and read learning rates and the like outside of the step",
+                    "the step returns a Python number, and the number may depend on calls that the graph makes later",
+                    fix="Return tensors, and read numbers such as the learning rate outside of the step",
                 )
             elif isinstance(leaf, Tensor) and self._is_guarded(leaf):
-                problem = problem or Problem("the step returns gradients, parameters or a part of them")
+                problem = problem or Problem(
+                    "the step returns gradients, parameters or a part of them, and the graph changes these"
+                )
         return problem
 
     def _is_guarded(self, leaf: Tensor) -> bool:
@@ -154,7 +157,9 @@ class Observation:
         if kind == "zero_grad":
             constants = (*args, *kwargs.values())
             if constants == (False,) and not any(e.name == "backward" for e in self.events):
-                self._problem = Problem("zero_grad(set_to_none=False) before backward keeps gradients alive")
+                self._problem = Problem(
+                    "zero_grad(set_to_none=False) is called before backward and keeps gradients alive"
+                )
         elif kind == "backward":
             constants = autocast_around(self._accelerator.device)
             if kwargs or len(args) > 1:
@@ -175,7 +180,8 @@ class Observation:
         if unknown:
             self._problem = self._problem or Problem(
                 f"backward writes gradients of {len(unknown)} tensors that this Accelerator did not prepare",
-                fix="Prepare what is trained: model, optimizer = accelerator.prepare(model, optimizer)",
+                fix="Prepare the trained model and its optimizer: model, optimizer = accelerator.prepare(model, "
+                "optimizer)",
             )
 
     def _note_clip(self, kind: str, parameters: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -242,15 +248,15 @@ def _of_use(func: Any) -> Problem:
         owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         if isinstance(owner, torch.optim.Optimizer):
             return Problem(
-                f"the optimizer {type(owner).__name__} that the step calls was not prepared, so its step cannot be put "
-                "off",
+                f"the step calls the optimizer {type(owner).__name__}, which this Accelerator did not prepare, so a "
+                "graph cannot hold its update",
                 user_location(),
-                "Prepare it with its model: model, optimizer = accelerator.prepare(model, optimizer)",
+                "Prepare the optimizer with its model: model, optimizer = accelerator.prepare(model, optimizer)",
             )
     return Problem(
-        f"{func} uses gradients or parameters after backward, which a graph changes all at once",
+        f"{func} uses gradients or parameters after backward, and a graph would change them before this call",
         user_location(),
-        "Do it outside of the step",
+        "Use them outside of the step",
     )
 
 

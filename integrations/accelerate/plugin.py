@@ -77,8 +77,8 @@ _INDUCTOR_MODES = (None, "default", "reduce-overhead")
 
 
 _UNATTACHED = (
-    "a PyGraph() was made and served no Accelerator. accelerate.Accelerator takes no plugins=: write "
-    "pygraph_train.Accelerator(plugins=[PyGraph()]), or PyGraph().attach(accelerator)"
+    "a PyGraph() was made, but no Accelerator uses it. accelerate.Accelerator has no argument plugins=: "
+    "write pygraph_train.Accelerator(plugins=[PyGraph()]), or PyGraph().attach(accelerator)"
 )
 _unattached: weakref.WeakKeyDictionary[PyGraph, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
 """What tells so, for each that serves none yet: when it is gone, or when the program ends."""
@@ -117,7 +117,7 @@ class PyGraph:
         if not isinstance(accelerator, accelerate.Accelerator):
             raise TypeError(f"attach takes an accelerate.Accelerator, got {type(accelerator).__name__}")
         if getattr(accelerator, "pygraph", None) is not None:
-            raise ValueError("this Accelerator has a PyGraph already; keep one of them")
+            raise ValueError("this Accelerator already has a PyGraph: keep one of them")
         if not isinstance(accelerator, _Graphed):
             cls = type(accelerator)
             self._stock_class = cls
@@ -129,7 +129,7 @@ class PyGraph:
         several = accelerator.num_processes > 1 and not accelerator.is_fsdp2
         if several and accelerator._models:  # Accelerate does not keep the wrappers
             self._the_loop().refuse(
-                "models that were prepared before attach() run as they are in several processes",
+                "models that were prepared before attach() run without graphs in several processes",
                 "Call attach() before prepare()",
             )
         for model in () if several else accelerator._models:
@@ -172,7 +172,9 @@ class PyGraph:
 
     def _bind(self, accelerator: accelerate.Accelerator) -> None:
         if self._accelerator is not None and self._accelerator is not accelerator:
-            raise ValueError("this PyGraph serves another Accelerator: make one for each")
+            raise ValueError(
+                "this PyGraph is attached to another Accelerator: make a PyGraph for each Accelerator"
+            )
         self._accelerator = accelerator
         if self in _unattached:
             _unattached.pop(self).detach()
@@ -282,9 +284,9 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
                 plugin._take_model(model)
             else:
                 plugin._the_loop().refuse(
-                    f"the Accelerator compiles models with {dynamo.backend.value.lower()}: forward and backward "
-                    "are left to that",
-                    "Leave dynamo_backend out: pygraph-train uses Inductor's kernels",
+                    f"the Accelerator compiles models with {dynamo.backend.value.lower()}, so forward and backward get "
+                    "no graphs of pygraph-train",
+                    "Remove dynamo_backend: pygraph-train uses Inductor's kernels, too",
                 )
             return model
         # the backend is Inductor and graphs: it takes the place of the Inductor that was asked for
@@ -455,5 +457,5 @@ def _unsupported(accelerator: accelerate.Accelerator) -> Problem | None:
     known = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     spread = Spread(wrapper=None if kind in known or accelerator.is_fsdp2 else kind.value)
     if spread.problem is None and accelerator.mixed_precision == "fp8":
-        return Problem("mixed_precision='fp8' is not supported yet: its steps run as they are")
+        return Problem("mixed_precision='fp8' is not supported yet: its steps run without graphs")
     return spread.problem

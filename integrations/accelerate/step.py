@@ -175,7 +175,9 @@ class GraphedStepFunction:
             return Alone()
         replication = replication_of(shared[0], switches=True)
         if len(shared) > 1:
-            replication.problem = Problem(f"several models are in {replication.name}, and a step calls one")
+            replication.problem = Problem(
+                f"several models are wrapped in {replication.name}, and a graphed step can call only one wrapped model"
+            )
         return replication
 
     def _leave(self, problem: Problem | None) -> None:
@@ -392,9 +394,9 @@ class _StepFunctionProgram(StepOfLoss):
         expected = self.observed.get(self._accelerator.sync_gradients)
         if script != expected:
             self.problem = Problem(
-                "the step makes other calls than when it was watched: "
-                f"{in_words(script)} instead of {in_words(expected or ())}",
-                fix="Let the step do the same on every call, but for accelerator.sync_gradients",
+                f"the step makes other calls than in its first steps: {in_words(script)} instead of "
+                f"{in_words(expected or ())}",
+                fix="Make the same calls in every step; only accelerator.sync_gradients may change them",
             )
         wanted = {id(norm) for norm in self._norms if norm is not None}
         leaves: list[Any] = []

@@ -46,7 +46,7 @@ _KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 # Fabric registers it on every result of a model, to see that backward is `fabric.backward`
 asks_for_no_gradient(_backward_hook)
 
-_CLOSED = "this PyGraphFabric serves no Fabric: call attach(fabric) first"
+_CLOSED = "this PyGraphFabric is attached to no Fabric: call attach(fabric) first"
 
 
 class PyGraphFabric:
@@ -98,13 +98,15 @@ class PyGraphFabric:
         if not isinstance(fabric, Fabric):
             raise TypeError(_no_fabric(fabric))
         if self._fabric is not None:
-            raise ValueError("this PyGraphFabric serves a Fabric already: make one for each")
+            raise ValueError(
+                "this PyGraphFabric is already attached to a Fabric: make a PyGraphFabric for each Fabric"
+            )
         if "_pygraph" in vars(fabric):
-            raise ValueError("this Fabric has a PyGraphFabric already; keep one of them")
+            raise ValueError("this Fabric already has a PyGraphFabric: attach only one")
         if fabric._models_setup:
             raise ValueError(
-                "this Fabric has set up a model already, which PyGraphFabric did not see: call attach(fabric) "
-                "before fabric.setup"
+                "this Fabric set up a model before PyGraphFabric was attached: call attach(fabric) before "
+                "fabric.setup"
             )
         loop = self._begin(fabric)
         replaced: list[tuple[Any, str, Any]] = [
@@ -146,7 +148,9 @@ class PyGraphFabric:
             TypeError: it is not attached, so nothing would be graphed.
         """
         if self._fabric is None:
-            raise TypeError("PyGraphFabric is no callback of Fabric: call PyGraphFabric().attach(fabric)")
+            raise TypeError(
+                "PyGraphFabric is no callback of Fabric: call PyGraphFabric().attach(fabric) instead"
+            )
 
     def report(self) -> LoopReport:
         """What became of the training steps so far. Prints as a table."""
@@ -297,28 +301,28 @@ def _no_fabric(given: object) -> str:
     module = type(given).__module__
     if module.partition(".")[0] == "lightning_fabric":
         return (
-            "this Fabric comes from `import lightning_fabric`, a copy that PyGraphFabric does not know: "
-            "use `from lightning.fabric import Fabric`"
+            "this Fabric comes from `import lightning_fabric`, and PyGraphFabric supports `lightning.fabric` "
+            "only: use `from lightning.fabric import Fabric`"
         )
     return f"attach takes a lightning.fabric.Fabric, got {type(given).__name__}"
 
 
 def _check(fabric: Fabric, model: Any, optimizer: Any) -> None:
     """What `graphed_step` is given comes from this Fabric."""
-    how = "use what `model, optimizer = fabric.setup(model, optimizer)` returns"
+    how = "use the objects that `model, optimizer = fabric.setup(model, optimizer)` returns"
     if not isinstance(model, _FabricModule):
         raise TypeError(
-            f"the model of graphed_step was not set up with Fabric, it is a {type(model).__name__}: {how}"
+            f"the model of graphed_step is a {type(model).__name__} that Fabric has not set up: {how}"
         )
     if not isinstance(optimizer, _FabricOptimizer):
         raise TypeError(
-            f"the optimizer of graphed_step was not set up with Fabric, it is a {type(optimizer).__name__}: {how}"
+            f"the optimizer of graphed_step is a {type(optimizer).__name__} that Fabric has not set up: {how}"
         )
     for what, made in (("model", model), ("optimizer", optimizer)):
         if made._strategy is not fabric.strategy:
             raise ValueError(
-                f"the {what} of graphed_step was set up with another Fabric than the one that this PyGraphFabric "
-                "serves: attach one to each"
+                f"the {what} of graphed_step was set up with another Fabric than the Fabric of this PyGraphFabric: "
+                "attach a PyGraphFabric to each Fabric"
             )
 
 
@@ -330,7 +334,8 @@ def _unsupported(fabric: Fabric) -> Problem | None:
         return Problem(problem.reason, fix="Graphs need Fabric(devices=1)")
     if type(fabric.strategy.precision) not in _KNOWN_PRECISION:
         return Problem(
-            f"the precision plugin {type(fabric.strategy.precision).__name__} is not known: steps run as they are",
-            fix="Fabric(precision=...) makes one that is",
+            f"the precision plugin {type(fabric.strategy.precision).__name__} is not one of Fabric's own, so "
+            "steps run without graphs",
+            fix="Choose the precision with Fabric(precision=...)",
         )
     return None

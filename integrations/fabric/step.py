@@ -41,7 +41,7 @@ class Clipping:
 
     def __post_init__(self) -> None:
         if self.max_norm is not None and self.clip_val is not None:
-            raise ValueError("graphed_step clips either to max_norm or to clip_val: leave one of them out")
+            raise ValueError("graphed_step takes max_norm or clip_val, but not both: leave one of them out")
 
     @property
     def on(self) -> bool:
@@ -120,7 +120,7 @@ class FabricStep(LossSteps):
         """
         if self._retired:
             raise RuntimeError(
-                f"{self._name} belongs to a PyGraphFabric that was detached: make it anew with graphed_step"
+                f"{self._name} belongs to a PyGraphFabric that was detached: make the step again with graphed_step"
             )
         update = not any(model is self._model for model in self._accumulating)
         if self._runner is None:
@@ -223,15 +223,18 @@ class _FabricProgram(LossProgram):
         self._preparation = preparation
         if self.scaling.on and self._clipping.reads_on_host:
             return (
-                "the norm of gradients is read on the host between unscaling and the optimizer's step; "
-                "error_if_nonfinite=False does not need that"
+                "the norm of the gradients is read on the host between unscaling and the optimizer's step. Pass "
+                "error_if_nonfinite=False, which does not read it"
             )
         return self.scaling.why_update_stays_outside(preparation)
 
     def acts_before_update(self) -> str | None:
         if not self._clipping.reads_on_host:
             return None
-        return "clip_gradients reads the norm on the host; error_if_nonfinite=False does not need that"
+        return "clip_gradients reads the norm of the gradients on the host. Pass error_if_nonfinite=False, which "
+
+
+"does not read it"
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -246,6 +249,6 @@ def _not_whole(fabric: Fabric) -> Problem | None:
             return Problem(
                 f"{type(fabric).__name__}.{name} is not Fabric's own and runs in Python on every step",
                 defined_at(method),
-                "Leave graphed_step out: phases of the stock loop are graphed around it",
+                "Use the stock loop without graphed_step: its phases get graphs, and this method runs between them",
             )
     return None

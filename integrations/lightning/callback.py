@@ -113,12 +113,12 @@ class PyGraphCallback(Callback):
         others = [c for c in trainer.callbacks if isinstance(c, PyGraphCallback)]  # type: ignore[attr-defined]
         if len(others) > 1:
             raise _misconfiguration(trainer)(
-                f"this Trainer has {len(others)} PyGraphCallbacks; keep one of them in Trainer(callbacks=[...])"
+                f"this Trainer has {len(others)} PyGraphCallbacks: keep one of them in Trainer(callbacks=[...])"
             )
         if self.config.engine == "cuda" and not torch.cuda.is_available():
             raise _misconfiguration(trainer)(
-                "PyGraphCallback(engine='cuda') needs a CUDA device, and torch finds none; "
-                "engine='auto' trains without graphs here"
+                "PyGraphCallback(engine='cuda') needs a CUDA device, and torch finds none. engine='auto' trains "
+                "without graphs here"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class PyGraphCallback(Callback):
             TypeError: always.
         """
         raise TypeError(
-            "PyGraphCallback is for the Trainer of Lightning; give the Trainer of transformers "
+            "PyGraphCallback is for the Trainer of Lightning. For the Trainer of transformers use "
             "callbacks=[pygraph_train.PyGraphTrainerCallback()]"
         )
 
@@ -143,7 +143,8 @@ class PyGraphCallback(Callback):
             MisconfigurationException: always.
         """
         raise MisconfigurationException(
-            "PyGraphCallback is for Trainer(callbacks=[...]); in Lightning Fabric call PyGraphFabric().attach(fabric)"
+            "PyGraphCallback is for Trainer(callbacks=[...]). In Lightning Fabric call "
+            "PyGraphFabric().attach(fabric)"
         )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,7 +164,9 @@ class PyGraphCallback(Callback):
             return
         engine = make_engine(self.config.engine, trainer.strategy.root_device)
         if engine is None:
-            self._report.note("no CUDA device: training ran as it is (engine='emulated' shows the mechanism)")
+            self._report.note(
+                "no CUDA device: training ran without graphs (engine='emulated' shows how graphs work)"
+            )
             tell_why_off(self.config)
             return _decline(trainer, "there is no CUDA device")
 
@@ -313,7 +316,11 @@ class _AutomaticStep:
                 name = f"{type(callback).__name__}.{hook}"
                 where = defined_at(getattr(callback, hook))
                 self._runner.stop(
-                    Problem(f"{name} was added during training", where, "Give it to the Trainer at the start")
+                    Problem(
+                        f"the callback {name} was added during training, and it acts inside the step",
+                        where,
+                        "Pass the callback to the Trainer when you make the Trainer",
+                    )
                 )
 
     def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
@@ -438,7 +445,7 @@ class _AutomaticStep:
         with self._program.noticing(note):
             output = self._lightning_run(optimizer, batch_idx, kwargs)
         if asked != [before]:
-            what = "changes parameters before it asks for" if len(asked) == 1 else "asks several times for"
+            what = "changes parameters before it computes" if len(asked) == 1 else "computes several times"
             self._runner.stop(Problem(f"{type(optimizer).__name__} {what} the loss in one step"))
         return output
 
@@ -624,7 +631,7 @@ class _LightningProgram(StepOfLoss):
                 return Problem(
                     f"{owner} runs in Python between forward and backward",
                     where_overridden(self._trainer, self.model, hook),
-                    "on_train_batch_start and on_train_batch_end are outside of the graph",
+                    "Use on_train_batch_start or on_train_batch_end, which run outside of the graph",
                 )
         return None
 
@@ -645,8 +652,8 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     package = package_of(trainer)
     if package is None:
         return Problem(
-            f"the Trainer comes from `import {root_of(trainer)}`, which PyGraphCallback does not know",
-            fix="It knows those of `import lightning.pytorch as pl` and of `import pytorch_lightning as pl`",
+            f"the Trainer comes from `import {root_of(trainer)}`, which PyGraphCallback does not support",
+            fix="Take the Trainer from `import lightning.pytorch as pl` or from `import pytorch_lightning as pl`",
         )
     strategy = type(trainer.strategy)
     shared = strategy is package.ddp and isinstance(trainer.strategy.model, DistributedDataParallel)
@@ -655,7 +662,9 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     if spread.problem is not None:
         return spread.problem
     if type(trainer.precision_plugin) not in package.precisions:
-        return Problem(f"the precision plugin {type(trainer.precision_plugin).__name__} is not known")
+        return Problem(
+            f"the precision plugin {type(trainer.precision_plugin).__name__} is not one of Lightning's own"
+        )
     automatic = module.automatic_optimization
     problem = _not_automatic(trainer, module, package) if automatic else _not_manual(trainer, package)
     if problem is not None:
@@ -663,7 +672,7 @@ def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
     if "training_step" in vars(module):
         return Problem(
             "training_step was replaced on the module object (torch.compile(module) does that)",
-            fix="Give the Trainer the module itself; PyGraphCallback(compile=True) compiles the step",
+            fix="Give the Trainer the module without torch.compile. PyGraphCallback(compile=True) compiles the step",
         )
     if torch.is_anomaly_enabled() or trainer._detect_anomaly:
         return Problem("detect_anomaly reads every gradient on the host", fix="Trainer(detect_anomaly=False)")
@@ -689,13 +698,15 @@ def _decline(trainer: Trainer, reason: str) -> None:
 def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) -> Problem | None:
     """Why steps under automatic optimization cannot be replayed."""
     if len(trainer.optimizers) != 1:
-        return Problem(f"{len(trainer.optimizers)} optimizers under automatic optimization")
+        return Problem(
+            f"there are {len(trainer.optimizers)} optimizers under automatic optimization, and a graph holds one"
+        )
     if type(trainer.fit_loop.epoch_loop.automatic_optimization) is not package.automatic_optimization:
         return Problem("the Trainer's loop for automatic optimization is not Lightning's own")
     if isinstance(trainer.optimizers[0], package.mock_optimizer):
         return Problem("there is no optimizer: configure_optimizers returned None")
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
-        return Problem("LBFGS asks several times for the loss in one step")
+        return Problem("LBFGS computes the loss several times in one step")
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return Problem("training_step(dataloader_iter) fetches its batches in Python")
     return None

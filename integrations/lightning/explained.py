@@ -38,7 +38,7 @@ def subject_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Su
     optimizers, notes = _optimizers(module)
     if getattr(module, "_trainer", None) is None:
         notes.append(
-            "The module has no Trainer yet, so precision, strategy and other callbacks were not looked at."
+            "The module has no Trainer yet, so precision, strategy and other callbacks were not examined."
         )
 
     @contextmanager
@@ -67,13 +67,13 @@ def subject_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Su
 def _problems(module: Any, optimizers: list[Any]) -> Iterator[Problem]:
     if not module.automatic_optimization:
         yield Problem(
-            "the module optimizes by hand (automatic_optimization = False), so training_step runs in Python on every "
-            "batch; forward, backward and each optimizer get graphs of their own",
+            "the module optimizes by hand (automatic_optimization = False), so training_step runs in Python on "
+            "every batch. Forward, backward and each optimizer get graphs of their own",
             defined_at(type(module).training_step),
         )
     elif len(optimizers) > 1:
         yield Problem(
-            f"the module has {len(optimizers)} optimizers under automatic optimization",
+            f"the module has {len(optimizers)} optimizers under automatic optimization, and a graph holds one",
             defined_at(type(module).configure_optimizers),
         )
     inside = {
@@ -86,7 +86,7 @@ def _problems(module: Any, optimizers: list[Any]) -> Iterator[Problem]:
                 yield Problem(
                     f"{type(module).__name__}.{hook} runs in Python {between}",
                     defined_at(getattr(module, hook)),
-                    "on_train_batch_start and on_train_batch_end are outside of the graph",
+                    "Use on_train_batch_start or on_train_batch_end, which run outside of the graph",
                 )
 
 
@@ -101,7 +101,7 @@ def _optimizers(module: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:
             # the copy has the same tensors: nothing of the module changes, and no memory is taken
             configured = copy.deepcopy(module, {id(thing): thing for thing in kept}).configure_optimizers()
     except Exception as error:
-        return [], [f"configure_optimizers could not be looked at: {type(error).__name__}: {error}"]
+        return [], [f"configure_optimizers could not be examined: {type(error).__name__}: {error}"]
     note = "configure_optimizers ran once, on a copy of the module."
     return list(_found_in(configured)), [note]
 

@@ -180,12 +180,12 @@ class LogBook:
             if metric is None or entry is None or metric.meta.enable_graph:
                 raise NotLegal(
                     Problem(
-                        f"self.log({record.name!r}, ...) in training_step logs something that only Python can add up"
+                        f"self.log({record.name!r}, ...) in training_step logs a value that only Python can add up"
                     )
                 )
             value = self._as_tensor(record.value)
             if not entry.holds(value):
-                raise NotLegal(Problem(f"self.log({record.name!r}, ...) logs values of changing precision"))
+                raise NotLegal(Problem(f"self.log({record.name!r}, ...) logs values whose dtype changes"))
             entry.add(value, self._results._extract_batch_size(metric, record.batch_size, metric.meta))
             values[key] = self._of_all_ranks(metric, value)
         return values
@@ -200,7 +200,12 @@ class LogBook:
         ):
             return value
         if sync.group is not None or sync.op not in ("mean", "sum"):
-            raise NotLegal(Problem(f"self.log(..., sync_dist=True) reduces with {sync.op!r}, or in a group"))
+            raise NotLegal(
+                Problem(
+                    f"self.log(..., sync_dist=True) reduces with {sync.op!r} or in a group, and a graph "
+                    'holds "mean" and "sum" over all ranks only'
+                )
+            )
         return self._replication.reduced(value, mean=sync.op == "mean")
 
     def _as_tensor(self, value: Any) -> Tensor:

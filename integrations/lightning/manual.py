@@ -61,7 +61,7 @@ class ManualOptimization:
         if not self._loop.active:
             return
         if self._shared:
-            self.report.note(f"forward and backward under {self._shared} run as they are")
+            self.report.note(f"forward and backward run without graphs under {self._shared}")
         else:
             for module in called_parts(self._module):
                 self._loop.take_module(module)
@@ -90,9 +90,10 @@ class ManualOptimization:
             self._unused += 1
             if self._unused == _BATCHES:
                 self._loop.refuse(
-                    f"the optimizers run outside of graphs: in {_BATCHES} batches training_step stepped none that "
+                    f"the optimizers run outside of graphs: in {_BATCHES} batches training_step called step() of no "
+                    "optimizer from self.optimizers()",
+                    "Return the optimizers from configure_optimizers, and call step() of the optimizers that "
                     "self.optimizers() returns",
-                    "Return them from configure_optimizers, and step what self.optimizers() returns",
                 )
         return output
 

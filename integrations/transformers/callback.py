@@ -60,7 +60,7 @@ class PyGraphTrainerCallback(TrainerCallback):
             TypeError: always.
         """
         raise TypeError(
-            "PyGraphTrainerCallback is for the Trainer of transformers; give the Trainer of Lightning "
+            "PyGraphTrainerCallback is for the Trainer of transformers. For the Trainer of Lightning use "
             "callbacks=[pygraph_train.PyGraphCallback()]"
         )
 
@@ -80,12 +80,14 @@ class PyGraphTrainerCallback(TrainerCallback):
             return
         if args.torch_compile:
             loop.refuse(
-                "torch_compile=True: forward and backward are left to that",
-                "Leave torch_compile out: pygraph-train uses Inductor's kernels. Or use PyGraphTrainer",
+                "torch_compile=True is set, so torch.compile runs forward and backward without graphs of "
+                "pygraph-train",
+                "Remove torch_compile=True (pygraph-train uses Inductor's kernels, too), or use PyGraphTrainer",
             )
         elif args.world_size > 1:
             loop.report.note(
-                "forward and backward in several processes run as they are; PyGraphTrainer holds them in one graph"
+                "forward and backward run without graphs in several processes. PyGraphTrainer puts them into one "
+                "graph"
             )
         else:
             loop.take_module(kwargs["model"])

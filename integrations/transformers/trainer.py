@@ -288,7 +288,8 @@ class _TrainerProgram(StepOfLoss):
             return reason
         if self.scaling.on and self._trainer.args.max_grad_norm <= 0:
             return (
-                "the Trainer unscales gradients to log their norm; where it clips them, a graph can hold that"
+                "the Trainer unscales gradients in Python to log their norm. With max_grad_norm a graph can hold the "
+                "unscaling"
             )
         if self._trainer.args.max_grad_norm > 0 and self.optimizer is not None:
             others = not_optimized(self.model, self.optimizer)
@@ -321,20 +322,28 @@ def _replication(trainer: transformers.Trainer) -> Replication:
 def _not_whole(trainer: transformers.Trainer) -> Problem | None:
     """Why steps of this Trainer cannot be graphed as a whole, seen before the first one."""
     if not hasattr(transformers.Trainer, "_clip_grad_norm"):
-        return Problem("this version of transformers clips gradients inside of its loop", fix="Use version 5")
+        return Problem(
+            "this version of transformers clips gradients inside its loop, where no graph can hold the clipping",
+            fix="Use version 5",
+        )
     optimizer: Any = trainer.optimizer
     if not hasattr(optimizer, "scaler"):
         return Problem("the Trainer's optimizer was not prepared by Accelerate")
     if callable(getattr(optimizer.optimizer, "train", None)):
-        return Problem(f"{type(optimizer.optimizer).__name__} switches modes in Python on every step")
+        return Problem(
+            f"{type(optimizer.optimizer).__name__} switches between train and eval mode in Python on every step"
+        )
     if trainer.args.torch_empty_cache_steps is not None:
-        return Problem("torch_empty_cache_steps frees memory inside of the step")
+        return Problem("torch_empty_cache_steps frees memory inside the step")
     if trainer.args.optim in ("lomo", "adalomo"):
-        return Problem(f"{trainer.args.optim} updates parameters during backward")
+        return Problem(f"the optimizer {trainer.args.optim} updates parameters during backward")
     if trainer.args.torch_compile and isinstance(trainer.model_wrapped, DistributedDataParallel):
-        return Problem("torch_compile=True under DistributedDataParallel: the model is compiled already")
+        return Problem(
+            "torch_compile=True under DistributedDataParallel: the model is already compiled, and no graph can "
+            "hold it"
+        )
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
-        return Problem("a parallelism_config changes what runs around the loss")
+        return Problem("a parallelism_config is set, and it changes the calls around the loss")
     for name in ("training_step", "_clip_grad_norm"):  # graphs hold what the Trainer's own do
         around, inside = getattr(type(trainer), name), getattr(super(PyGraphTrainerMixin, trainer), name)
         if around is not getattr(PyGraphTrainerMixin, name):

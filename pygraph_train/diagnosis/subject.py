@@ -147,7 +147,7 @@ def _of_look(seen: Findings) -> Iterator[str]:
             else "There are so many ways that some were not looked at."
         )
     for where in seen.ended:
-        yield f"What comes after {where} could not be looked at. Mend what is listed, and run explain again."
+        yield f"The code after {where} could not be examined. Remove the listed obstacles, and run explain again."
     if seen.obstacles:
         yield (
             "Obstacles that only follow from one that is listed are left out. Run explain again after the changes."

@@ -30,4 +30,4 @@ class Spread:
         what = self.wrapper
         if what is None and (self.processes > 1 or self.devices > 1):
             what = "training on several devices"
-        return None if what is None else Problem(f"{what} is not supported yet: its steps run as they are")
+        return None if what is None else Problem(f"{what} is not supported yet: its steps run without graphs")

@@ -10,8 +10,8 @@ from pygraph_train.random_state import random_numbers_kept
 
 __all__ = ["NO_DEVICE", "show", "tell_once", "tell_why_off"]
 
-_DISABLED = "PYGRAPH_DISABLE is set: training runs as it is"
-NO_DEVICE = "no CUDA device: training runs as it is (engine='emulated' shows the mechanism)"
+_DISABLED = "PYGRAPH_DISABLE is set: training runs without graphs"
+NO_DEVICE = "no CUDA device: training runs without graphs (engine='emulated' shows how graphs work)"
 
 
 @functools.cache
