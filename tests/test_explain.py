@@ -548,7 +548,7 @@ def test_a_step_that_cannot_be_looked_at_to_its_end_says_so() -> None:
     assert (
         len([p for p in found.obstacles if "print()" in p.reason or "where Python decides" in p.reason]) == 2
     )
-    end = f"What comes after {line_of(step_fn, '# here')} could not be looked at."
+    end = f"The code after {line_of(step_fn, '# here')} could not be examined."
     assert [note for note in found.notes if note.startswith(end)], found.notes
 
 

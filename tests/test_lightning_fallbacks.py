@@ -854,7 +854,7 @@ def test_what_compiled_kernels_cannot_do_is_told_when_it_comes_late(late):
 
     kind = PenaltyLate if late == "penalty" else AsksLate
     with pytest.raises(
-        PyGraphError, match=r"none of the first steps did: .* Fix: forward='off', backward='off'"
+        PyGraphError, match=r"the first steps did not: .* Fix: set forward='off', backward='off'"
     ):
         parity(kind, replays=25)
     parity(kind, config=OFF, replays=25)

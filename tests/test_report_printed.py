@@ -332,9 +332,7 @@ def test_a_loop_without_an_optimizer_says_so_first() -> None:
 
     report = LoopReport()
     report.began("emulated")
-    assert report.headline().startswith(
-        "No step is counted, because no step of a prepared optimizer was seen"
-    )
+    assert report.headline().startswith("No step is counted, because no prepared optimizer made a step")
 
 
 def documented(name: str) -> bool:
