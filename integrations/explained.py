@@ -29,23 +29,22 @@ def explain(
     """List everything that keeps a training step from being one CUDA graph.
 
     ```python
-    print(explain(step_fn, batch, model=model, optimizer=optimizer))  # what GraphedStep would be given
+    print(explain(step_fn, batch, model=model, optimizer=optimizer))  # the arguments of a GraphedStep
     print(explain(lightning_module, batch))
     print(explain(train_step, batch))  # made by accelerator.graphed_step, or a GraphedStep
     ```
 
     The step is traced by Dynamo and not executed: parameters, buffers, gradients, the optimizer, random states and
-    Python objects stay as they are. On a CUDA device, where nothing stands in the way, forward and backward then run a
-    few times to measure how long the GPU waits for the host. They write no gradients, and everything that they change
-    is put back.
+    Python objects stay as they are. If there is no obstacle, forward and backward then run a few times on a CUDA device
+    to measure how long the GPU waits for the host. They write no gradients, and everything that they change is put back.
 
     Args:
-        step_fn: a function that computes the loss from what it is called with, as `GraphedStep` takes it; a
-            GraphedStep; a step made by `accelerator.graphed_step`; or a LightningModule, of which `training_step` and
-            the optimizer of `configure_optimizers` are looked at.
-        *args: what the step is called with, usually one batch. Tensors on the CPU are copied to the model's device.
-        model: the module that is trained. Without it, the modules that `step_fn` refers to are taken.
-        optimizer: looked at as well, and not stepped.
+        step_fn: a function that computes the loss from its arguments, as `GraphedStep` takes it; a
+            GraphedStep; a step made by `accelerator.graphed_step`; or a LightningModule. Of a LightningModule,
+            `training_step` and the optimizer of `configure_optimizers` are examined.
+        *args: the arguments of the step, usually one batch. Tensors on the CPU are copied to the model's device.
+        model: the trained module. Without it, the modules that `step_fn` refers to are examined.
+        optimizer: examined as well. Its `step` is not called.
         **kwargs: further arguments of the step.
 
     Returns:

@@ -54,33 +54,34 @@ class PyGraphConfig:
     """Options of pygraph-train. Frozen; derive variants with `replace`.
 
     Args:
-        forward, backward, optimizer: may this phase run from a graph. "off" is obeyed exactly; "auto"
-            measures while training runs and keeps what is fastest; "on" takes a graph wherever it is legal,
-            and logs a warning when steps run without one. A forward or a backward whose other half is off
-            comes from a region of the compile backend, on CUDA with Inductor's kernels.
-        fuse: may adjacent phases share one graph; "on" is meant like the phases'.
-        compile: use Inductor's kernels inside the graphs. "auto" compiles when the training steps left
-            make up for the compile time; where their number is unknown, it is taken to be as large as the
-            number of steps made. False captures eager kernels: no compile time.
-        warmup_steps: steps in which the library watches what a step reads and writes (>= 2). Two more steps
-            run with the kernels that the graph will hold, and the next step is the first one that a graph
-            runs: step `warmup_steps + 3`. It is a later one where the library times plain steps first (one
-            or two, on CUDA), compiles (one step), waits for gradients that are added up, or trains under
-            DistributedDataParallel (the graph is captured after 11 steps). Steps with a batch of another
-            shape run `warmup_steps` times before they are watched. In a loop that the user wrote (Accelerate,
-            Fabric, transformers, manual optimization) each forward and backward runs so often before its graph
-            is made.
-        max_signatures: captures kept; the least recently used one is released (>= 1).
-        indirection: how inputs at new addresses are served; only "copy" and "auto" exist so far.
-        verify: compare replays with the same step run without a graph: never, on the first replay of
-            each capture, also at growing intervals from then on ("sample": at most 0.2% of the time), or on
-            every replay ("always" is for debugging: it doubles the cost of a step).
-        engine: "cuda" needs a CUDA device; "emulated" replays a CPU tape with CUDA-graph rules (for
-            tests and for seeing the mechanism; it is slower than plain training); "off" does nothing;
-            "auto" is "cuda" where there is a CUDA device and "off" elsewhere.
-        on_failure: "fallback" goes on without the graph and says why in the report; "raise" raises.
-        cache_dir: a directory where decisions are kept: the next run of the same model, signature, GPU,
-            driver and versions starts with the winner and only verifies it. None keeps nothing.
+        forward, backward, optimizer: whether this phase may run from a graph. "off" means never. "auto" measures
+            while training runs, and keeps the fastest plan. "on" uses a graph whenever it is legal, and logs a
+            warning if steps run without one. If only one of forward and backward is "off", the other one comes
+            from a region of the compile backend, on CUDA with Inductor's kernels.
+        fuse: whether adjacent phases may share one graph. The values mean the same as for the phases.
+        compile: whether the graphs hold Inductor's kernels. "auto" compiles if the remaining training steps save
+            more time than compilation takes. If the number of remaining steps is unknown, the library assumes as
+            many as have run. False captures eager kernels and needs no compile time.
+        warmup_steps: the number of steps in which the library watches the reads and writes of a step (>= 2). Two
+            more steps run with the kernels of the later graph, and step `warmup_steps + 3` is the first one from
+            a graph. Four cases delay it: on CUDA the library may time one or two plain steps first; compilation
+            takes one step; a capture may wait until gradients are empty; and under DistributedDataParallel the
+            graph is captured after 11 steps. If a batch has another shape, `warmup_steps` steps of this shape run
+            before the library watches one. In a loop of your own (Accelerate, Fabric, transformers, manual
+            optimization) each forward and each backward runs `warmup_steps` times before its graph is made.
+        max_signatures: the number of variants that keep captures (>= 1). The captures of the least recently used
+            variant are released.
+        indirection: how the graphs of regions get inputs at new addresses: "copy" copies them into fixed buffers,
+            "device" and "host" rewrite the addresses in the graph, and "auto" measures.
+        verify: which replays are compared with the same step without a graph. "off": none. "first": the first
+            replay of each capture. "sample": also later replays, at growing intervals, in at most 0.2% of the
+            time. "always": every replay, for debugging; this doubles the cost of a step.
+        engine: "cuda" needs a CUDA device. "emulated" replays a CPU tape with the rules of CUDA graphs; it is
+            slower than plain training, and serves tests and demonstrations. "off" uses no graphs. "auto" is "cuda"
+            if there is a CUDA device, and "off" otherwise.
+        on_failure: "fallback" continues without the graph, and the report gives the reason. "raise" raises it.
+        cache_dir: a directory for decisions. The next run of the same model, signature, GPU, driver and versions
+            starts with the stored plan and only verifies it. None stores nothing.
         log_metrics: whether the loggers of a Lightning Trainer, and the trackers of an Accelerator, get
             `pygraph/share_from_graphs` and, on CUDA, `pygraph/step_ms` and `pygraph/gpu_idle_fraction`
             (docs/report.md). Other loops have no loggers.

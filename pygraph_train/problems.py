@@ -24,7 +24,7 @@ __all__ = [
 
 
 class PyGraphError(RuntimeError):
-    """A step could not run from a graph and `on_failure="raise"` was asked for, or it cannot go on."""
+    """A step cannot run from a graph and `on_failure="raise"` is set, or training cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Problem:
     """Why a step cannot be replayed.
 
     Attributes:
-        reason: one sentence, starting with the thing that stands in the way.
-        where: `file:line` in the user's code, or None when there is no single line.
-        fix: what to do about it, or "".
+        reason: one sentence that starts with the obstacle.
+        where: `file:line` in the user's code, or None if there is no single line.
+        fix: the remedy as a sentence, or "".
     """
 
     reason: str
@@ -65,7 +65,7 @@ _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows in further lines; the name of its class where it says nothing."""
+    """The first line of an error's message, or the name of its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -77,7 +77,7 @@ def not_the_users(*packages: str, folder: str | None = None) -> None:
 
 
 def defined_at(function: object) -> str | None:
-    """`file:line` of a function or method, None for what is not written in Python."""
+    """`file:line` of a function or method, None if it is not written in Python."""
     code = getattr(function, "__code__", None)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -87,9 +87,9 @@ def user_location(tb: types.TracebackType | None = None, thread: int | None = No
 
     Args:
         tb: the traceback to search; None searches the current call stack.
-        thread: search the call stack of the thread with this identifier: hooks of a backward run in another one.
+        thread: search the call stack of the thread with this identifier: hooks of a backward run in another thread.
     Returns:
-        None where no frame belongs to the user.
+        None if no frame belongs to the user.
     """
     innermost_first: Iterable[tuple[types.FrameType, int]]
     caller = sys._getframe(1)

@@ -99,7 +99,7 @@ def test_what_the_first_step_asks_for_it_gets_in_every_step(ask: Ask) -> None:
 def test_what_a_late_step_asks_for_in_vain_has_a_sentence_and_a_line(ask: Ask) -> None:
     plugin = PyGraph(engine="emulated", warmup_steps=2)
     with pytest.raises(
-        RuntimeError, match=r"Features .*and its compiled code .*Ask for it in the first step"
+        RuntimeError, match=r"Features .*and its compiled code .*Ask for this gradient in the first step"
     ) as e:
         run(lambda s: script(s, ask, 20, []), plugin)
     assert plugin.report().steps_replayed >= 10

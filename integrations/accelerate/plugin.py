@@ -107,12 +107,12 @@ class PyGraph:
         self._logged_plan: str | None = None
 
     def attach(self, accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
-        """Do for an Accelerator that exists what our subclass does; `detach` undoes it.
+        """Use graphs for an existing Accelerator. `detach` undoes it.
 
-        What it has prepared already is taken over as well.
+        Models and optimizers that the Accelerator has already prepared are included.
 
         Raises:
-            ValueError: it has a PyGraph already, or this one serves another Accelerator.
+            ValueError: the Accelerator already has a PyGraph, or this PyGraph is attached to another Accelerator.
         """
         if not isinstance(accelerator, accelerate.Accelerator):
             raise TypeError(f"attach takes an accelerate.Accelerator, got {type(accelerator).__name__}")
@@ -149,11 +149,11 @@ class PyGraph:
                 self._stock_class = None
 
     def report(self) -> LoopReport:
-        """What became of the training steps so far. Prints as a table."""
+        """The report of the training steps so far. It prints as a table."""
         return self._report
 
     def release(self) -> None:
-        """Release all graphs; models and optimizers are as they were. What is prepared next is graphed anew."""
+        """Release all graphs and restore models and optimizers. Objects that are prepared later get new graphs."""
         for step in self._steps:
             step.close()
         if self._loop is not None:
@@ -327,11 +327,11 @@ class Accelerator(_Graphed):
 
     Args:
         *args, **kwargs: as in `accelerate.Accelerator`.
-        plugins: a `PyGraph`, and any of Accelerate's own plugins and kwargs handlers, each of which takes
-            the place of the argument that it belongs to.
+        plugins: a `PyGraph`, and any of Accelerate's own plugins and kwargs handlers. Each of these replaces
+            the argument that it belongs to.
 
     Raises:
-        TypeError: something in `plugins` is none of these.
+        TypeError: an object in `plugins` is of another class.
         ValueError: a plugin was given twice, or also as an argument of its own.
     """
 

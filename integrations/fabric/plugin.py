@@ -50,17 +50,17 @@ _CLOSED = "this PyGraphFabric is attached to no Fabric: call attach(fabric) firs
 
 
 class PyGraphFabric:
-    """Graphs the training loop of a Lightning Fabric, which stays as it is.
+    """Runs the training loop of a Lightning Fabric from graphs. The loop itself does not change.
 
     ```python
     fabric = Fabric(accelerator="gpu", devices=1, precision="bf16-mixed")
-    pygraph = PyGraphFabric().attach(fabric)            # the one more line, before fabric.setup
+    pygraph = PyGraphFabric().attach(fabric)            # the only new line, before fabric.setup
     model, optimizer = fabric.setup(model, optimizer)
     ...
     print(pygraph.report())
     ```
 
-    Losses, parameters, optimizer state and checkpoints are those of the loop without it. As a context manager
+    Losses, parameters, optimizer state and checkpoints are the same as without PyGraphFabric. As a context manager
     it detaches at the end: `with PyGraphFabric().attach(fabric) as pygraph:`.
 
     Args:
@@ -83,17 +83,17 @@ class PyGraphFabric:
         self._patches = ExitStack()
 
     def attach(self, fabric: Fabric) -> PyGraphFabric:
-        """Graph what this Fabric sets up from now on; `detach` undoes it.
+        """Use graphs for all models and optimizers that this Fabric sets up from now on. `detach` undoes it.
 
         Args:
             fabric: a `lightning.fabric.Fabric` that has set up no model yet.
         Returns:
             This object.
         Raises:
-            TypeError: it is no `lightning.fabric.Fabric`.
-            ValueError: it has a PyGraphFabric already, or models; this one serves another Fabric; or the engine
-                asked for cannot work on its device.
-            PyGraphError: nothing of its training can be graphed, and `on_failure="raise"` was asked for.
+            TypeError: `fabric` is no `lightning.fabric.Fabric`.
+            ValueError: the Fabric already has a PyGraphFabric or models; this PyGraphFabric is attached to another
+                Fabric; or the chosen engine cannot work on the Fabric's device.
+            PyGraphError: no part of the training can have a graph, and `on_failure="raise"` is set.
         """
         if not isinstance(fabric, Fabric):
             raise TypeError(_no_fabric(fabric))
@@ -153,7 +153,7 @@ class PyGraphFabric:
             )
 
     def report(self) -> LoopReport:
-        """What became of the training steps so far. Prints as a table."""
+        """The report of the training steps so far. It prints as a table."""
         return self._report
 
     @overload
@@ -193,7 +193,7 @@ class PyGraphFabric:
         error_if_nonfinite: bool = True,
         clip_val: float | None = None,
     ) -> Any:
-        """Run a whole training step as one graph, where that is legal; also as a decorator.
+        """Run a whole training step as one graph, if that is legal. Also a decorator.
 
         ```python
         @pygraph.graphed_step(model=model, optimizer=optimizer, max_norm=1.0, error_if_nonfinite=False)
@@ -205,23 +205,24 @@ class PyGraphFabric:
             scheduler.step()
         ```
 
-        Inside of `fabric.no_backward_sync(model)` a call adds up gradients and does not step. The first call
-        after that steps.
+        Inside `fabric.no_backward_sync(model)` a call adds up gradients and makes no optimizer step. The first
+        call after that makes the optimizer step.
 
         Args:
             fn: computes the loss: a 0-dim tensor that requires grad, or a dict with such a tensor under "loss".
-                Tensors that it is called with are on the device.
+                The tensors among its arguments are on the device.
             model: as `fabric.setup` returned it.
-            optimizer: as `fabric.setup` returned it. Gradients are emptied before each step.
+            optimizer: as `fabric.setup` returned it. Gradients are emptied before each step, and
+                the next replay overwrites them: keep a clone if you need one longer.
             max_norm, norm_type, error_if_nonfinite, clip_val: as in `fabric.clip_gradients`; without `max_norm` and
                 `clip_val` nothing is clipped. With `error_if_nonfinite=True`, Fabric's default, the norm is read on
-                the host between backward and the optimizer, which is then a graph of its own.
+                the host between backward and the optimizer, so the optimizer has a graph of its own.
         Returns:
-            A callable that makes one step, and returns what `fn` returns, detached. Its `norm` is what
-            `fabric.clip_gradients` would have returned.
+            A callable that makes one step, and returns what `fn` returns, detached. Its attribute `norm`
+            is the norm that `fabric.clip_gradients` would have returned.
         Raises:
-            TypeError: model or optimizer were not set up with Fabric.
-            ValueError: they were set up with another one, or both `max_norm` and `clip_val` were given.
+            TypeError: model or optimizer was not set up with Fabric.
+            ValueError: model or optimizer was set up with another Fabric, or both `max_norm` and `clip_val` were given.
             RuntimeError: this object is not attached to a Fabric.
         """
         fabric, loop = self._attached()

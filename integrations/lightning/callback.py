@@ -74,11 +74,13 @@ def _ignored(switch: Switch) -> None:
 
 
 class PyGraphCallback(Callback):
-    """Replays the training step of a stock Trainer as one CUDA graph wherever that changes nothing.
+    """Replays the training step of a stock Trainer as one CUDA graph, if the results stay the same.
 
-    Losses, logged values, parameters and checkpoints are those of a run without the callback. What cannot
-    be replayed runs as before, and `report()` says why. Under manual optimization a whole `training_step` is one
-    graph, or forward, backward and each optimizer's step are graphs of their own.
+    Losses, logged values, parameters and checkpoints are the same as without the callback. Steps that cannot
+    be replayed run as before, and `report()` says why. Under manual optimization a whole
+    `training_step` is one graph, or forward, backward and each optimizer's step have graphs of their own.
+
+    Warning: a replay overwrites the gradients of the previous step. Keep a clone if you need a gradient longer.
 
     Args:
         config: options; the defaults suit most runs.
@@ -105,7 +107,7 @@ class PyGraphCallback(Callback):
         self._logged = -1
 
     def report(self) -> StepReport:
-        """What became of the training steps so far. Prints as a table."""
+        """The report of the training steps so far. It prints as a table."""
         return self._report
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

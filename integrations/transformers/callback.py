@@ -30,10 +30,10 @@ def _nothing() -> None:
 
 
 class PyGraphTrainerCallback(TrainerCallback):
-    """Graphs forward, backward and optimizer of a stock `transformers.Trainer`, each by itself.
+    """Runs forward, backward and optimizer of a stock `transformers.Trainer` from graphs of their own.
 
-    Losses, logs and checkpoints are those of `Trainer(torch_compile=True)` on CUDA: graphs hold Inductor's
-    kernels. `report()` says what ran from graphs.
+    On CUDA, losses, logs and checkpoints are those of `Trainer(torch_compile=True)`, because the graphs hold
+    Inductor's kernels. `report()` says how many steps ran from graphs.
 
     Args:
         config: options; the defaults suit most runs.
@@ -68,7 +68,7 @@ class PyGraphTrainerCallback(TrainerCallback):
     state_key = "PyGraphTrainerCallback"  # Lightning asks for it on the way
 
     def report(self) -> LoopReport:
-        """What became of the training steps so far. Prints as a table."""
+        """The report of the training steps so far. It prints as a table."""
         return self._report
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -40,7 +40,7 @@ log = logging.getLogger("pygraph_train")
 
 
 class PyGraphTrainerMixin(transformers.Trainer):
-    """Replays whole training steps. Put it before a Trainer class of yours: `class T(PyGraphTrainerMixin, Mine)`.
+    """Replays whole training steps. Put it before your Trainer class: `class T(PyGraphTrainerMixin, Mine)`.
 
     Args:
         *args, **kwargs: as in the Trainer.
@@ -55,7 +55,7 @@ class PyGraphTrainerMixin(transformers.Trainer):
         super().__init__(*args, **kwargs)
 
     def report(self) -> LoopReport:
-        """What became of the training steps so far. Prints as a table."""
+        """The report of the training steps so far. It prints as a table."""
         return self._pygraph_report
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class PyGraphTrainerMixin(transformers.Trainer):
 
 
 class PyGraphTrainer(PyGraphTrainerMixin):
-    """`transformers.Trainer` that replays its whole training step as one graph, where that is legal.
+    """`transformers.Trainer` that replays its whole training step as one graph, if that is legal.
 
     ```python
     trainer = PyGraphTrainer(model=model, args=args, train_dataset=data, pygraph=PyGraphConfig(compile=True))

@@ -26,30 +26,30 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What `options` of the backend may hold.
+    """The options of the backend.
 
     Args:
         engine: "cuda", "emulated" (a CPU tape with CUDA-graph rules, below aten kernels instead of
             Inductor's), "off" (Inductor alone); "auto" is "cuda" for regions on a CUDA device.
-        phases: which ones may run from a graph; the other one runs its compiled kernels as they are. A
+        phases: the phases that may run from a graph. The other phase runs its compiled kernels without a graph. A
             callable that needs no gradients counts as a forward.
-        transform: rewrite what blocks capture (CPU scalars, host-to-device copies, CPU outputs), and make one
-            kernel of several that are short (casts, counters, the last steps of sums).
-        direct: call functions without aliases and mutations past AOTAutograd's runtime.
-        indirection: how inputs at new addresses are served: "copy" into fixed buffers, or patch the
-            addresses in the graph from the "device" or the "host"; "auto" measures.
-        selection: measure each region with and without a graph and keep the faster. False: a graph
-            wherever one can be captured. Always False under the emulation, which is slower by nature.
+        transform: rewrite operations that block a capture (CPU scalars, host-to-device copies, CPU outputs), and
+            join short kernels into one (casts, counters, the last steps of sums).
+        direct: call a compiled function without AOTAutograd's runtime, if it has no aliases and no mutations.
+        indirection: how a graph gets inputs at new addresses. "copy" copies them into fixed buffers, "device" and
+            "host" rewrite the addresses in the graph, and "auto" measures.
+        selection: measure each region with and without a graph, and keep the faster way. False: use every graph
+            that can be captured. Always False under the emulation, which is slower by nature.
         warmup_runs: runs of a region before it may be captured (>= 1).
-        max_signatures: sets of shapes of one region that keep graphs; the least recently used goes (>= 1).
-        inductor: settings of Inductor for what is compiled here, by the names that its own `options` have
+        max_signatures: sets of shapes of one region that keep graphs; the least recently used set is dropped (>= 1).
+        inductor: settings of Inductor for the regions, by the names that Inductor's own `options` have
             ("max_autotune", "combo_kernels", ...). The emulation has no use for them.
-        on_failure: "fallback" runs a region that cannot be captured without a graph and says why in the
-            report; "raise" raises.
+        on_failure: if a region cannot be captured, "fallback" runs it without a graph and gives the reason in the
+            report; "raise" raises it.
 
     Raises:
         ValueError: an option has a value that is not allowed. The message names the option.
-        TypeError: an option does not exist. The message names those that do.
+        TypeError: an option does not exist. The message names the options that exist.
     """
 
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"

@@ -34,25 +34,26 @@ class GraphedStep(LossSteps):
         scheduler.step()
     ```
 
-    The first steps run as they are; once the step is proved to be the same from a graph, it is replayed.
-    Results never depend on it. Gradients are emptied before each step (`set_to_none=True`) and stay in
-    `.grad` after it, in memory that the next step overwrites.
+    The first steps run without a graph. When a comparison has shown that a graph computes the same, the step
+    is replayed. Gradients are emptied before each step (`set_to_none=True`) and are in `.grad` after the step.
+
+    Warning: the next replay overwrites the memory of these gradients. Keep a clone if you need a gradient longer.
 
     Args:
-        step_fn: computes the loss from what the object is called with. Returns a 0-dim tensor that requires
-            grad, or a dict with such a tensor under "loss"; the other entries are handed back as well.
-        model: the module whose parameters are trained. Everything is on one device.
-        optimizer: stepped after backward; None leaves `zero_grad` and `step` to the caller. Several optimizers, of
-            parameters that no two of them share, are stepped one after the other, in order.
+        step_fn: computes the loss from the arguments of the call. Returns a 0-dim tensor that requires
+            grad, or a dict with such a tensor under "loss"; the call returns the other entries as well.
+        model: the module whose parameters are trained. All its tensors are on one device.
+        optimizer: the step calls its `step` after backward. With None the caller calls `zero_grad` and `step`. The
+            step calls several optimizers one after the other, in order; no two of them hold the same parameter.
         config: options.
         scaler: a GradScaler for fp16.
         max_grad_norm: clip gradients before the optimizer, as
             `clip_grad_norm_(model.parameters(), max_grad_norm)` does.
         move_inputs: move CPU tensors among the arguments to the model's CUDA device before `step_fn` sees
-            them, while the device still works on the step before (pinned memory helps). False when
-            `step_fn` wants tensors on the CPU.
-        **overrides: single options, as `GraphedStep(..., engine="emulated")`; whether the optimizer runs from a
-            graph is said in `config`.
+            them, while the device still works on the previous step (pinned memory helps). Set it to False if
+            `step_fn` needs tensors on the CPU.
+        **overrides: single options, as `GraphedStep(..., engine="emulated")`. The option `optimizer` can only be set
+            in `config`, because `optimizer=` is the optimizer itself.
 
     Raises:
         ValueError: an option has a value that is not allowed, the engine cannot work on the model's device, two
@@ -87,12 +88,12 @@ class GraphedStep(LossSteps):
         """Make one step, optimizer included.
 
         Returns:
-            What `step_fn` returned, detached: tensors of their own.
+            The result of `step_fn`, detached. No later step overwrites its tensors.
         """
         return self._step(args, kwargs, update=True)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of a micro-batch whose gradients are added up; the next call steps."""
+        """Run forward and backward of a micro-batch, and add up its gradients. The next `step(...)` updates."""
         return self._step(args, kwargs, update=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
