@@ -36,7 +36,7 @@ def explain(
 
     The step is traced by Dynamo and not executed: parameters, buffers, gradients, the optimizer, random states and
     Python objects stay as they are. If there is no obstacle, forward and backward then run a few times on a CUDA device
-    to measure how long the GPU waits for the host. They write no gradients, and everything that they change is put back.
+    to measure how long the GPU waits for the host. They write no gradients, and all that they change is put back.
 
     Args:
         step_fn: a function that computes the loss from its arguments, as `GraphedStep` takes it; a
