@@ -66,7 +66,7 @@ class Loop:
         self.active = False
         self.shared: list[nn.Module] = []
         if disabled_by_environment() or config.engine == "off":
-            self.report.note("graphs are off: training runs as it is")
+            self.report.note("graphs are off: training runs as you wrote it")
             tell_why_off(config)
             return
         self._engine = make_engine(config.engine, device)

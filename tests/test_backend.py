@@ -716,7 +716,7 @@ def only(phases: str, least: int) -> None:
     assert replays(phases) >= least, backend.report()
     assert not replays(other) and not any(r.captures for r in regions(other))
     for region in regions(other):
-        assert region.decision == "plain" and region.reason == f"phases='{phases}' was asked for"
+        assert region.decision == "plain" and region.reason == f"phases='{phases}' is set"
 
 
 @PHASES

@@ -60,7 +60,7 @@ def printed(model: nn.Module, x: Tensor) -> Any:
 
 def decided(model: nn.Module, x: Tensor) -> Any:
     loss = model(x).square().mean()
-    if loss > 1000:  # here: where Python decides
+    if loss > 1000:  # here: Python needs it for a decision
         loss = loss / 2
     return loss
 
@@ -499,15 +499,15 @@ def test_every_way_of_a_chain_of_conditions_is_looked_at() -> None:
 
     def step_fn(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
-        if loss > 3:  # here: where Python decides
+        if loss > 3:  # here: Python needs it for a decision
             memory.count += 1  # here: memory.count is written
-        elif loss > 2:  # here: where Python decides
+        elif loss > 2:  # here: Python needs it for a decision
             memory.texts = {"a": "b"}  # here: memory.texts is written
-        elif loss > 1:  # here: where Python decides
+        elif loss > 1:  # here: Python needs it for a decision
             print("small")  # here: calls print()
         else:
             memory.losses = [1]  # here: memory.losses is written
-        if loss < 0:  # here: where Python decides
+        if loss < 0:  # here: Python needs it for a decision
             raise ValueError("negative")
         return loss
 
@@ -530,7 +530,7 @@ def test_a_step_with_very_many_conditions_says_that_some_ways_were_left_out() ->
     namespace: dict[str, Any] = {"model": model}
     exec(compile(code, str(Path(__file__).with_name("made.py")), "exec"), namespace)
     found = explain(namespace["step_fn"], torch.randn(6, 6), model=model)
-    assert len([p for p in found.obstacles if "where Python decides" in p.reason]) == 20
+    assert len([p for p in found.obstacles if "Python needs it for a decision" in p.reason]) == 20
     assert any("some were not looked at" in note for note in found.notes), found.notes
 
 
@@ -546,7 +546,14 @@ def test_a_step_that_cannot_be_looked_at_to_its_end_says_so() -> None:
 
     found = explain(step_fn, torch.randn(6, 6), model=model)
     assert (
-        len([p for p in found.obstacles if "print()" in p.reason or "where Python decides" in p.reason]) == 2
+        len(
+            [
+                p
+                for p in found.obstacles
+                if "print()" in p.reason or "Python needs it for a decision" in p.reason
+            ]
+        )
+        == 2
     )
     end = f"The code after {line_of(step_fn, '# here')} could not be examined."
     assert [note for note in found.notes if note.startswith(end)], found.notes

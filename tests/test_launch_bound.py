@@ -71,7 +71,7 @@ def test_a_compute_bound_step_is_left_alone_and_looked_at_now_and_then() -> None
     assert run(check, machine, 1000) == 1000
     assert not check.open
     assert said == [
-        "the GPU does not wait for the host: launching a step takes 1 ms of the 40 ms that it runs"
+        "the GPU does not wait for the host: launching a step takes 1 ms, and the step takes 40 ms"
     ]
     assert machine.waits == 2 * (2 + math.floor((1000 - 3) / 256))
 

@@ -146,7 +146,7 @@ def test_branch_on_a_tensor():
 
         return step_fn
 
-    refused(train(make, replays=110), "where Python decides", line_of(make, "if loss > 1.0"))
+    refused(train(make, replays=110), "Python needs it for a decision", line_of(make, "if loss > 1.0"))
 
 
 def test_numpy_batch():

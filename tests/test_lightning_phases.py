@@ -74,7 +74,7 @@ def test_forward_or_backward_alone(config, plan, options):
     fits = parity(
         lambda: Module(scheduler="step"), config=config, logger=MemoryLogger(), **options, replays=15
     )
-    report = refused(fits, "='off' was asked for: forward and backward share no graph")
+    report = refused(fits, "='off' is set, so forward and backward share no graph")
     in_regions(report, plan)
     assert (report.optimizer_steps_replayed >= 15) == plan.endswith("{O}"), str(report)
 

@@ -220,8 +220,8 @@ def test_a_second_update_of_the_caller_is_told(
         for batch in batches(6):
             step(batch)
             optimizer.step()
-    (text,) = [r.getMessage() for r in caplog.records if "updates a second time" in r.getMessage()]
-    assert "Leave optimizer.step() out of the loop" in text
+    (text,) = [r.getMessage() for r in caplog.records if "update the parameters twice" in r.getMessage()]
+    assert "Remove optimizer.step() from the loop" in text
     assert text.removeprefix("pygraph: ") in step.report().notes
 
 
@@ -351,7 +351,7 @@ def test_a_text_of_a_tensor_is_told_with_what_to_do(fn: Any) -> None:
         step(torch.randn(6, 4))
     row = step.report().fallbacks[0]
     assert row.where == line_of(fn, "# here"), row
-    assert row.fix.startswith("Let the step return the tensor"), row
+    assert row.fix.startswith("Return the tensor from the step"), row
 
 
 def test_a_number_that_accelerate_converts_is_told_with_a_line_of_the_user() -> None:
@@ -373,7 +373,7 @@ def test_a_number_that_accelerate_converts_is_told_with_a_line_of_the_user() -> 
         row = step.report().fallbacks[0]
         assert row.where == line_of(loss_fn, "# here"), row
         assert "the value of a tensor is read on the host" in row.reason and "SymNode" not in str(row), row
-        assert row.fix.startswith("Let the step return the tensor"), row
+        assert row.fix.startswith("Return the tensor from the step"), row
 
 
 def test_a_logged_item_leaves_no_lines_of_torch_on_the_screen(capfd: pytest.CaptureFixture[str]) -> None:

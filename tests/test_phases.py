@@ -202,7 +202,7 @@ def test_the_optimizer_alone_under_accumulation_and_a_read_on_the_host(make_opti
 
 
 def test_everything_off_is_obeyed():
-    report = both(training(), **OFF, optimizer="off", refused="forward='off', backward='off' was asked for")
+    report = both(training(), **OFF, optimizer="off", refused="forward='off', backward='off' is set")
     assert report.steps_replayed == report.optimizer_steps_replayed == 0
     assert not report.captures and report.plan == "F B O"
 

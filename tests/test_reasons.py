@@ -159,10 +159,10 @@ def whole_row_of(model: nn.Module, fn: Callable[[nn.Module, Tensor], Any]) -> Fa
         (printed, "print() reads the value of a tensor on the host"),
         (printed_with_words, "print() reads the value of a tensor on the host"),
         (made_a_string, "str() reads the value of a tensor on the host"),
-        (percent, "puts a tensor into a text, which reads its values on the host"),
-        (percent_of_float, "puts a tensor into a text, which reads its values on the host"),
-        (percent_of_count, "puts a tensor into a text, which reads its values on the host"),
-        (percent_of_several, "makes a text with %"),
+        (percent, "puts a tensor into a text"),
+        (percent_of_float, "puts a tensor into a text"),
+        (percent_of_count, "puts a tensor into a text"),
+        (percent_of_several, "formats a text with %"),
     ],
 )
 def test_a_value_that_is_shown_is_told_as_a_read_on_the_host(
@@ -170,7 +170,7 @@ def test_a_value_that_is_shown_is_told_as_a_read_on_the_host(
 ) -> None:
     row = whole_row_of(nn.Linear(4, 3), fn)
     assert words in row.reason, row
-    assert "read it after the step" in row.fix, row
+    assert "after the step" in row.fix, row
     file, _, line = str(row.where).rpartition(":")
     assert file == __file__ and "# here" in linecache.getline(file, int(line)), row
     assert len(capsys.readouterr().out.splitlines()) == (6 if fn in (printed, printed_with_words) else 0)
@@ -193,7 +193,7 @@ def test_a_text_that_is_printed_is_told_with_its_line(capsys: pytest.CaptureFixt
     [
         (nonzero, "shape depends on tensor values"),
         (masked, "shape depends on tensor values"),
-        (own_generator, "torch.Generator of its own"),
+        (own_generator, "its own torch.Generator"),
         (transformed, "torch.func"),
         (host_float, READ),
         (host_item, READ),
@@ -243,7 +243,7 @@ def test_a_loss_that_is_logged_as_a_number_is_told_as_a_read_on_the_host(read: C
     row = graphed.report.fallbacks[0]
     file, _, line = str(row.where).rpartition(":")
     assert file == __file__ and "loss" in linecache.getline(file, int(line)), row
-    assert "read it after the step" in row.fix
+    assert "after the step" in row.fix
 
 
 @pytest.mark.passes_without_graphs("what changes on every step is found by tracing")
@@ -344,7 +344,7 @@ def test_layers_frozen_in_turn_are_named_also_where_a_number_changes_at_the_same
 
     row = row_of_changes(change, float)
     assert "model.value is no longer 1.0" in row.reason, row
-    assert "requires_grad" in row.reason and "Keep changing values in tensors" in row.fix, row
+    assert "requires_grad" in row.reason and "Keep values that change in tensors" in row.fix, row
     assert "frozen layers" in row.fix
 
 

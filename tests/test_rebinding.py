@@ -168,7 +168,7 @@ def _shares_the_students_memory(pair: Pair) -> Any:
 def test_a_tensor_that_gets_another_ones_memory() -> None:
     report = train(_shares_the_students_memory, replays=60)
     assert report.steps_replayed == 0 and report.plan == "{F} {B} {O}", str(report)
-    assert "memory that something else has as well" in text_of(report)
+    assert "memory that another tensor uses as well" in text_of(report)
 
 
 def _grows(pair: Pair) -> Any:

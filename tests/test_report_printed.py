@@ -136,16 +136,17 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
         lambda: trained(HostRead(), steps=60),
         r"\d\d of 60 training steps \(\d\d%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. In the way "
         r"of one graph for the whole step: the value of a tensor is read on the host, .* "
-        r"\(\S*test_report_decides_nothing.py:\d+\). Compute it with tensors \(torch.where\), or outside of the step.",
+        r"\(\S*test_report_decides_nothing.py:\d+\). Compute the result with tensors \(torch.where\), or move the "
+        r"decision out of the step.",
     ),
     "the optimizer alone": (
         lambda: trained(Net(), forward="off", backward="off"),
         r"The optimizer ran from graphs in 3\d of 40 training steps \(\d\d%\), forward and backward in none, as plan "
-        r"F B {O} on the emulated engine. In the way of more: forward='off', backward='off' was asked for: .*",
+        r"F B {O} on the emulated engine. In the way of more: forward='off', backward='off' is set, so .*",
     ),
     "everything fell back": (
         lambda: trained(Sparse(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), forward="off"),
-        r"None of the 40 training steps ran from graphs. In the way of more: forward=.off. was asked for: .*",
+        r"None of the 40 training steps ran from graphs. In the way of more: forward=.off. is set, so .*",
     ),
     "a stock loop": (
         accelerated,
@@ -164,7 +165,7 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
     ),
     "graphs off": (
         lambda: trained(Net(), engine="off"),
-        r"None of the 40 training steps ran from graphs. Graphs are off: steps run as they are.",
+        r"None of the 40 training steps ran from graphs. Graphs are off: steps run as you wrote them.",
     ),
     "too few steps": (
         lambda: trained(Net(), steps=3),
@@ -320,8 +321,8 @@ def test_paths_are_short_for_people_and_complete_for_programs(monkeypatch: pytes
 
 def test_a_note_that_repeats_a_reason_is_left_out() -> None:
     report = StepReport(engine="emulated", steps=1)
-    report.fell_back(Fallback("forward='off' was asked for: no graph", None, "", 1))
-    report.note("forward='off' was asked for")
+    report.fell_back(Fallback("forward='off' is set, so there is no graph", None, "", 1))
+    report.note("forward='off' is set")
     report.note("something else")
     assert [text for name, text in report.rows(verbose=True) if name == "note"] == ["something else"]
     assert Headline(report).text.count("forward='off'") == 1

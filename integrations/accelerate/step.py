@@ -82,7 +82,7 @@ class GraphedStepFunction:
             name = getattr(fn, "__name__", type(fn).__name__)
             loop.report.whole_step(name, self._report)
         else:
-            self._report.note("graphs are off: steps run as they are")
+            self._report.note("graphs are off: steps run as you wrote them")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make one step.

@@ -153,7 +153,7 @@ class PyGraphCallback(Callback):
         """Optimizers exist and checkpoints are restored: take over the optimization of batches."""
         self._report, self._logged = StepReport(), -1
         if disabled_by_environment() or self.config.engine == "off":
-            self._report.note("graphs are off: training ran as it is")
+            self._report.note("graphs are off: training ran as you wrote it")
             tell_why_off(self.config)
             return _decline(trainer, "graphs are off there")
         problem = _unsupported(trainer, pl_module)

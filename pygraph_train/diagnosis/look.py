@@ -168,7 +168,7 @@ class _OneLook:
             self._note(
                 Problem(
                     "Dynamo did not trace the step",
-                    fix="Unset TORCHDYNAMO_DISABLE and torch.compiler.disable decorators on the step",
+                    fix="Unset TORCHDYNAMO_DISABLE, and remove torch.compiler.disable decorators from the step",
                 )
             )
         except Exception as error:
@@ -240,7 +240,7 @@ class _OneLook:
                         Problem(
                             f"{name} was computed outside of the step and requires a gradient",
                             first_use(node),
-                            "Compute it inside the step, or detach it",
+                            "Compute the tensor inside the step, or detach it",
                         )
                     )
             elif id(_read(source, frame)) not in self._leaves:

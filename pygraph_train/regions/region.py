@@ -132,7 +132,7 @@ class Region:
         else:
             pair.forward = self
         if options.phases not in ("both", "backward" if spec.phase == "backward" else "forward"):
-            self.give_up(f"phases={options.phases!r} was asked for")
+            self.give_up(f"phases={options.phases!r} is set")
         elif spec.phase == "backward" and not self.alone and pair.forward and pair.forward.plain_only:
             self.give_up("its forward runs without a graph")
 

@@ -21,7 +21,8 @@ from pygraph_train.torch_private.hooks import gradient_hooks
 
 __all__ = ["Activation", "activations_among", "asks_for_no_gradient", "explained", "handed_out"]
 
-_FIX = "Ask for it in the first step, too, and it is not compiled; or set forward='off', backward='off'"
+_FIX = "Ask for this gradient in the first step, too: then the code is not compiled. Or set forward='off', "
+"backward='off'"
 
 
 _FRAMEWORKS: list[Callable[..., Any]] = []
@@ -109,7 +110,8 @@ def explained(compiled: Callable[..., Any], activations: Sequence[int], name: st
         if not torch.is_grad_enabled():
             return None
         what = message(
-            f"the backward of {name} is differentiated (create_graph=True), and its compiled code cannot be"
+            f"the backward of {name} is differentiated (create_graph=True), and its compiled code cannot be "
+            "differentiated"
         )
         return tuple(
             g if g is None or not g.requires_grad else refuse_second_backward([g], what) for g in given

@@ -234,9 +234,7 @@ class Advancing:
         config, program = self._training.config, self._training.program
         off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
         off += ["fuse='off'"] if config.fuse == "off" and not off else []
-        asked = (
-            Problem(f"{', '.join(off)} was asked for: forward and backward share no graph") if off else None
-        )
+        asked = Problem(f"{', '.join(off)} is set, so forward and backward share no graph") if off else None
         problem = (
             asked
             or program.replication.problem

@@ -45,8 +45,9 @@ class AfterFirstStep:
         if state.get(key) is not tensor or torch.equal(tensor, value):
             return None
         return (
-            "optimizer.step() was called after a step that had stepped the optimizer already: it updates a second "
-            "time with the same gradients. Leave optimizer.step() out of the loop, or make the step without optimizer="
+            "optimizer.step() was called after a step that had already stepped the optimizer, so the same "
+            "gradients update the parameters twice. Remove optimizer.step() from the loop, or make the step "
+            "without optimizer="
         )
 
     def close(self) -> None:
@@ -102,8 +103,8 @@ def _told_backward(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of `Tensor.backward` between a first and a second step."""
     if _results.get(id(tensor)) is tensor:
         raise PyGraphError(
-            f"loss.backward() was called at {user_location()} on the result of a step that has run the backward "
-            "already. Leave loss.backward() out of the loop: gradients are in .grad after the step"
+            f"loss.backward() was called at {user_location()} on the result of a step that has already run the "
+            "backward. Remove loss.backward() from the loop: gradients are in .grad after the step"
         )
     assert _backward is not None
     return _backward(tensor, *args, **kwargs)

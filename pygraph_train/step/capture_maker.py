@@ -237,8 +237,8 @@ class CaptureMaker:
             yield
         except Exception as error:
             raise PyGraphError(
-                f"a training step failed on this rank ({type(error).__name__}: {error}). Ranks that share their "
-                "parameters cannot leave a step alone, and the others are in it: start the training anew"
+                f"a training step failed on this rank ({type(error).__name__}: {error}). The other ranks are in this "
+                "step and need this rank, because the ranks share their parameters. Start the training again"
             ) from error
 
     def stage(self) -> AbstractContextManager[None]:

@@ -52,7 +52,7 @@ _HYPERPARAMETERS_CHANGE = (
     "(betas or momentum under OneCycleLR, for example)"
 )
 
-_ONE_CYCLE = "OneCycleLR(cycle_momentum=False) keeps it in the graph"
+_ONE_CYCLE = "Use OneCycleLR(cycle_momentum=False) to keep the optimizer in the graph"
 
 
 class Capturing:
@@ -217,7 +217,7 @@ class Capturing:
             if variant.moves > allowed:
                 raise NotLegal(
                     Problem(
-                        "memory of a tensor that the step rebinds (`.data = ...`) is held again and again"
+                        "memory of a tensor that the step assigns (`.data = ...`) is in use elsewhere again and again"
                         if moved is None
                         else f"{readable(moved, program.function())} lives at a new address again and again"
                     )
@@ -329,7 +329,7 @@ class Capturing:
             which = f"replay {variant.replays}" if capture.verified else "the first replay"
             problem = Problem(
                 f"{which} of {step.position} differs from the step without a graph: {difference}",
-                fix="Please report this; such steps are not replayed as a whole",
+                fix="Please report this as a bug. Steps of this kind are not replayed as a whole any more",
             )
             log.warning("pygraph: %s", problem)
         if self._together is not None:

@@ -109,7 +109,9 @@ class Choice:
         if not self.as_planned:
             self._unready += 1
             if self._unready > _MOST_UNREADY:
-                self.fail("its graphs could not be kept: what they rest on changes again and again")
+                self.fail(
+                    "its graphs could not be kept: their tensors or their values change again and again"
+                )
             return
         self._made += 1
         if self._unit is not None:

@@ -87,8 +87,8 @@ class LaunchBoundCheck:
         self._agreeing += 1
         if self._agreeing == _AGREEING:
             self._settled(
-                f"the GPU does not wait for the host: launching a step takes {host * 1e3:.3g} ms of the "
-                f"{whole * 1e3:.3g} ms that it runs"
+                f"the GPU does not wait for the host: launching a step takes {host * 1000.0:.3g} ms, and the step "
+                f"takes {whole * 1000.0:.3g} ms"
             )
         if self._agreeing >= _AGREEING:
             self._next = self._steps + _LOOK_EVERY

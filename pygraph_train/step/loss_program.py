@@ -52,7 +52,7 @@ class LossSteps:
         self._after_first: AfterFirstStep | None = None
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         if engine is None:
-            self._report.note("graphs are off: steps run as they are")
+            self._report.note("graphs are off: steps run as you wrote them")
             tell_why_off(config)
             if program.replication.group is not None:
                 decline(program.replication.group, "graphs are off there")

@@ -159,8 +159,8 @@ class _Used(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         raise RuntimeError(
-            "Trying to backward through the graph a second time: the step that this result came from was replayed, and "
-            "a replay keeps no history. Differentiate it inside of the step."
+            "Trying to backward through the graph a second time: this result comes from a replay, and a replay "
+            "keeps no autograd graph. Differentiate the result inside the step."
         )
 
 
@@ -257,13 +257,13 @@ def _memory(tensor: Tensor) -> int:
 
 _GATHERED = Problem(
     "the step returns a sharded tensor, or a parameter that is whole only during the step",
-    fix="Return a copy (.clone())",
+    fix="Return a copy of the tensor (.clone())",
 )
 
 
 def _unknown(leaf: Any) -> Problem:
     return Problem(
-        f"the step returns a {type(leaf).__name__}, which may be another one on every step",
+        f"the step returns a {type(leaf).__name__}, and a replay could not return the right value of it",
         fix="Return tensors, numbers and strings in dicts, lists or tuples",
     )
 

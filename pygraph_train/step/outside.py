@@ -53,7 +53,7 @@ def uninitialized(model: nn.Module) -> Problem | None:
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is None:
         return None
-    return Problem(f"{lazy} has no shape yet: the first call of its module gives it one")
+    return Problem(f"{lazy} has no shape yet; the first call of its module gives it a shape")
 
 
 class Outside:

@@ -17,7 +17,7 @@ from pygraph_train.torch_private.memory import copy_all, storage_key, storage_us
 
 __all__ = ["UNSEEN_MOVE", "Anchors", "Moves"]
 
-UNSEEN_MOVE = Problem("a tensor is given other memory during the step, in a way that tracing does not see")
+UNSEEN_MOVE = Problem("the step gives a tensor other memory, and tracing does not see where")
 
 
 class Moves:
@@ -89,8 +89,8 @@ class Anchors:
             if any(t is not tensor and storage_key(t.untyped_storage()) == memory for t in taken):
                 raise NotLegal(
                     Problem(
-                        "`.data = ...` gives a tensor memory that something else has as well",
-                        fix="Assign a copy (.clone())",
+                        "`.data = ...` gives a tensor memory that another tensor uses as well",
+                        fix="Assign a copy of the value (.clone())",
                     )
                 )
         if found:

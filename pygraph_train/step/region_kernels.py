@@ -13,8 +13,8 @@ from pygraph_train.torch_private.hooks import user_hooks_on_saved_tensors
 __all__ = ["LATE_LEAVES", "RegionKernels", "is_leaf"]
 
 LATE_LEAVES = (
-    "a step that asks for the gradient of an input runs the rest with eager kernels: the first steps asked for no such "
-    "gradient"
+    "a step asks for the gradient of an input, and the first steps did not: the rest of such a step runs "
+    "with eager kernels"
 )
 
 _WATCHED_SAVES = (

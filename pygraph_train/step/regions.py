@@ -78,11 +78,9 @@ _Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 def why_no_regions(config: PyGraphConfig, engine: str) -> str | None:
     """Why forward and backward get no graphs of their own, None when they may."""
     if config.region_phases == "none":
-        return "forward='off', backward='off' was asked for"
+        return "forward='off', backward='off' is set"
     if engine == "cuda" and config.compile is False:
-        return (
-            "compile=False was asked for, and forward and backward alone are captured from Inductor's kernels"
-        )
+        return "compile=False is set, and graphs of forward and backward alone need Inductor's kernels"
     return None
 
 
@@ -117,7 +115,7 @@ class Regions:
         if reason is None and program.by_hand:
             reason = "the step makes its backwards and updates itself: it is one graph, or has none"
         if reason is None and (replication.group is not None or replication.problem is not None):
-            reason = f"{replication.name}: forward and backward share one graph, or have none"
+            reason = f"{replication.name}: forward and backward share one graph, or they have no graph"
         self.problem = Problem(reason) if reason is not None else None
         self.found = False
         self._program = program
@@ -162,8 +160,8 @@ class Regions:
                 raise
             first, where = first_line(error), user_location(error.__traceback__)
             raise PyGraphError(
-                f"this step does with gradients what compiled kernels cannot, and none of the first steps did: "
-                f"{first}{f' ({where})' if where else ''}. Fix: forward='off', backward='off' leaves both as they are"
+                f"this step uses gradients in a way that compiled kernels do not support, and the first steps did "
+                f"not: {first}{f' ({where})' if where else ''}. Fix: set forward='off', backward='off'"
             ) from error
         finally:
             self._kernels.eager = False
@@ -204,8 +202,8 @@ class Regions:
         kind = next(self._levels, None)
         if kind is None:
             self.problem = Problem(
-                "forward and backward get no graphs of their own: the modules that hold parameters are not "
-                "called, or are traced anew on every step",
+                "forward and backward get no graphs of their own: the modules that hold parameters are not called, "
+                "or are traced again on every step",
                 fix="Keep Python state that changes out of the forward of modules",
             )
             return
@@ -257,7 +255,7 @@ class Regions:
                 elif versions != list(map(tensor_version, parameters)):
                     why = "parameters are changed between forward and backward"
                 elif activation and _is_asked_for(activation[0], hooks):
-                    why = "the gradient of an activation is asked for, and compiled ones have none"
+                    why = "the gradient of an activation is asked for, and compiled code has no such gradient"
                 if why is not None:
                     why = f"forward and backward get no graphs of their own: {why}"
                     where = user_location(thread=thread)
@@ -278,7 +276,7 @@ class Regions:
         odd = {type(x).__name__ for x in example_inputs if isinstance(x, torch.Tensor) and not _is_plain(x)}
         if odd:  # its operations are its own, and kernels see only the memory
             self.problem = Problem(
-                f"forward and backward get no graphs of their own: they take a {odd.pop()}"
+                f"forward and backward get no graphs of their own: they take a {odd.pop()}, which is no plain tensor"
             )
         write = write_in_checkpoint(graph)
         if write is not None:

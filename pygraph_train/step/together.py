@@ -28,7 +28,7 @@ R = TypeVar("R")
 _WAITS, _OPEN = 1, 2
 """Numbers of `Word.PLAIN`: whether the rank has found that its device waits for the host."""
 
-UNEVEN = Problem("Join lets each rank make its own number of steps, so nobody can vote on each of them")
+UNEVEN = Problem("Join lets each rank make its own number of steps, so the ranks cannot vote on each step")
 
 _MOST_APART = 3
 """Steps in a row in which this rank could replay a capture that another one no longer has, before it is given up."""
@@ -204,7 +204,7 @@ class Together:
 
     def _problem_of(self, rank: int, word: Word) -> Problem:
         if word not in (Word.OFF, Word.FAILED) or self._agreement is None:
-            return Problem(f"rank {rank} makes no more steps, or other ones than this rank")
+            return Problem(f"rank {rank} makes no more steps, or other steps than this rank")
         return Problem(f"rank {rank} runs without graphs, so all ranks do: {self._agreement.told(rank)}")
 
     def _note_difference(self, said: list[Said]) -> None:
@@ -217,8 +217,8 @@ class Together:
             rank for rank, other in enumerate(said) if other.number != mine.number or other.word != mine.word
         )
         self._training.report.note(
-            f"step {self._training.step} was the first that rank {rank} could not replay: all ranks run such steps as "
-            "they are"
+            f"rank {rank} could not replay step {self._training.step}, so all ranks run steps of this kind "
+            "without a graph"
         )
 
 

@@ -88,7 +88,9 @@ class Updates:
             self.phase.problem = OF_SHARDS
         self.between = program.acts_before_update()
         if unknown and self.between is None:
-            self.between = f"{type(program.optimizer).__qualname__} is none of torch.optim's, and is tried"
+            self.between = (
+                f"{type(program.optimizer).__qualname__} is not from torch.optim; a graph of its own is tried"
+            )
         if self.fusable:
             preparation.settle()
         elif self.whole_steps:

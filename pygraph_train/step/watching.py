@@ -60,7 +60,7 @@ class Watching:
         if problem is None and first:
             problem = self._read_leaves(variant, args, kwargs, leaves)
         if problem is None and versions != _versions(leaves):
-            problem = Problem("the step changes its batch in place, which a replay would do to a copy")
+            problem = Problem("the step changes its batch in place, and a replay would change a copy instead")
         return result, problem
 
     def _watched(self, variant: Variant) -> Call:
@@ -94,8 +94,8 @@ class Watching:
             state = variant.trace.tensors(fn, args, kwargs)
         except Exception as error:  # Dynamo's own names, for NumPy arrays and other things it converts
             return Problem(
-                f"the step makes tensors of NumPy arrays or other objects ({error})",
-                fix="Make tensors of them before the step",
+                f"the step makes tensors from NumPy arrays or other objects ({error})",
+                fix="Make these tensors before the step",
             )
         if (problem := history(variant.trace, state)) is not None:
             return problem

@@ -50,10 +50,10 @@ def _refusing(call_function: Callable[..., Any], regions: bool) -> Callable[...,
         why = None
         if is_reentrant and not any(getattr(x, "requires_grad", False) for x in args[1:]):
             why = "a checkpoint with use_reentrant=True has no input that requires a gradient"
-            fix = "use_reentrant=False gives gradients to its parameters"
+            fix = "Use checkpoint(..., use_reentrant=False), which gives gradients to its parameters"
         elif is_reentrant and regions:
             why = "a checkpoint with use_reentrant=True adds to gradients by itself"
-            fix = "use_reentrant=False leaves that to the backward"
+            fix = "Use checkpoint(..., use_reentrant=False), which adds gradients in the usual backward"
         if why is not None:
             unimplemented(gb_type="reentrant checkpoint", context=why, explanation=why, hints=[fix])
         return call_function(self, tx, args, kwargs)

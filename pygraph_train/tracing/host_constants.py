@@ -94,7 +94,7 @@ def _held(graph: fx.GraphModule, number: int, value: Tensor, place: fx.Node, exa
 def _told(node: fx.Node) -> str:
     line = line_of(node)
     where = f" ({line})" if line else ""
-    return f"a constant of the host is copied to the device once, and not in each step{where}"
+    return f"a constant of the host is copied to the device once instead of in each step{where}"
 
 
 class _Constants:

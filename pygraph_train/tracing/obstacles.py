@@ -29,7 +29,8 @@ def written(fn: Any, recorder: str | tuple[str, ...] | None) -> Iterator[Problem
         yield Problem(
             f"{name} is written by the step, and replay runs no Python",
             innermost(stack),
-            "Move the write out of the step (a hook that runs every step), or keep it in a tensor buffer",
+            "Move the write out of the step (to a hook that runs every step), or keep the value in a tensor "
+            "buffer",
         )
 
 
@@ -56,11 +57,11 @@ def on_host(
                     yield Problem(
                         f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",
                         first_use(node),
-                        f"Register it as a buffer or move it to {device.type}",
+                        f"Register the tensor as a buffer, or move it to {device.type}",
                     )
             elif value is not None:
                 name = readable(placeholder_source(node) or node.name, fn)
-                yield Problem(f"{name} is a Python number that changes", first_use(node))
+                yield Problem(f"{name} is a Python number that changes from step to step", first_use(node))
         elif node.op == "call_method" and node.target in ("item", "tolist"):
             yield read_on_host(line_of(node))
         elif (
@@ -72,7 +73,7 @@ def on_host(
                 f"{getattr(node.target, '__name__', node.target)} makes a tensor on {value.device.type} "
                 "inside the step",
                 line_of(node),
-                f"Make it on the device ({device.type}) or outside of the step",
+                f"Make the tensor on the device ({device.type}), or outside of the step",
             )
 
 
@@ -82,12 +83,14 @@ def gradients_read(graph: torch.fx.GraphModule, fn: Any) -> Iterator[Problem]:
         source = placeholder_source(node) if node.op == "placeholder" else None
         if source is not None and source.endswith(".grad"):
             yield Problem(
-                f"{readable(source, fn)}, a gradient of the step before, is read by the step",
+                f"{readable(source, fn)}, a gradient of the previous step, is read by the step",
                 first_use(node),
-                "Read it after the step",
+                "Read the gradient after the step that computes it",
             )
 
 
 def batch_changed(name: str, where: str | None) -> Problem:
     """The step writes to a tensor of its batch."""
-    return Problem(f"{name}: the step changes its batch in place, which a replay would do to a copy", where)
+    return Problem(
+        f"{name}: the step changes its batch in place, and a replay would change a copy instead", where
+    )

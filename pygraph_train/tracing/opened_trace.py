@@ -108,7 +108,7 @@ class OpenedTrace(Trace):
             self._take_guards(entries[0], frame)
         except Exception as error:  # an expression that only Dynamo's own code understands
             self.problem = self.problem or Problem(
-                f"the step reads tensors in a way that is not followed: {error}"
+                f"the step reads a tensor that pygraph-train cannot find again: {error}"
             )
 
     def _stop(

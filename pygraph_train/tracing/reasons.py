@@ -32,13 +32,13 @@ __all__ = [
 _OF_TENSORS = ("TensorVariable", "SymNodeVariable", "StringFormatVariable")
 """What Dynamo calls tensors, numbers that are read from them, and texts that are made of either."""
 
-_LEAVE_OUT = "The library makes the backward and the update"
+_LEAVE_OUT = "pygraph-train makes the backward and the update"
 _LOSS_ONLY = (
-    "Return the loss, and leave backward, step and zero_grad to GraphedStep. In a loop of Accelerate, decorate the "
-    "function with accelerator.graphed_step"
+    "Return the loss. GraphedStep calls backward, step and zero_grad. In an Accelerate loop, decorate "
+    "the function with accelerator.graphed_step"
 )
 
-READ_LATER = "Let the step return the tensor, read it after the step"
+READ_LATER = "Return the tensor from the step"
 """How a fix begins for a value that is read where no graph can be."""
 
 
@@ -48,9 +48,9 @@ def problem_of_break(error: BaseException) -> Problem:
     builtin = re.search(r"how to trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`", message)
     if (builtin is not None and builtin[1].startswith("Random.")) or "Python's random module" in message:
         return Problem(
-            "the step draws random numbers in Python, and a replay would repeat those of the capture",
+            "the step draws random numbers in Python, and a replay would repeat the numbers of the capture",
             innermost(stack),
-            "Draw them with torch, or before the step",
+            "Draw the numbers with torch, or before the step",
         )
     if builtin is not None:
         return Problem(
@@ -63,7 +63,7 @@ def problem_of_break(error: BaseException) -> Problem:
         return Problem(
             f"the step is not one graph: {told[1]}() reads the value of a tensor on the host",
             innermost(stack),
-            f"{READ_LATER}, and call {told[1]}() there",
+            f"{READ_LATER}, and call {told[1]}() after the step",
         )
     if told is not None:
         return Problem(
@@ -77,9 +77,9 @@ def problem_of_break(error: BaseException) -> Problem:
         "unsupported operand type(s) for %: 'str' and 'tuple'" in message
     ):
         return Problem(
-            "the step is not one graph: it makes a text with %, of values that Dynamo does not know",
+            "the step is not one graph: it formats a text with %, and Dynamo does not know the values in the text",
             innermost(stack),
-            f"{READ_LATER}, and make the text there",
+            f"{READ_LATER}, and make the text after the step",
         )
     if "`pack_padded_sequence`" in message or "`pad_packed_sequence`" in message:
         return _packed(innermost(stack))
@@ -87,9 +87,9 @@ def problem_of_break(error: BaseException) -> Problem:
         return _number_on_device(innermost(stack), stack)
     if "`Tensor.numpy()` was called" in message:
         return Problem(
-            "the step is not one graph: Tensor.numpy() gives the host a tensor's values",
+            "the step is not one graph: Tensor.numpy() reads the values of a tensor on the host",
             innermost(stack),
-            "Keep it a tensor, or do it after the step",
+            "Keep the values in a tensor, or call numpy() after the step",
         )
     if "Data-dependent branching" in message:
         return _number_on_device(innermost(stack), stack)
@@ -98,17 +98,17 @@ def problem_of_break(error: BaseException) -> Problem:
     if "Observed exception" in message:
         raised = re.search(r"raised exception (\w+)", message)
         return Problem(
-            f"the step is not one graph: Dynamo finds that it raises {raised[1] if raised else 'an exception'}",
+            f"the step is not one graph: Dynamo says that it raises {raised[1] if raised else 'an exception'}",
             innermost(stack),
-            "Where it raises nothing without pygraph_train, Dynamo does not know what is called there: call it "
-            "outside of the step",
+            "If the step raises nothing without pygraph_train, Dynamo does not know the function that this line "
+            "calls: call the function outside of the step",
         )
     if "(Generator)" in message and "as_proxy" in message:
         return Problem(
-            "the step is not one graph: it draws random numbers from a torch.Generator of its own, which Dynamo does "
-            "not trace",
+            "the step is not one graph: it draws random numbers from its own torch.Generator, and Dynamo does "
+            "not trace this",
             innermost(stack),
-            "Draw them before the step, or without a generator",
+            "Draw the numbers before the step, or from the default generator",
         )
     files = [frame.filename for frame in stack or ()]
     last = files[-1] if files else ""
@@ -124,22 +124,22 @@ def problem_of_break(error: BaseException) -> Problem:
         )
     if "User-inserted graph break" in message:
         return Problem(
-            "the step is not one graph: it calls torch._dynamo.graph_break(), or a function that does",
+            "the step is not one graph: it calls torch._dynamo.graph_break(), directly or in another function",
             innermost(stack),
-            "Leave that call out, or make it outside of the step",
+            "Remove the call of graph_break(), or move it out of the step",
         )
     if any(f"torch{os.sep}_functorch{os.sep}" in file for file in files):
         return Problem(
-            "the step is not one graph: it calls a transform of torch.func (vmap, grad, ...), which Dynamo does not "
-            "trace here",
+            "the step is not one graph: it calls a transform of torch.func (vmap, grad, ...), and Dynamo does "
+            "not trace it here",
             innermost(stack),
-            "Call it outside of the step, or compute the same without torch.func",
+            "Call the transform outside of the step, or compute the result without torch.func",
         )
     if "SymNodeVariable" in message:  # a number that was read from a tensor
         return Problem(
-            "the value of a tensor is read on the host (.item(), float(), int() of it), and Python uses it here",
+            "the value of a tensor is read on the host (.item(), float(), int()), and Python uses the number here",
             innermost(stack),
-            f"{READ_LATER}, and use its value there",
+            f"{READ_LATER}, and use its value after the step",
         )
     explanation = next(
         (
@@ -159,8 +159,8 @@ def problem_of_break(error: BaseException) -> Problem:
 def read_on_host(where: str | None) -> Problem:
     """Python asks for the value of a tensor."""
     return Problem(
-        "the value of a tensor is read on the host (.item(), .tolist(), float(), int() or bool() of it), "
-        "which waits for the device",
+        "the value of a tensor is read on the host (.item(), .tolist(), float(), int() or bool()), and this "
+        "waits for the device",
         where,
         "Keep the value in a tensor, or read it after the step",
     )
@@ -169,19 +169,20 @@ def read_on_host(where: str | None) -> Problem:
 def text_of_tensor(where: str | None) -> Problem:
     """A tensor goes into a text: an f-string, `format`, `%`."""
     return Problem(
-        "the step is not one graph: it puts a tensor into a text, which reads its values on the host",
+        "the step is not one graph: it puts a tensor into a text, and this reads the tensor's values on the "
+        "host",
         where,
-        f"{READ_LATER}, and make the text there",
+        f"{READ_LATER}, and make the text after the step",
     )
 
 
 def shape_of_values(where: str | None) -> Problem:
     """An operation makes a tensor whose shape only its values tell."""
     return Problem(
-        "the shape of a tensor depends on the values of another one (a boolean mask as index, nonzero(), unique()), "
-        "and the shapes of a graph are fixed",
+        "the shape of a tensor depends on the values of another tensor (a boolean mask as index, nonzero(), "
+        "unique()), and the shapes in a graph are fixed",
         where,
-        "Keep the shape, and take part by multiplying or with torch.where(mask, x, 0)",
+        "Keep the shape, and select values by multiplying with the mask or with torch.where(mask, x, 0)",
     )
 
 
@@ -221,16 +222,16 @@ def _number_on_device(where: str | None, stack: Any) -> Problem:
         return _packed(innermost(stack) or where)
     if not _is_in(stack, "batchnorm.py"):
         return Problem(
-            "the value of a tensor is read on the host, where Python decides or counts by it (if, while, range, an "
-            "index)",
+            "the value of a tensor is read on the host, because Python needs it for a decision or a count (if, "
+            "while, range, an index)",
             where,
-            "Compute it with tensors (torch.where), or outside of the step",
+            "Compute the result with tensors (torch.where), or move the decision out of the step",
         )
     return Problem(
-        "Python computes with a number that is on the device (BatchNorm with momentum=None does so), and a graph would "
-        "bake it in",
+        "Python computes with a number that is on the device (BatchNorm with momentum=None does this), and a "
+        "graph would keep the value of the capture",
         where,
-        "Keep it in a tensor, or give BatchNorm a momentum",
+        "Keep the number in a tensor, or give BatchNorm a momentum",
     )
 
 
@@ -249,10 +250,10 @@ def compiler_failed(error: BaseException) -> Problem:
         return _number_on_device(where, getattr(error, "real_stack", None))
     if "TensorVariable() is not a constant" in str(error):
         return Problem(
-            "the step is not one graph: a function of Python, such as format(), takes a tensor and reads its value on "
-            "the host",
+            "the step is not one graph: a Python function, such as format(), reads the value of a tensor on the "
+            "host",
             where,
-            f"{READ_LATER}, and call the function there",
+            f"{READ_LATER}, and call the function after the step",
         )
     said = f"{kind}{first_line(error).rstrip('.')}".strip()
     if said.endswith(":"):  # an exception without a message
@@ -308,7 +309,7 @@ def problem_of_guard(guard: str, where: str | None, fn: Any) -> Problem:
     return Problem(
         f"{readable(what, fn)}: the step depends on Python state that changes",
         where,
-        "Keep changing values in tensors, or out of the step",
+        "Keep values that change in tensors, or outside of the step",
     )
 
 

@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 CHANGED_AGAIN = (
-    "a checkpoint changes tensors that live longer (statistics of a BatchNorm, say): its recomputation changes them "
-    "once more, which compiled functions do not"
+    "a checkpoint changes tensors that outlive it (for example, statistics of a BatchNorm). Its "
+    "recomputation changes them again, but compiled functions change them once"
 )
 
 

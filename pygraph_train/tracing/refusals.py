@@ -30,24 +30,32 @@ __all__ = [
     "unsupported_leaves",
 ]
 
-_READ_LATER = "Let the step return the tensor, and read it or make a text of it after the step"
+_READ_LATER = "Return the tensor from the step, and read or print it after the step"
 
-GLOBAL_HOOK = Problem("a hook on all modules (register_module_forward_hook and the like) runs in Python")
+GLOBAL_HOOK = Problem(
+    "a hook on all modules (register_module_forward_hook and the like) runs in Python, and a replay "
+    "would not call it"
+)
 DISPATCH_MODE = Problem(
-    "a TorchDispatchMode is active, and sees nothing of a replay: steps under it run as they are"
+    "a TorchDispatchMode is active around the step and would see nothing of a replay, so the step runs "
+    "without a graph"
 )
 FUNCTION_MODE = Problem(
-    "a TorchFunctionMode is active, and sees nothing of a replay: steps under it run as they are"
+    "a TorchFunctionMode is active around the step and would see nothing of a replay, so the step runs "
+    "without a graph"
 )
 SAVED_TENSORS_HOOKS = Problem(
-    "saved_tensors_hooks are active, and see nothing of a replay: steps under them run as they are"
+    "saved_tensors_hooks are active around the step and would see nothing of a replay, so the step runs "
+    "without a graph"
 )
 BATCH_IN_STATE = Problem(
-    "a tensor of the batch lies in memory that the step may write (it is a view of a buffer of the model), and a graph "
-    "would read a copy from before the step",
-    fix="Pass a clone of it",
+    "a tensor of the batch lies in memory that the step may write (it is a view of a buffer of the "
+    "model), and a graph would read the values from before the step",
+    fix="Pass a clone of the tensor",
 )
-ANOMALY = Problem("anomaly detection reads every gradient on the host", fix="Turn detect_anomaly off")
+ANOMALY = Problem(
+    "anomaly detection reads every gradient on the host", fix="Turn anomaly detection off (detect_anomaly)"
+)
 
 
 def history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
@@ -56,7 +64,7 @@ def history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
         if tensor.requires_grad and not tensor.is_leaf:
             return Problem(
                 f"{readable(expression)} was computed outside of the step and requires a gradient",
-                fix="Compute it inside the step, or detach it",
+                fix="Compute the tensor inside the step, or detach it",
             )
     return None
 
@@ -73,26 +81,36 @@ def unsupported_leaves(
     paths = leaf_paths(args, "args") + leaf_paths(kwargs, "kwargs")
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, np.ndarray):
-            yield Problem(f"{path} is a NumPy {type(leaf).__name__}", fix="Pass torch.as_tensor of it")
+            yield Problem(
+                f"{path} is a NumPy {type(leaf).__name__}, and a graph takes tensors",
+                fix="Pass torch.as_tensor(...) of the array",
+            )
         if not isinstance(leaf, Tensor):
             continue
         if type(leaf) is not Tensor or leaf.is_nested:
-            yield Problem(f"{path} is a {type(leaf).__name__}, of which a graph would see a plain tensor")
+            yield Problem(f"{path} is a {type(leaf).__name__}, and a graph would treat it as a plain tensor")
         elif leaf.requires_grad:
-            yield Problem(f"{path} requires a gradient: its .grad would lie in a static buffer")
+            yield Problem(
+                f"{path} requires a gradient, and a graph would write the gradient to a copy of this tensor"
+            )
         elif leaf.layout is not torch.strided:
-            yield Problem(f"{path} is a {leaf.layout} tensor, whose memory a graph cannot fix")
+            yield Problem(f"{path} is a {leaf.layout} tensor, and a graph takes strided tensors only")
         elif any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
-            yield Problem(f"{path} is an expanded tensor", fix="Call .contiguous() on it")
+            yield Problem(
+                f"{path} is an expanded tensor, and a graph cannot copy values into it",
+                fix="Pass tensor.contiguous()",
+            )
 
 
 def compiler_problem(error: BaseException) -> Problem | None:
     """The sentence for a failure of the compiler, None for any other exception."""
     if isinstance(error, NotLegal):
-        told = f"Inductor could not compile the step: {error.problem.reason}; graphs hold eager kernels"
+        told = f"Inductor could not compile the step: {error.problem.reason}. The graphs hold eager kernels"
         return Problem(told, error.problem.where)
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch", "triton")):
-        return Problem(f"Inductor could not compile the step: {first_line(error)}; graphs hold eager kernels")
+        return Problem(
+            f"Inductor could not compile the step: {first_line(error)}. The graphs hold eager kernels"
+        )
     return None
 
 
@@ -104,7 +122,7 @@ def problem_of(error: Exception) -> Problem:
         return Problem(error.reason, where, _READ_LATER if "on the host" in error.reason else "")
     if isinstance(error, torch.OutOfMemoryError):
         return Problem(
-            "out of memory during the capture", fix="A smaller batch leaves room for the graph's memory"
+            "out of memory during the capture", fix="Use a smaller batch, so that the graph's memory fits"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return Problem(

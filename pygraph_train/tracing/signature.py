@@ -72,7 +72,9 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
         return {name: map_leaves(fn, value) for name, value in tree.items()}
     if isinstance(tree, Mapping):
         if not isinstance(tree, (dict, UserDict)):
-            raise TypeError(f"{kind.__name__} is a mapping that nobody but its author can rebuild")
+            raise TypeError(
+                f"{kind.__name__} is a mapping of an unknown class, and pygraph-train cannot build another one"
+            )
         other: Any = copy.copy(tree)
         for name, value in tree.items():
             other[name] = map_leaves(fn, value)

@@ -239,10 +239,10 @@ class Trace:
                 self._take_guards(entries[0], frame)
             except Exception as error:  # an expression that only Dynamo's own code understands
                 self.problem = self.problem or Problem(
-                    f"the step reads tensors in a way that is not followed: {error}"
+                    f"the step reads a tensor that pygraph-train cannot find again: {error}"
                 )
         elif self._compiles > before and self.problem is None:
-            self.problem = stale or Problem("the step is traced anew although its inputs look the same")
+            self.problem = stale or Problem("the step needs a new trace although its inputs look the same")
         return result
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
@@ -308,7 +308,7 @@ class Trace:
                     "a checkpoint with use_reentrant=True adds to the gradient of a parameter that the step uses more "
                     "than once",
                     line_of(adds),
-                    "use_reentrant=False leaves that to the backward",
+                    "Use checkpoint(..., use_reentrant=False), which adds gradients in the usual backward",
                 )
             )
         constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
@@ -376,7 +376,7 @@ class Trace:
         try:
             known: tuple[Any, Any, Any] = self._read(frame, self._code.__globals__)
         except (AttributeError, IndexError, KeyError) as error:
-            text = f"the model is built differently now: {type(error).__name__} {error}"
+            text = f"the model has another structure than when it was traced: {type(error).__name__} {error}"
             return [Problem(text, fix=_CHANGE_RARELY)]
         if not by_itself and watch.unchanged(*known):
             return []
@@ -394,7 +394,7 @@ _GLOBAL = re.compile(r"G\['([^\W_]\w*)'\]")
 """A global of the traced function, whose names are those of this file; other modules come as `__import_...`."""
 
 _CHANGE_RARELY = (
-    "Change modules, shapes, frozen layers, hooks and switches of torch rarely: the step is traced anew after each "
-    "change"
+    "Change modules, shapes, frozen layers, hooks and switches of torch rarely: the step is traced again "
+    "after each change"
 )
-_DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE and torch.compiler.disable decorators on the step"
+_DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE, and remove torch.compiler.disable decorators from the step"
