@@ -66,7 +66,7 @@ def test_explain_of_a_script(script: Path) -> None:
     assert run.returncode == 1, run.stderr
     assert run.stdout.startswith("1 obstacle keeps step_fn from being one graph.")
     assert f'{script}:10\n       print("loss", loss.item())\n   Why: print() reads the value' in run.stdout
-    assert "   Change: Let the step return the tensor" in run.stdout
+    assert "   Change: Return the tensor from the step" in run.stdout
     assert not run.stderr.strip(), run.stderr
 
 
