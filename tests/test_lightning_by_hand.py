@@ -23,6 +23,8 @@ from lightning_training import (  # noqa: E402
 from test_lightning_manual import MIXED, Classifier, Gan, Hooks, Manual, Saves, Teacher, adamw  # noqa: E402
 from training import Net, differs, frozen  # noqa: E402
 
+from pygraph_train import explain  # noqa: E402
+
 WHOLE = {"plan": "{F B O}", "replays": 30}
 
 
@@ -465,6 +467,23 @@ def test_what_is_no_graph_has_graphs_of_its_phases(kind):
     report = graphed.report
     assert report.steps == 66 and "{F B O}" not in str(report.plan), str(report)
     assert report.notes or report.fallbacks, str(report)
+
+
+def test_explain_looks_at_steps_by_hand():
+    batch = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    state = torch.get_rng_state()
+    for kind in (Gan, ActorCritic, Replays):
+        module = kind()
+        before = copy.deepcopy(module.state_dict())
+        torch.set_rng_state(state)
+        found = explain(module, batch)
+        assert not found.obstacles, str(found)
+        assert torch.equal(torch.get_rng_state(), state), "nothing was executed"
+        assert differs(before, module.state_dict()) is None
+        assert not set(vars(module)) & {"log", "optimizers", "manual_backward"}
+    found = explain(Counts(), batch)
+    (obstacle,) = found.obstacles
+    assert "self.seen is written by the step" in obstacle.reason and "by_hand.py" in str(obstacle.where)
 
 
 def test_hooks_run_in_the_middle_of_a_step():

@@ -15,6 +15,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from pygraph_train.diagnosis.subject import Subject
 from pygraph_train.integrations.lightning.hooks import INSIDE_FORWARD_BACKWARD, INSIDE_UPDATE, overrides
 from pygraph_train.integrations.lightning.log import Recorder
+from pygraph_train.integrations.lightning.stand_ins import stand_ins
+from pygraph_train.integrations.patches import standing_in
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.random_state import random_numbers_kept
 
@@ -43,35 +45,33 @@ def subject_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Su
 
     @contextmanager
     def recording() -> Iterator[None]:
-        module.__dict__["log"] = Recorder()
-        try:
+        with standing_in([(module, "log", Recorder()), *by_hand]):
             yield
-        finally:
-            module.__dict__.pop("log", None)
 
+    by_hand = [] if module.automatic_optimization else stand_ins(module, optimizers)
+    if by_hand:
+        notes.append(
+            "Stand-ins took the place of manual_backward, of the optimizers, of toggling and of clipping."
+        )
     return Subject(
         f"{type(module).__name__}.training_step",
         MethodType(type(module).training_step, module),
         args,
         kwargs,
         module,
-        optimizers if len(optimizers) == 1 else [],
+        optimizers if len(optimizers) == 1 or by_hand else [],
         device,
-        recorder=".log.records",
+        recorder=(".log.records", ".manual_backward.losses"),
         context=recording,
         problems=list(_problems(module, optimizers)),
         notes=notes,
+        takes_loss_from="" if by_hand else "result",
+        by_hand=bool(by_hand),
     )
 
 
 def _problems(module: Any, optimizers: list[Any]) -> Iterator[Problem]:
-    if not module.automatic_optimization:
-        yield Problem(
-            "the module optimizes by hand (automatic_optimization = False), so training_step runs in Python on "
-            "every batch. Forward, backward and each optimizer get graphs of their own",
-            defined_at(type(module).training_step),
-        )
-    elif len(optimizers) > 1:
+    if module.automatic_optimization and len(optimizers) > 1:
         yield Problem(
             f"the module has {len(optimizers)} optimizers under automatic optimization, and a graph holds one",
             defined_at(type(module).configure_optimizers),

@@ -34,6 +34,12 @@ _LATER = (
 )
 
 
+_OF_STEPS_BY_HAND = (
+    "What a graph would gain was not measured: the step makes its backwards and its updates itself, and explain "
+    "changes nothing."
+)
+
+
 @dataclass
 class Subject:
     """One call of a step.
@@ -49,6 +55,7 @@ class Subject:
         problems: what is known to stand in the way already.
         notes: sentences for the reader.
         takes_loss_from: how the loss is found: "result" (a tensor, or a dict with "loss") or "" (not looked for).
+        by_hand: whether the step makes its backwards and updates itself.
     """
 
     name: str
@@ -63,6 +70,7 @@ class Subject:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     takes_loss_from: str = "result"
+    by_hand: bool = False
 
 
 def explained(subject: Subject) -> Explanation:
@@ -99,7 +107,9 @@ def explained(subject: Subject) -> Explanation:
     if subject.device.type == "cpu":
         notes.append(ON_CPU)
     notes.append(_LATER)
-    gain = gain_of(subject.fn, args, kwargs, subject.model, subject.device, context, clean=not found)
+    gain = _OF_STEPS_BY_HAND
+    if not subject.by_hand:
+        gain = gain_of(subject.fn, args, kwargs, subject.model, subject.device, context, clean=not found)
     return _told(subject, found, notes, gain)
 
 
