@@ -74,9 +74,9 @@ class GraphedStep(LossSteps):
         **overrides: Unpack[StepOptions],
     ) -> None:
         self._config = PyGraphConfig.of(config, overrides)
-        optimizer = _one(optimizer, scaler)
+        stepped = _one(optimizer, scaler)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        program = LossProgram(step_fn, model, optimizer, device, scaler, max_grad_norm)
+        program = LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm)
         engine = None if disabled_by_environment() else make_engine(self._config.engine, device)
         super().__init__(program, self._config, engine)
         if engine is not None:  # a step inside of another one runs as it does alone

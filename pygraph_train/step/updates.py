@@ -69,10 +69,13 @@ class Updates:
         if self.preparation is not None or program.optimizer is None:
             return
         emulated = training.engine.name == "emulated"
-        several = isinstance(program.optimizer, OptimizerSet)
-        unknown = not several and is_unknown(program.optimizer)
-        kind = SeveralPreparations if several else OptimizerTrial if unknown else OptimizerPreparation
-        self.preparation = preparation = kind(program.optimizer, emulated=emulated)
+        optimizer: Any = program.optimizer
+        several = isinstance(optimizer, OptimizerSet)
+        unknown = not several and is_unknown(optimizer)
+        # several preparations have all of one that a graph needs
+        kind: Any = SeveralPreparations if several else OptimizerTrial if unknown else OptimizerPreparation
+        preparation: OptimizerPreparation = kind(optimizer, emulated=emulated)
+        self.preparation = preparation
         if training.config.optimizer == "off":
             preparation.close()
             return

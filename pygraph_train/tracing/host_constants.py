@@ -69,9 +69,8 @@ def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
     for (node, position), value in found.lists.items():
         told.append(_told(node))
         held = _held(graph, len(told), value, node, _example(value, node))
-        index = node.args[1]
-        parts = held if position is None else (*index[:position], held, *index[position + 1 :])  # type: ignore[index]
-        node.update_arg(1, parts)
+        index: Any = node.args[1]
+        node.update_arg(1, held if position is None else (*index[:position], held, *index[position + 1 :]))
     if told:
         graph.recompile()
     returned = graph.graph.output_node().all_input_nodes
