@@ -161,7 +161,7 @@ class StepsByHand:
 
     def _position(self) -> PositionInAccumulation:
         """A step is captured once for each set of gradients that it has begun with. Hot path."""
-        present = bytes(map(_has_gradient, self._program.parameters))
+        present = _Present(map(_has_gradient, self._program.parameters))
         if self._present.constants != (present,):
             self._present = PositionInAccumulation(constants=(present,))
         return self._present
@@ -182,6 +182,13 @@ class StepsByHand:
                     Problem(f"{name} was added during training", where, "Give it to the Trainer at the start")
                 )
         self._callbacks = list(callbacks)
+
+
+class _Present(bytes):
+    """A 1 for each parameter that has a gradient, and a 0 for each other one."""
+
+    def __repr__(self) -> str:
+        return f"{sum(self)} of {len(self)} parameters have gradients when the step begins"
 
 
 def _has_gradient(parameter: Tensor) -> bool:
