@@ -216,8 +216,7 @@ def _measure_loop(mode: str, args: argparse.Namespace) -> dict[str, Any]:
             return loss.detach()
 
         turns = itertools.cycle(batches)
-        for _ in range(args.max_warmup):
-            loss = step(next(turns))
+        losses = [step(next(turns)).clone() for _ in range(args.max_warmup)]
         windows = []
         for _ in range(args.windows):
             _synchronize(cuda)
@@ -227,7 +226,11 @@ def _measure_loop(mode: str, args: argparse.Namespace) -> dict[str, Any]:
             _synchronize(cuda)
             windows.append((time.perf_counter() - started) / args.steps * 1e3)
         row.update(
-            step_ms=statistics.median(windows), windows_ms=windows, final_loss=float(loss), steady=True
+            step_ms=statistics.median(windows),
+            windows_ms=windows,
+            first_losses=torch.stack(losses).tolist(),
+            final_loss=float(loss),
+            steady=True,
         )
         if graphed is not None:
             report = graphed.report().to_dict()

@@ -61,10 +61,12 @@ def test_manual_step(tmp_path):
     record = run(
         "benchmarks.manual_step", tmp_path / "manual.json", "--modes", "eager,pygraph", "--timeout-s", "0"
     )
-    assert record["timing_claim"] is False and len(record["rows"]) == 4
-    for eager, graphed in (record["rows"][:2], record["rows"][2:]):
+    rows = record["rows"]
+    assert record["timing_claim"] is False and len(rows) == 6
+    for eager, graphed in zip(rows[::2], rows[1::2], strict=True):
+        assert eager["model"] == graphed["model"]
         assert eager["error"] is None and graphed["error"] is None
-        assert graphed["report"]["optimizer_steps_replayed"] > 0 and graphed["step_ms"] is not None
+        assert graphed["report"]["steps_replayed"] > 0 and graphed["step_ms"] is not None
         losses = eager["first_losses"]
         assert len(losses) > 10 and graphed["first_losses"][: len(losses)] == losses
 
