@@ -11,8 +11,8 @@ from torch import nn
 from pygraph_train.diagnosis.subject import Subject
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.integrations.accelerate.stubs import stubs
-from pygraph_train.integrations.patches import standing_in
 from pygraph_train.parallel.replication import RECORDER
+from pygraph_train.patches import standing_in
 
 __all__ = ["subject_of"]
 

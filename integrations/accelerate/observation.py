@@ -18,7 +18,7 @@ from pygraph_train.integrations.accelerate.calls import (
     norm_limits,
     value_limits,
 )
-from pygraph_train.integrations.patches import standing_in
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, user_location
 from pygraph_train.torch_private.autograd import leaves_of
 from pygraph_train.torch_private.dispatch import TorchDispatchMode

@@ -34,13 +34,13 @@ from pygraph_train.integrations.accelerate.calls import (
 from pygraph_train.integrations.accelerate.observation import Observation
 from pygraph_train.integrations.accelerate.stubs import stubs
 from pygraph_train.integrations.loop import Loop
-from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.agreement import decline
 from pygraph_train.parallel.replication import RECORDER, Alone, Replication
 from pygraph_train.parallel.sharing import replication_of
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed

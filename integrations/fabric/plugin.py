@@ -28,9 +28,9 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.fabric.step import Clipping, FabricStep
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
-from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.spread import Spread
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem
 from pygraph_train.step.activations import asks_for_no_gradient
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.loop import Loop
-from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.loss_program import LossProgram, LossSteps

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.lightning.hooks import (
@@ -27,12 +26,11 @@ from pygraph_train.integrations.lightning.hooks import (
 from pygraph_train.integrations.lightning.package import base_of
 from pygraph_train.integrations.lightning.program_by_hand import ManualProgram
 from pygraph_train.integrations.lightning.stand_ins import METHODS
-from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.parallel.sharing import replication_of
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.flight import Replayed
-from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram
 from pygraph_train.step.runner import StepRunner
 
@@ -101,7 +99,6 @@ class StepsByHand:
         self._runner = runner(self._program)
         self._loop = trainer.fit_loop.epoch_loop.manual_optimization
         self._patches = ExitStack()
-        self._present = PositionInAccumulation()
         self._lost = 0  # how many more steps ran as they are than were replayed
         self._patience = _PATIENCE + 2 * warmup_steps
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
@@ -143,7 +140,7 @@ class StepsByHand:
 
         self._look_at_trainer()
         program.book.start_step()
-        step = self._runner.begin(self._position())
+        step = self._runner.begin(program.position())
         outcome = self._runner.make(step, args, kwargs, run)
         if not isinstance(outcome, Replayed):
             step.finish()
@@ -158,13 +155,6 @@ class StepsByHand:
             self._loop._on_after_step()
         step.finish()
         return output
-
-    def _position(self) -> PositionInAccumulation:
-        """A step is captured once for each set of gradients that it has begun with. Hot path."""
-        present = _Present(map(_has_gradient, self._program.parameters))
-        if self._present.constants != (present,):
-            self._present = PositionInAccumulation(constants=(present,))
-        return self._present
 
     def _look_at_trainer(self) -> None:
         """Stop where optimizers or callbacks came or went: what a graph holds was decided without them."""
@@ -182,14 +172,3 @@ class StepsByHand:
                     Problem(f"{name} was added during training", where, "Give it to the Trainer at the start")
                 )
         self._callbacks = list(callbacks)
-
-
-class _Present(bytes):
-    """A 1 for each parameter that has a gradient, and a 0 for each other one."""
-
-    def __repr__(self) -> str:
-        return f"{sum(self)} of {len(self)} parameters have gradients when the step begins"
-
-
-def _has_gradient(parameter: Tensor) -> bool:
-    return parameter.grad is not None

@@ -16,7 +16,7 @@ from pygraph_train.diagnosis.subject import Subject
 from pygraph_train.integrations.lightning.hooks import INSIDE_FORWARD_BACKWARD, INSIDE_UPDATE, overrides
 from pygraph_train.integrations.lightning.log import Recorder
 from pygraph_train.integrations.lightning.stand_ins import stand_ins
-from pygraph_train.integrations.patches import standing_in
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.random_state import random_numbers_kept
 

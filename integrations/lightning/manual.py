@@ -20,10 +20,10 @@ from lightning.pytorch import LightningModule, Trainer
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.lightning.program_by_hand import called_parts
 from pygraph_train.integrations.loop import Loop
-from pygraph_train.integrations.patches import standing_in
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.sharing import replication_of
+from pygraph_train.patches import standing_in
 
 __all__ = ["ManualOptimization"]
 

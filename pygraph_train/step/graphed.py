@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.several import OptimizerSet
+from pygraph_train.parallel.sharing import replication_of
+from pygraph_train.step.function_by_hand import FunctionByHand
 from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
@@ -49,6 +51,9 @@ class GraphedStep(LossSteps):
         scaler: a GradScaler for fp16.
         max_grad_norm: clip gradients before the optimizer, as
             `clip_grad_norm_(model.parameters(), max_grad_norm)` does.
+        manual_optimization: `step_fn` makes the whole step itself: it calls `loss.backward()`, `optimizer.step()` and
+            `optimizer.zero_grad()`, for several losses and optimizers where it has them. It returns what it likes. The
+            step is one graph, or runs as it is written.
         move_inputs: move CPU tensors among the arguments to the model's CUDA device before `step_fn` sees
             them, while the device still works on the previous step (pinned memory helps). Set it to False if
             `step_fn` needs tensors on the CPU.
@@ -57,7 +62,8 @@ class GraphedStep(LossSteps):
 
     Raises:
         ValueError: an option has a value that is not allowed, the engine cannot work on the model's device, two
-            optimizers share a parameter, or there is a scaler for several optimizers.
+            optimizers share a parameter, there is a scaler for several optimizers, or manual optimization comes
+            without an optimizer, or with `scaler` or `max_grad_norm`.
         TypeError: an option is unknown, or `optimizer` is neither an optimizer nor a list of optimizers.
     """
 
@@ -70,15 +76,26 @@ class GraphedStep(LossSteps):
         config: PyGraphConfig | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
+        manual_optimization: bool = False,
         move_inputs: bool = True,
         **overrides: Unpack[StepOptions],
     ) -> None:
         self._config = PyGraphConfig.of(config, overrides)
         stepped = _one(optimizer, scaler)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        program = LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm)
         engine = None if disabled_by_environment() else make_engine(self._config.engine, device)
-        super().__init__(program, self._config, engine)
+        program: LossProgram | FunctionByHand
+        if manual_optimization:
+            _check_manual(stepped, scaler, max_grad_norm)
+            program = FunctionByHand(step_fn, model, _as_set(stepped), device)
+            processes = replication_of(model).name
+            super().__init__(program, self._config, None if processes else engine)
+            if processes and engine is not None:
+                self._report.note(f"{processes}: no graph holds a step that makes its backwards itself")
+        else:
+            program = LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm)
+            super().__init__(program, self._config, engine)
+        self._manual = manual_optimization
         if engine is not None:  # a step inside of another one runs as it does alone
             leave_to_python(GraphedStep.__call__)
             leave_to_python(GraphedStep.accumulate)
@@ -93,7 +110,16 @@ class GraphedStep(LossSteps):
         return self._step(args, kwargs, update=True)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of a micro-batch, and add up its gradients. The next `step(...)` updates."""
+        """Run forward and backward of a micro-batch, and add up its gradients. The next `step(...)` updates.
+
+        Raises:
+            RuntimeError: under manual optimization.
+        """
+        if self._manual:
+            raise RuntimeError(
+                "a step_fn under manual_optimization=True makes its own updates: call the step, and let step_fn leave "
+                "out optimizer.step()"
+            )
         return self._step(args, kwargs, update=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
@@ -117,6 +143,21 @@ class GraphedStep(LossSteps):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _check_manual(optimizer: Any, scaler: Any, max_grad_norm: float | None) -> None:
+    if optimizer is None:
+        raise ValueError(
+            "manual_optimization=True needs the optimizers that step_fn steps: pass optimizer=[...]"
+        )
+    if scaler is not None or max_grad_norm is not None:
+        raise ValueError(
+            "under manual_optimization=True step_fn scales and clips by itself: leave out scaler= and max_grad_norm="
+        )
+
+
+def _as_set(optimizer: Any) -> OptimizerSet:
+    return optimizer if isinstance(optimizer, OptimizerSet) else OptimizerSet([optimizer])
 
 
 def _one(

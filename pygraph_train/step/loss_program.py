@@ -24,6 +24,7 @@ from pygraph_train.report.announcements import tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.flight import Replayed
+from pygraph_train.step.function_by_hand import FunctionByHand
 from pygraph_train.step.outputs import detached_results
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepOfLoss, plain_call
@@ -33,7 +34,7 @@ __all__ = ["LossProgram", "LossSteps"]
 
 
 class LossSteps:
-    """Makes the steps of a `LossProgram`, from graphs where that changes nothing.
+    """Makes the steps of a `LossProgram` or of a `FunctionByHand`, from graphs where that changes nothing.
 
     Args:
         program: what a step is.
@@ -41,7 +42,9 @@ class LossSteps:
         engine: where graphs are made; None makes all steps as they are.
     """
 
-    def __init__(self, program: LossProgram, config: PyGraphConfig, engine: Engine | None) -> None:
+    def __init__(
+        self, program: LossProgram | FunctionByHand, config: PyGraphConfig, engine: Engine | None
+    ) -> None:
         self._program = program
         self._report = StepReport()
         self._runner: StepRunner | None = None
@@ -62,7 +65,7 @@ class LossSteps:
             self._runner = StepRunner(program, config, engine, self._report)
 
     @property
-    def program(self) -> LossProgram:
+    def program(self) -> LossProgram | FunctionByHand:
         """What a step is."""
         return self._program
 
@@ -129,13 +132,16 @@ class LossSteps:
         self._pending = not update  # only now: a step that raised is not part of an accumulation
         if not self._made:
             self._made = True
-            self._after_first = AfterFirstStep(result, program.optimizer if update else None)
+            stepped = program.optimizer if update and not program.by_hand else None
+            self._after_first = AfterFirstStep(result, stepped)
         return result
 
     def _make_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
         """Make one step where no graph is left, and one process trains: what the user's own loop would do. Hot path."""
         self._report.step_began()
         program = self._program
+        if isinstance(program, FunctionByHand):
+            return program.run(plain_call, args, kwargs, self._position, plain_update)
         optimizer = program.optimizer
         if optimizer is not None and not self._pending:
             optimizer.zero_grad(set_to_none=True)
