@@ -392,6 +392,28 @@ class ReadsGradients(Gan):
         self.log("norm", self.generator[0].weight.grad.norm())
 
 
+class CountsGradients(Gan):
+    """Counts the gradients that exist after a backward. When the step begins there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counted", torch.zeros(()))
+        self.found = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()[0]
+        loss = self.adversarial(self.discriminator(self(torch.randn(8, 4))), True)
+        self.manual_backward(loss)
+        for p in self.parameters():
+            if p.grad is not None:
+                self.found += 1
+        optimizer.step()
+        self.zero_grad()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.counted.fill_(self.found)
+
+
 class LeavesToggled(Gan):
     """Toggles an optimizer, and does not toggle it back before the step ends."""
 
@@ -455,6 +477,7 @@ class Overrides(Gan):
         Counts,
         Reads,
         ReadsGradients,
+        CountsGradients,
         LeavesToggled,
         StepsByOtherName,
         Backwards,

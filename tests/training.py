@@ -43,13 +43,17 @@ class PlainStep:
         optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
+        manual_optimization: bool = False,
     ) -> None:
+        self.manual = manual_optimization
         self.step_fn, self.model, self.scaler = step_fn, model, scaler
         self.optimizer = Each(optimizer) if isinstance(optimizer, list) else optimizer
         self.max_grad_norm = max_grad_norm
         self.pending = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.manual:
+            return self.step_fn(*args, **kwargs)
         pending = self.pending
         try:
             return self._step(*args, **kwargs)

@@ -120,6 +120,6 @@ class ManualProgram(ProgramByHand):
         yield from super().extra_state()
 
 
-def called_parts(module: LightningModule) -> Iterator[nn.Module]:
+def called_parts(module: nn.Module) -> Iterator[nn.Module]:
     """What `training_step` may call."""
     return parts_of(module, base_of(module) or nn.Module)

@@ -52,7 +52,7 @@ class _Optimizers:
 
     def __call__(self, use_pl_optimizer: bool = True) -> Any:
         if not use_pl_optimizer:
-            raise NotImplementedError("optimizers(use_pl_optimizer=False)")
+            raise NotImplementedError("a graph cannot hold optimizers(use_pl_optimizer=False)")
         return self._optimizers[0] if len(self._optimizers) == 1 else list(self._optimizers)
 
 
@@ -68,7 +68,7 @@ class _Optimizer:
 
     def step(self, closure: Any = None, **kwargs: Any) -> None:
         if closure is not None or kwargs:
-            raise NotImplementedError("step(closure)")
+            raise NotImplementedError("a graph cannot hold step(closure)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         guard_constants(set_to_none)

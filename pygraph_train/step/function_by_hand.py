@@ -115,7 +115,7 @@ class _Step:
 
     def __call__(self, closure: Any = None) -> None:
         if closure is not None:
-            raise NotImplementedError("step(closure)")
+            raise NotImplementedError("a graph cannot hold step(closure)")
 
 
 def _zero_grad(set_to_none: bool = True) -> None:
@@ -136,8 +136,10 @@ def _backward(
 ) -> None:
     """In the place of `Tensor.backward`."""
     guard_constants((retain_graph, create_graph))
-    if create_graph or inputs is not None:
-        raise NotImplementedError("backward(create_graph=True) or backward(inputs=...)")
+    if create_graph:
+        raise NotImplementedError("a graph cannot hold backward(create_graph=True)")
+    if inputs is not None:
+        raise NotImplementedError("a graph cannot hold backward(inputs=...)")
 
 
 def _clip_grad_norm(
@@ -149,7 +151,7 @@ def _clip_grad_norm(
 ) -> Tensor:
     guard_constants((max_norm, norm_type, error_if_nonfinite, foreach))
     if error_if_nonfinite:
-        raise NotImplementedError("clip_grad_norm_(error_if_nonfinite=True) reads the norm on the host")
+        raise NotImplementedError("a graph cannot hold clip_grad_norm_(error_if_nonfinite=True)")
     held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return torch.zeros((), device=held[0].device)  # the capture computes it
 
@@ -160,7 +162,7 @@ def _clip_grad_value(parameters: Any, clip_value: float, foreach: bool | None = 
         list(parameters)
 
 
-_REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
+_REPLACED: dict[Callable[..., Any], Any] = {
     nn.Module.zero_grad: _zero_grad_of_module,
     torch.nn.utils.clip_grad_norm_: _clip_grad_norm,
     torch.nn.utils.clip_grad_value_: _clip_grad_value,

@@ -105,7 +105,9 @@ class LossSteps:
             self._second_step(self._after_first)
         sync = program.replication.exchanges(update=update)
         update = update and program.optimizer is not None
-        fresh = program.starts_fresh() if program.optimizer is None else not self._pending
+        fresh = not self._pending
+        if program.optimizer is None and isinstance(program, LossProgram):
+            fresh = program.starts_fresh()
         constants = program.constants() + program.replication.constants()
         if self._position != (fresh, update, constants, sync):
             self._position = PositionInAccumulation(fresh, update, constants, sync)
@@ -123,7 +125,7 @@ class LossSteps:
             outcome = self._runner.make(step, args, kwargs, run, flat)
             if isinstance(outcome, Replayed):
                 result = outcome.outputs
-                if update and not outcome.updated:
+                if update and not outcome.updated and isinstance(program, LossProgram):
                     step.update(program.before_update(), position.constants)
             else:
                 result = outcome.result
@@ -220,7 +222,8 @@ class LossProgram(StepOfLoss):
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
             raise TypeError(
                 "step_fn must return the loss, a 0-dim tensor that requires grad, or a dict with it under "
-                f"'loss'; got {_describe(result)}"
+                f"'loss'; got {_describe(result)}. If step_fn makes the backward and the update itself, pass "
+                "manual_optimization=True"
             )
         return loss, result
 

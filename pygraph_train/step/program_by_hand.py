@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from pygraph_train.gradients.old import OldGradients
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.optimizers.several import OptimizerSet, SeveralPreparations
-from pygraph_train.parallel.replication import Alone
+from pygraph_train.parallel.replication import Alone, Replication
 from pygraph_train.patches import standing_in
-from pygraph_train.problems import Problem
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.torch_private.cuda import told_whether_capturing
+from pygraph_train.torch_private.guards import guarded_expression, place_of_guard
 from pygraph_train.tracing.opened_trace import OpenedTrace
+from pygraph_train.tracing.reasons import of_step_by_hand, readable
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["ProgramByHand", "called_parts"]
@@ -55,7 +57,8 @@ class ProgramByHand:
         self.parameters = [p for group in optimizers.param_groups for p in group["params"]]
         self.device = device
         self.scaling = Scaling(None, None)
-        self.replication = _ByHand(model, units)
+        self._alone = _ByHand(model, units)
+        self.replication: Replication = self._alone
         self._preparation: SeveralPreparations | None = None
         self._trains = False  # the present run of the function is the training's, and no capture
         self._old: OldGradients | None = None
@@ -95,7 +98,7 @@ class ProgramByHand:
         finally:
             self._trains = False
         if trained != [p.requires_grad for p in self.model.parameters()]:
-            self.replication.changed = Problem(
+            self._alone.changed = Problem(
                 "the step ends with other parameters that require gradients than it began with",
                 fix="Switch the same parameters back at the end of the step (untoggle_optimizer in Lightning)",
             )
@@ -182,6 +185,23 @@ class _WatchedTrace(OpenedTrace):
             asked_in=program.seen_by_dynamo,
         )
         self._program = weakref.proxy(program)  # which knows this trace
+
+    def look(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `OpenedTrace.look`."""
+        try:
+            super().look(fn, args, kwargs)
+        except NotLegal as error:
+            raise NotLegal(of_step_by_hand(error.problem)) from None
+
+    def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
+        asked = next((guard for guard in guards if guarded_expression(guard).endswith(".grad")), None)
+        if asked is not None:  # the trace has no backward: it has seen what was there before
+            self.problem = self.problem or Problem(
+                f"the step asks whether {readable(guarded_expression(asked), self._fn)} exists",
+                place_of_guard(asked),
+                "Let clip_grad_norm_ and optimizers be all that reads gradients in the step",
+            )
+        return super()._keep_guards(guards)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` in Python, as it runs in a capture."""

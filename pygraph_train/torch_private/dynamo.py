@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import traceback
 import types
@@ -14,12 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pygraph_train.problems import is_user_file
-
 __all__ = [
     "CHECKPOINT",
     "CUSTOM_FUNCTION",
-    "asked_expression",
     "assign_data",
     "compiled_apart",
     "compiled_call",
@@ -32,9 +28,6 @@ __all__ = [
     "dynamo_side_effects",
     "end_trace_here",
     "forget_compiled",
-    "guard_failures",
-    "guarded_class",
-    "guarded_expression",
     "hold_constant",
     "is_optimized_module",
     "leave_to_python",
@@ -46,7 +39,6 @@ __all__ = [
     "tracing_notes",
     "uncompiled_call",
     "untraced",
-    "with_place",
     "without_grad_mode",
     "writes_to_inputs",
 ]
@@ -232,53 +224,6 @@ def assign_data(graph: torch.fx.Graph) -> bool:
 def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     tensor.data = value
     return tensor
-
-
-def guarded_expression(guard: Any) -> str:
-    """Python expression over `L` and `G` of what a `GuardFilterEntry` guards (torch 2.11, 2.13)."""
-    name = guard.orig_guard.originating_source.name
-    return name() if callable(name) else name
-
-
-def guarded_class(guard: Any) -> type | None:
-    """The class of the object that a `GuardFilterEntry` looks at, None where that is not known (torch 2.11, 2.13).
-
-    A HASATTR guard looks at the object that is asked for an attribute.
-    """
-    known = guard.orig_guard.guarded_class_weakref
-    return None if known is None else known()
-
-
-def asked_expression(guard: Any) -> str:
-    """Python expression over `L` and `G` of the object that a HASATTR guard asks (torch 2.11, 2.13)."""
-    source = guard.orig_guard.originating_source
-    if not isinstance(guard.orig_guard.create_fn, functools.partial):  # 2.11: the source is the attribute
-        source = source.base
-    return source.name() if callable(source.name) else source.name
-
-
-def guard_failures(guards: Any, frame_locals: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """The guards of a cache entry's manager that do not hold (torch 2.11, 2.13).
-
-    Each comes with the `file:line` that `with_place` wrote down for it, if it did.
-    """
-    parts = map(str, guards.check_verbose(frame_locals).verbose_code_parts or ())
-    found = [(part.partition("  # ")[0].strip(), _PLACE.search(part)) for part in parts]
-    return [(guard, place and f"{place[1]}:{place[2]}") for guard, place in found]
-
-
-_PLACE = re.compile(r'  # File "(.+)", line (\d+)')
-
-
-def with_place(code: str, guard: Any) -> str:
-    """The code of a guard with the innermost line of the user's that it is from. (2.11, 2.13)
-
-    Dynamo's own text has the innermost line of all, which may be torch's, and leaves out the folders that its file
-    shares with torch.
-    """
-    stack = getattr(guard, "user_stack", None) or ()
-    frame = next((f for f in reversed(stack) if is_user_file(f.filename)), None)
-    return code if frame is None else f'{code}  # File "{frame.filename}", line {frame.lineno}'
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:

@@ -11,9 +11,7 @@ __all__ = ["replaced_in_traces"]
 
 
 @contextmanager
-def replaced_in_traces(
-    functions: Mapping[Callable[..., Any], Callable[..., Any]], backward: Callable[..., Any]
-) -> Iterator[None]:
+def replaced_in_traces(functions: Mapping[Callable[..., Any], Any], backward: Any) -> Iterator[None]:
     """Let Dynamo trace a call of each function as a call of another one, which gets the same arguments.
 
     Python runs the functions as they are. (2.11, 2.13)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pygraph_train.torch_private import autocast, checkpoints, host_numbers, switches, texts
-from pygraph_train.torch_private.dynamo import with_place
+from pygraph_train.torch_private.guards import with_place
 
 __all__ = [
     "dynamo_region_config",

@@ -13,7 +13,8 @@ import torch
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.checkpoints import checkpoints_leave_generators
 from pygraph_train.torch_private.cuda import told_as_capturing
-from pygraph_train.torch_private.dynamo import dynamo_cache_entries, guarded_expression
+from pygraph_train.torch_private.dynamo import dynamo_cache_entries
+from pygraph_train.torch_private.guards import guarded_expression
 from pygraph_train.tracing.recompute import draws_numbers
 from pygraph_train.tracing.trace import Trace, guard_constants, held_weakly
 

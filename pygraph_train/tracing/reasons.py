@@ -20,6 +20,7 @@ __all__ = [
     "innermost",
     "is_of_tensor",
     "line_of",
+    "of_step_by_hand",
     "problem_of_break",
     "problem_of_guard",
     "read_on_host",
@@ -32,14 +33,26 @@ __all__ = [
 _OF_TENSORS = ("TensorVariable", "SymNodeVariable", "StringFormatVariable")
 """What Dynamo calls tensors, numbers that are read from them, and texts that are made of either."""
 
+_AS_IT_IS = "Leave this call out of the step, or let the step run without one graph"
 _LEAVE_OUT = "pygraph-train makes the backward and the update"
 _LOSS_ONLY = (
-    "Return the loss. GraphedStep calls backward, step and zero_grad. In an Accelerate loop, decorate "
-    "the function with accelerator.graphed_step"
+    "Return the loss. GraphedStep calls backward, step and zero_grad, or leaves them to the function with "
+    "manual_optimization=True. In an Accelerate loop, decorate the function with accelerator.graphed_step"
 )
 
 READ_LATER = "Return the tensor from the step"
 """How a fix begins for a value that is read where no graph can be."""
+
+
+def of_step_by_hand(problem: Problem) -> Problem:
+    """The same problem, where the function makes its backwards and updates itself."""
+    if not problem.reason.endswith(_LEAVE_OUT):
+        return problem
+    return Problem(
+        problem.reason.removesuffix(f". {_LEAVE_OUT}") + " that pygraph-train does not know",
+        problem.where,
+        "Call backward() of the loss itself, and give pygraph-train every optimizer that the step uses",
+    )
 
 
 def problem_of_break(error: BaseException) -> Problem:
@@ -95,6 +108,9 @@ def problem_of_break(error: BaseException) -> Problem:
         return _number_on_device(innermost(stack), stack)
     if "tracing `tolist()`" in message:
         return read_on_host(innermost(stack))
+    untraced = re.search(r"'a graph cannot hold ([^']+)'", message)  # of a stand-in
+    if untraced is not None:
+        return Problem(f"the step is not one graph: it calls {untraced[1]}", innermost(stack), _AS_IT_IS)
     if "Observed exception" in message:
         raised = re.search(r"raised exception (\w+)", message)
         return Problem(
@@ -112,7 +128,8 @@ def problem_of_break(error: BaseException) -> Problem:
         )
     files = [frame.filename for frame in stack or ()]
     last = files[-1] if files else ""
-    if "tracing `Tensor.backward()`" in message or last == torch.autograd.__file__:
+    of_autograd = last == torch.autograd.__file__ or "the function `backward` in file" in message
+    if "tracing `Tensor.backward()`" in message or of_autograd:
         return Problem(
             f"the step is not one graph: it calls backward(). {_LEAVE_OUT}", innermost(stack), _LOSS_ONLY
         )

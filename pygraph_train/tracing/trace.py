@@ -19,17 +19,15 @@ from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamo import (
-    asked_expression,
     dynamo_cache_entries,
     dynamo_refusal,
     forget_compiled,
-    guard_failures,
-    guarded_expression,
     placeholder_source,
     raised_while_tracing,
     tracing_notes,
     writes_to_inputs,
 )
+from pygraph_train.torch_private.guards import asked_expression, guard_failures, guarded_expression
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written

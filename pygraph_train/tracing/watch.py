@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.torch_private.dynamo import guarded_class
+from pygraph_train.torch_private.guards import guarded_class
 from pygraph_train.torch_private.hooks import hook_registrations, module_hook_tables
 from pygraph_train.torch_private.memory import tensor_looks
 from pygraph_train.torch_private.switches import SWITCHES, settled_switches, switches
