@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from pygraph_train.diagnosis.explanation import Explanation
 from pygraph_train.diagnosis.subject import Subject, explained
+from pygraph_train.optimizers.several import OptimizerSet
+from pygraph_train.step.function_by_hand import FunctionByHand
 from pygraph_train.step.loss_program import LossSteps
 from pygraph_train.tracing.signature import flattened
 
@@ -23,7 +26,8 @@ def explain(
     step_fn: Any,
     *args: Any,
     model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    manual_optimization: bool = False,
     **kwargs: Any,
 ) -> Explanation:
     """List everything that keeps a training step from being one CUDA graph.
@@ -44,7 +48,8 @@ def explain(
             `training_step` and the optimizer of `configure_optimizers` are examined.
         *args: the arguments of the step, usually one batch. Tensors on the CPU are copied to the model's device.
         model: the trained module. Without it, the modules that `step_fn` refers to are examined.
-        optimizer: examined as well. Its `step` is not called.
+        optimizer: one, or a list of several, examined as well. Their `step` is not called.
+        manual_optimization: `step_fn` makes the whole step itself, as `GraphedStep` takes it with this option.
         **kwargs: further arguments of the step.
 
     Returns:
@@ -60,18 +65,30 @@ def explain(
                 "explain takes a function that computes the loss, a GraphedStep, a step of "
                 f"accelerator.graphed_step or a LightningModule; got a {type(step_fn).__name__}"
             )
-        subject = _of_function(step_fn, args, kwargs, model, optimizer)
+        subject = _of_function(step_fn, args, kwargs, model, optimizer, manual_optimization)
     return explained(subject)
 
 
 def _of_function(
-    fn: Callable[..., Any], args: Any, kwargs: Any, model: nn.Module | None, optimizer: Any
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    model: nn.Module | None,
+    optimizer: Any,
+    manual: bool,
 ) -> Subject:
     if model is None:
         found = list(_modules_of(fn))
         model = found[0] if len(found) == 1 else nn.ModuleList(found) if found else None
-    optimizers = [] if optimizer is None else [_unwrapped(optimizer)]
-    return Subject(_name(fn), fn, args, kwargs, model, optimizers, _device(model, args, kwargs))
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    optimizers = list(map(_unwrapped, given))
+    device = _device(model, args, kwargs)
+    subject = Subject(_name(fn), fn, args, kwargs, model, optimizers, device)
+    if not manual:
+        return subject
+    program = FunctionByHand(fn, model or nn.Module(), OptimizerSet(optimizers), device)
+    note = "Stand-ins took the place of backward(), of the optimizers, of zero_grad() and of clipping."
+    return replace(subject, context=program.seen_by_dynamo, notes=[note], takes_loss_from="", by_hand=True)
 
 
 def _lightning(module: Any, args: Any, kwargs: Any) -> Subject | None:
@@ -86,8 +103,10 @@ def _graphed(step: Any, args: Any, kwargs: Any, model: Any, optimizer: Any) -> S
     """A step that this library made."""
     if isinstance(step, LossSteps):
         program = step.program
+        known: Any = program.optimizer
+        held = known.members if isinstance(known, OptimizerSet) else known
         return _of_function(
-            program.function(), args, kwargs, model or program.model, optimizer or program.optimizer
+            program.function(), args, kwargs, model or program.model, optimizer or held, program.by_hand
         )
     adapter = sys.modules.get("pygraph_train.integrations.accelerate.step")
     if adapter is None or not isinstance(step, adapter.GraphedStepFunction):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -204,7 +206,10 @@ def test_snippets_run_as_they_stand(
 
     monkeypatch.setattr(PyGraphConfig, "__init__", emulated)
     torch._dynamo.reset()
-    exec(compile(code, "<snippet>", "exec"), surroundings(code) | {"__name__": "snippet"})
+    script = types.ModuleType(f"snippet_{abs(hash(code))}")  # where Dynamo looks for globals of functions
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    vars(script).update(surroundings(code))
+    exec(compile(code, "<snippet>", "exec"), vars(script))
     captured = capsys.readouterr()
     counted = re.findall(r"(\d+) of \d+ training steps", captured.out + captured.err)
     if "report()" in code or "trainer" in code:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import CONFIG, Diary, Net, adam, adamw, batches, both, line_of, loss_of, sgd
 
-from pygraph_train import GraphedStep
+from pygraph_train import GraphedStep, explain
 from pygraph_train.problems import PyGraphError
 
 STEPS = 45
@@ -374,6 +374,31 @@ def test_an_optimizer_outside_of_the_step() -> None:
             diary.write_state(model, of_judge, of_maker)
 
     both(script, replays=35, plan="{F B O}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("plainly", None),
+        ("counts", "if p.grad is not None:"),
+        ("every_other", "self.turn += 1"),
+        ("unknown", "self.other.step()"),
+    ],
+)
+def test_explain_looks_at_the_whole_step(kind: str, line: str | None) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    steps = Steps(model, optimizer, kind)
+    before = copy.deepcopy(model.state_dict())
+    options: Any = {"model": model, "optimizer": [optimizer], "manual_optimization": True}
+    graphed = GraphedStep(steps, config=CONFIG, **options)
+    for found in (explain(steps, batches(1)[0], **options), explain(graphed, batches(1)[0])):
+        assert [p.where for p in found.obstacles] == ([] if line is None else [line_of(Steps, line)]), str(
+            found
+        )
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    graphed.close()
 
 
 def test_what_manual_optimization_does_not_take() -> None:

@@ -21,7 +21,7 @@ from pygraph_train.torch_private.dynamo import (
 )
 from pygraph_train.torch_private.past_obstacles import Condition, PastObstacles
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
-from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written
+from pygraph_train.tracing.obstacles import batch_changed, gradients_asked, gradients_read, on_host, written
 from pygraph_train.tracing.reasons import (
     compiler_failed,
     first_use,
@@ -90,6 +90,8 @@ def look(
     recorder: str | tuple[str, ...] | None,
     leaves: list[Any],
     context: Callable[[], AbstractContextManager[Any]],
+    *,
+    by_hand: bool = False,
 ) -> Findings:
     """Trace `fn(*args, **kwargs)`.
 
@@ -99,6 +101,7 @@ def look(
         recorder: see `Trace`.
         leaves: of the arguments.
         context: makes the context of one trace.
+        by_hand: whether the function makes its backwards and updates itself.
     """
     seen = Findings()
     avoided: dict[Condition, bool] = {}  # ways on which the step raises an exception
@@ -107,7 +110,7 @@ def look(
     for _ in range(_MOST_LOOKS):
         if not waiting:
             break
-        one = _OneLook(fn, args, kwargs, device, recorder, leaves, avoided | waiting.pop(0))
+        one = _OneLook(fn, args, kwargs, device, recorder, leaves, avoided | waiting.pop(0), by_hand=by_hand)
         with context():
             one.trace()
         seen.add(one)
@@ -141,7 +144,10 @@ class _OneLook:
         recorder: str | tuple[str, ...] | None,
         leaves: list[Any],
         leaves_out: dict[Condition, bool],
+        *,
+        by_hand: bool,
     ) -> None:
+        self._by_hand = by_hand
         self.raised = ""
         self.found: list[Problem] = []
         self.past = PastObstacles(
@@ -211,6 +217,7 @@ class _OneLook:
             *written(self._fn, self._recorder),
             *self._host_tensors(graph),
             *gradients_read(graph, self._fn),
+            *(gradients_asked(self._fn) if self._by_hand else ()),
             *self._arguments(graph),
         ):
             self._note(problem)

@@ -94,7 +94,9 @@ def explained(subject: Subject) -> Explanation:
         found += backward_hooks(subject.model)
     if replication.problem is not None:
         found.append(replication.problem)
-    seen = look(subject.fn, args, kwargs, subject.device, subject.recorder, leaves, context)
+    seen = look(
+        subject.fn, args, kwargs, subject.device, subject.recorder, leaves, context, by_hand=subject.by_hand
+    )
     found += seen.obstacles
     found += _of_result(subject, seen)
     notes += _of_look(seen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,9 +19,9 @@ from pygraph_train.patches import standing_in
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.torch_private.cuda import told_whether_capturing
-from pygraph_train.torch_private.guards import guarded_expression, place_of_guard
+from pygraph_train.tracing.obstacles import gradients_asked
 from pygraph_train.tracing.opened_trace import OpenedTrace
-from pygraph_train.tracing.reasons import of_step_by_hand, readable
+from pygraph_train.tracing.reasons import of_step_by_hand
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["ProgramByHand", "called_parts"]
@@ -193,15 +193,8 @@ class _WatchedTrace(OpenedTrace):
         except NotLegal as error:
             raise NotLegal(of_step_by_hand(error.problem)) from None
 
-    def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
-        asked = next((guard for guard in guards if guarded_expression(guard).endswith(".grad")), None)
-        if asked is not None:  # the trace has no backward: it has seen what was there before
-            self.problem = self.problem or Problem(
-                f"the step asks whether {readable(guarded_expression(asked), self._fn)} exists",
-                place_of_guard(asked),
-                "Let clip_grad_norm_ and optimizers be all that reads gradients in the step",
-            )
-        return super()._keep_guards(guards)
+    def _reads_gradients(self, graph: torch.fx.GraphModule) -> Problem | None:
+        return super()._reads_gradients(graph) or next(gradients_asked(self._fn), None)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` in Python, as it runs in a capture."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import traceback
 import types
@@ -110,7 +111,7 @@ def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]
             source = source()
         writes = effects.store_attr_mutations.get(variable, {})
         changed = [name for name, value in writes.items() if not _puts_back(output, source, name, value)]
-        if writes and not changed:
+        if (writes and not changed) or (not writes and _keeps_entries(variable, source)):
             continue
         stacks: Any = effects.mutation_user_stacks.get(variable) or [None]
         found += [(source, attribute, _stack_of(attribute, stacks)) for attribute in changed or [""]]
@@ -124,10 +125,12 @@ def _stack_of(attribute: str, stacks: list[Any]) -> Any:
 
 
 def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:
-    """Whether an attribute holds, after the frame, the constant that it held before (torch 2.11, 2.13).
+    """Whether an attribute holds, after the frame, what it held before: a constant, or a tensor. (torch 2.11, 2.13)
 
     Context variables are set at the start of a forward and reset at its end: nothing remains to be done.
     """
+    if _is_changed_in_place(value, f"{source}.{attribute}"):
+        return True
     try:
         owner = eval(source, {**output.global_scope, "L": output.local_scope, "G": output.global_scope})
         before = getattr(owner, attribute)
@@ -135,6 +138,45 @@ def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:
     except Exception:  # Dynamo raises many kinds for values that are no constants
         return False
     return type(before) is type(after) and bool(before == after)
+
+
+def _keeps_entries(variable: Any, source: str) -> bool:
+    """Whether a dict has, after the frame, the entries that it had before, as `self.count += 1` leaves buffers. (2.11,
+    2.13)"""
+    before, after = getattr(variable, "original_items", None), getattr(variable, "items", None)
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return False
+    try:
+        names = list(map(_constant, before))
+        if names != list(map(_constant, after)):
+            return False
+        values = zip(names, before.values(), after.values(), strict=True)
+        return all(
+            new is old or _is_changed_in_place(new, f"{source}[{name!r}]") for name, old, new in values
+        )
+    except Exception:  # keys that are no constants
+        return False
+
+
+def _constant(key: Any) -> Any:
+    """The key of a dict: Dynamo wraps it where it hashes variables. (2.11, 2.13)"""
+    return getattr(key, "vt", key).as_python_constant()
+
+
+def _is_changed_in_place(value: Any, expression: str) -> bool:
+    """Whether a value is the tensor that was read from this expression, after changes in place. (2.11, 2.13)"""
+    node = getattr(getattr(value, "proxy", None), "node", None)
+    while isinstance(node, torch.fx.Node) and node.op != "placeholder":
+        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        in_place = node.target in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+        node = node.args[0] if in_place and node.args else None
+    return node is not None and placeholder_source(node) == expression
+
+
+_AUGMENTED = {
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
+}
 
 
 def dynamo_error_place(error: BaseException) -> str | None:

@@ -6,14 +6,16 @@ import functools
 import re
 from typing import Any
 
+import torch
+
 from pygraph_train.problems import is_user_file
 
 __all__ = [
     "asked_expression",
+    "gradients_asked_for",
     "guard_failures",
     "guarded_class",
     "guarded_expression",
-    "place_of_guard",
     "with_place",
 ]
 
@@ -64,10 +66,19 @@ def with_place(code: str, guard: Any) -> str:
     return code if frame is None else f'{code}  # File "{frame.filename}", line {frame.lineno}'
 
 
-def place_of_guard(guard: Any) -> str | None:
-    """`file:line` of the innermost line of the user's that a `GuardFilterEntry` is from. (2.11, 2.13)"""
-    frame = _innermost_frame(guard.orig_guard)
-    return None if frame is None else f"{frame.filename}:{frame.lineno}"
+def gradients_asked_for() -> list[tuple[str, str | None]]:
+    """Gradients of which the frame being compiled asks whether they exist; call inside a backend. (2.11, 2.13)
+
+    Returns:
+        The first one of each line: expression over `L` and `G`, and `file:line` of the user's code where it is known.
+    """
+    found: dict[str | None, str] = {}
+    for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards:
+        name = guard.name() if callable(guard.name) else guard.name
+        if name.endswith(".grad"):
+            frame = _innermost_frame(guard)
+            found.setdefault(None if frame is None else f"{frame.filename}:{frame.lineno}", name)
+    return [(name, place) for place, name in found.items()]
 
 
 def _innermost_frame(guard: Any) -> Any:

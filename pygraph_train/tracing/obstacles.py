@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.dynamo import dynamo_side_effects, placeholder_source
+from pygraph_train.torch_private.guards import gradients_asked_for
 from pygraph_train.tracing.reasons import first_use, innermost, line_of, read_on_host, readable
 
-__all__ = ["batch_changed", "gradients_read", "on_host", "written"]
+__all__ = ["batch_changed", "gradients_asked", "gradients_read", "on_host", "written"]
 
 
 def written(fn: Any, recorder: str | tuple[str, ...] | None) -> Iterator[Problem]:
@@ -87,6 +88,16 @@ def gradients_read(graph: torch.fx.GraphModule, fn: Any) -> Iterator[Problem]:
                 first_use(node),
                 "Read the gradient after the step that computes it",
             )
+
+
+def gradients_asked(fn: Any) -> Iterator[Problem]:
+    """A trace without backwards sees what gradients were there before the step; call inside a backend."""
+    for expression, where in gradients_asked_for():
+        yield Problem(
+            f"the step asks whether {readable(expression, fn)} exists",
+            where,
+            "Let clip_grad_norm_ and optimizers be all that reads gradients in the step",
+        )
 
 
 def batch_changed(name: str, where: str | None) -> Problem:
