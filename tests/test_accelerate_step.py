@@ -410,36 +410,6 @@ def test_step_without_backward_says_so(caplog: pytest.LogCaptureFixture) -> None
     assert "never calls accelerator.backward" in caplog.text
 
 
-def test_step_with_two_optimizer_steps_says_so() -> None:
-    def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.step()
-        return loss
-
-    assert "calls optimizer.step twice" in illegal(body)
-
-
-def test_two_backwards_and_a_step_before_backward_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    def twice(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
-        for _ in range(2):
-            accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def late(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
-        optimizer.step()
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(model, batch))
-
-    with caplog.at_level(logging.WARNING, "pygraph_train"):
-        assert "accelerator.backward 2 times" in illegal(twice)
-    assert "Make a graphed step for each loss and its optimizer" in caplog.text
-    assert "step before backward" in illegal(late)
-
-
 def test_code_that_looks_at_gradients_after_backward() -> None:
     def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
         optimizer.zero_grad()
@@ -448,17 +418,7 @@ def test_code_that_looks_at_gradients_after_backward() -> None:
         optimizer.step()
         return norm
 
-    assert "uses gradients or parameters after backward" in illegal(body)
-
-
-def test_code_that_looks_at_parameters_after_the_update() -> None:
-    def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        return [p.detach().sum() for p in model.parameters()]
-
-    assert "uses gradients or parameters after backward" in illegal(body)
+    assert "the step reads model.first.weight.grad" in illegal(body)
 
 
 def test_python_number_that_depends_on_what_is_put_off() -> None:

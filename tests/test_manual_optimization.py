@@ -153,6 +153,30 @@ def test_an_actor_and_a_critic_with_targets() -> None:
     both(script, replays=35, plan="{F B O}")
 
 
+@pytest.mark.parametrize("empties", [True, False])
+def test_an_update_before_the_backward(empties: bool) -> None:
+    """Each step begins with the gradients that the step before has left, and leaves others."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = sgd(model, lr=1e-3)
+
+        def step(batch: Any) -> Tensor:
+            optimizer.step()
+            if empties:
+                optimizer.zero_grad()
+            loss = loss_of(model)(batch)
+            loss.backward()
+            return loss
+
+        step = manual(diary, step, model, optimizer)
+        for batch in batches(STEPS):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    both(script, replays=35, plan="{F B O}")
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_one_optimizer_shapes_that_change_and_autocast(compiled: bool) -> None:
     def script(diary: Diary) -> None:

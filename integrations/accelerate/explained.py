@@ -36,7 +36,7 @@ def subject_of(step: GraphedStepFunction, args: tuple[Any, ...], kwargs: dict[st
             yield
 
     return Subject(
-        step.__name__,  # type: ignore[attr-defined]
+        step.name,
         fn,
         args,
         kwargs,

@@ -48,6 +48,7 @@ class Observation:
         self._accelerator = accelerator
         self._hoisted = hoisted
         self._problem: Problem | None = None
+        self._trains_others = False
         self._norms: list[Tensor] = []
         self._mode: _AfterBackward | None = None
 
@@ -74,6 +75,20 @@ class Observation:
 
     def problem_with(self, result: Any) -> Problem | None:
         """Why the step cannot be taken apart, None when it can."""
+        return self.problem_of_calls() or self.problem_of_result(result)
+
+    @property
+    def may_be_by_hand(self) -> bool:
+        """Whether nothing has to be put off, but for schedulers at the end: a graph may hold the step as it is."""
+        names = [event.name for event in self.events]
+        schedules = names.count("scheduler.step")
+        last = all(name == "scheduler.step" for name in names[len(names) - schedules :])
+        updates = "backward" in names and "step" in names
+        others = self._trains_others or (self._mode is not None and self._mode.others_step)
+        return updates and last and not self.accumulated and not others
+
+    def problem_of_calls(self) -> Problem | None:
+        """Why the calls cannot be put off."""
         names = [event.name for event in self.events]
         steps = [event.index for event in self.events if event.name == "step"]
         backwards = names.count("backward")
@@ -104,11 +119,16 @@ class Observation:
         problem = self._problem
         if problem is None and self._mode is not None:
             problem = self._mode.problem
+        return problem
+
+    def problem_of_result(self, result: Any) -> Problem | None:
+        """Why the step cannot return what it returns."""
+        problem: Problem | None = None
         leaves: list[Any] = []
         try:
             map_leaves(leaves.append, result)
         except TypeError:
-            return problem or Problem(f"the step returns a {type(result).__name__}")
+            return Problem(f"the step returns a {type(result).__name__}")
         for leaf in leaves:
             if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
                 problem = problem or Problem(
@@ -178,6 +198,7 @@ class Observation:
         leaves = leaves_of(loss) if isinstance(loss, Tensor) else []
         unknown = [leaf for leaf in leaves if id(leaf) not in known]
         if unknown:
+            self._trains_others = True
             self._problem = self._problem or Problem(
                 f"backward writes gradients of {len(unknown)} tensors that this Accelerator did not prepare",
                 fix="Prepare the trained model and its optimizer: model, optimizer = accelerator.prepare(model, "
@@ -224,6 +245,7 @@ class _AfterBackward(TorchDispatchMode):
         super().__init__()
         self.looking = True
         self.problem: Problem | None = None
+        self.others_step = False
         self._storages: set[int] = set()
         self._kept: list[Tensor] = []  # so that no other storage gets the same key
 
@@ -238,26 +260,28 @@ class _AfterBackward(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         looks = self.looking and self.problem is None
         if looks and any(map(self.guards, _tensors((args, *(kwargs or {}).values())))):
-            self.problem = _of_use(func)
+            self.problem, self.others_step = _of_use(func)
         return func(*args, **(kwargs or {}))
 
 
-def _of_use(func: Any) -> Problem:
-    """Something uses gradients or parameters after backward: an optimizer of the user's, or other code."""
+def _of_use(func: Any) -> tuple[Problem, bool]:
+    """Something uses gradients or parameters after backward: an optimizer of the user's (True), or other code."""
     for frame, _ in traceback.walk_stack(None):
         owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         if isinstance(owner, torch.optim.Optimizer):
-            return Problem(
+            problem = Problem(
                 f"the step calls the optimizer {type(owner).__name__}, which this Accelerator did not prepare, so a "
                 "graph cannot hold its update",
                 user_location(),
                 "Prepare the optimizer with its model: model, optimizer = accelerator.prepare(model, optimizer)",
             )
-    return Problem(
+            return problem, True
+    problem = Problem(
         f"{func} uses gradients or parameters after backward, and a graph would change them before this call",
         user_location(),
         "Use them outside of the step",
     )
+    return problem, False
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:

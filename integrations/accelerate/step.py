@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.graphs import make_engine
+from pygraph_train.integrations.accelerate.by_hand import AccelerateByHand, why_not_by_hand
 from pygraph_train.integrations.accelerate.calls import (
     CLIPS,
     Event,
@@ -55,6 +56,12 @@ __all__ = ["GraphedStepFunction"]
 
 log = logging.getLogger("pygraph_train")
 
+_PATIENCE = 25
+"""Steps by hand in which a graph has to come, besides the warm-up."""
+
+_SERIOUS = 5
+"""As many of them count for one of a kind that will have no graph."""
+
 _Update = Callable[[Callable[[], None]], None]
 
 
@@ -72,15 +79,18 @@ class GraphedStepFunction:
         self._fn = fn
         self._accelerator = accelerator
         self._loop = loop
+        self.name = getattr(fn, "__name__", type(fn).__name__)
         self._report = StepReport()
         self._observed: dict[bool, Script] = {}
         self._hoists_accumulate = False
-        self._program: _StepFunctionProgram | None = None
+        self._by_hand = False
+        self._lost = 0  # steps by hand without a replay, one after the other
+        self._patience = _PATIENCE + 2 * loop.config.warmup_steps
+        self._program: _StepFunctionProgram | AccelerateByHand | None = None
         self._runner: StepRunner | None = None
         self._on = loop.active
         if self._on:
-            name = getattr(fn, "__name__", type(fn).__name__)
-            loop.report.whole_step(name, self._report)
+            loop.report.whole_step(self.name, self._report)
         else:
             self._report.note("graphs are off: steps run as you wrote them")
 
@@ -102,7 +112,7 @@ class GraphedStepFunction:
             self._start()
         assert self._runner is not None and self._program is not None
         runner, program = self._runner, self._program
-        position = program.position(script, sync=self._accelerator.sync_gradients)
+        position = program.at(script, sync=self._accelerator.sync_gradients)
 
         step = runner.begin(position)
 
@@ -117,9 +127,11 @@ class GraphedStepFunction:
             else:
                 result = outcome.result
             step.finish()
+        if isinstance(program, AccelerateByHand):
+            self._lost = 0 if step.replayed else self._lost + (_SERIOUS if step.given_up else 1)
         if program.problem is not None:
             self._leave(program.problem)
-        elif runner.stopped or runner.hopeless or runner.over:
+        elif runner.stopped or runner.hopeless or runner.over or self._lost >= self._patience:
             self._leave(None)
         return result
 
@@ -142,10 +154,15 @@ class GraphedStepFunction:
         accelerator = self._accelerator
         engine = make_engine(self._loop.config.engine, accelerator.device)
         assert engine is not None
-        used = {event.index for script in self._observed.values() for event in script if event.name == "step"}
-        optimizer = accelerator._optimizers[used.pop()] if used else None
-        if optimizer is not None:
-            self._loop.give_up_optimizer(optimizer.optimizer)
+        events = [event for script in self._observed.values() for event in script]
+        used = [accelerator._optimizers[k] for k in sorted({e.index for e in events if e.name == "step"})]
+        for accelerated in used:
+            self._loop.give_up_optimizer(accelerated.optimizer)
+        if self._by_hand:
+            self._program = AccelerateByHand(self._fn, accelerator, used)
+            self._runner = StepRunner(self._program, self._loop.config, engine, self._report)
+            return
+        optimizer = used[0] if used else None
         replication = self._replication()
         self._program = _StepFunctionProgram(
             self._fn, accelerator, optimizer, replication, accumulates_inside=self._hoists_accumulate
@@ -161,6 +178,9 @@ class GraphedStepFunction:
         with watch.observing(), self._loop.paused(), sync:
             result = self._fn(*args, **kwargs)
         problem = watch.problem_with(result)
+        if problem is not None and watch.may_be_by_hand and watch.problem_of_result(result) is None:
+            self._by_hand = True
+            problem = why_not_by_hand(self._accelerator, shared=bool(self._loop.shared))
         if problem is not None:
             self._leave(problem)
         else:
@@ -185,8 +205,8 @@ class GraphedStepFunction:
         if self._runner is not None and self._program is not None:
             self._runner.close()
             self._runner = None
-            if self._program.accelerated is not None:
-                self._loop.take_back_optimizer(self._program.accelerated.optimizer)
+            for optimizer in self._program.optimizers_used():
+                self._loop.take_back_optimizer(optimizer)
         elif problem is not None and self._on:
             group = self._replication().group
             if group is not None:  # other ranks may want to meet this one
@@ -195,7 +215,7 @@ class GraphedStepFunction:
         if problem is None:
             return
         self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))
-        log.warning("pygraph: %s is not graphed as a whole: %s", self.__name__, problem)  # type: ignore[attr-defined]
+        log.warning("pygraph: %s is not graphed as a whole: %s", self.name, problem)
         if self._loop.config.on_failure == "raise":
             raise PyGraphError(str(problem))
 
@@ -268,7 +288,7 @@ class _StepFunctionProgram(StepOfLoss):
         self._clips_others = False
         self.scaling = Scaling(accelerator.scaler, self.optimizer)
 
-    def position(self, script: Script, *, sync: bool) -> PositionInAccumulation:
+    def at(self, script: Script, *, sync: bool) -> PositionInAccumulation:
         """Where the present micro-batch stands."""
         empties = sync and any(e.name == "zero_grad" for e in before_backward(script))
         owner = self.model if self.optimizer is None else None
@@ -280,6 +300,10 @@ class _StepFunctionProgram(StepOfLoss):
             constants=(steps, script, *self.replication.constants()),
             sync=_exchanges(self._accelerator) or self.replication.group is None,
         )
+
+    def optimizers_used(self) -> list[torch.optim.Optimizer]:
+        """What the step updates."""
+        return [] if self.optimizer is None else [self.optimizer]
 
     # -- StepProgram --------------------------------------------------------------------------------
 

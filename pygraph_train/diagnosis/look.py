@@ -216,7 +216,7 @@ class _OneLook:
         for problem in (
             *written(self._fn, self._recorder),
             *self._host_tensors(graph),
-            *gradients_read(graph, self._fn),
+            *gradients_read(graph, self._fn, by_hand=self._by_hand),
             *(gradients_asked(self._fn) if self._by_hand else ()),
             *self._arguments(graph),
         ):

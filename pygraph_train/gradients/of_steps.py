@@ -78,6 +78,9 @@ class Gradients:
     def settle(self) -> None:
         """Inside a capture, after the last use of `.grad`: leave the gradients in the canonical tensors."""
         sources, targets = [], []
+        for p, began in zip(self.carried, self._began, strict=True):
+            if began is not None and p.grad is not None and p.grad is not began:
+                self._canonical.setdefault(p, began)  # where the next replay reads it
         for p in self.parameters:
             if p.grad is not None:
                 self._keep_if_alike(p, p.grad)
@@ -130,7 +133,7 @@ class Gradients:
 
     def before_replay(self) -> None:
         """Carried gradients go where the graph adds to them."""
-        if self.carried and not self._in_place():
+        if self.carried and not all(map(operator.is_, map(_grad, self.carried), self._began)):
             self._adopt(self._began)
 
     def after_replay(self) -> None:

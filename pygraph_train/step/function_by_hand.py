@@ -20,7 +20,13 @@ from pygraph_train.step.program_by_hand import ProgramByHand, called_parts
 from pygraph_train.torch_private.replaced_calls import replaced_in_traces
 from pygraph_train.tracing.trace import guard_constants
 
-__all__ = ["FunctionByHand"]
+__all__ = [
+    "FunctionByHand",
+    "stand_ins_of",
+    "traced_backward",
+    "traced_clip_grad_norm",
+    "traced_clip_grad_value",
+]
 
 
 class FunctionByHand(ProgramByHand):
@@ -46,11 +52,7 @@ class FunctionByHand(ProgramByHand):
         super().__init__(model, optimizers, device, called_parts)
         self._step_fn = step_fn
         self._optimizers = optimizers.members
-        self._stand_ins = [
-            (optimizer, name, call)
-            for optimizer in self._optimizers
-            for name, call in (("step", _Step(optimizer)), ("zero_grad", _zero_grad))
-        ]
+        self._stand_ins = stand_ins_of(self._optimizers)
 
     # -- what is traced -----------------------------------------------------------------------------
 
@@ -62,7 +64,7 @@ class FunctionByHand(ProgramByHand):
 
     @contextmanager
     def seen_by_dynamo(self) -> Iterator[None]:
-        with standing_in(self._stand_ins), replaced_in_traces(_REPLACED, _backward):
+        with standing_in(self._stand_ins), replaced_in_traces(_REPLACED, traced_backward):
             yield
 
     def readers(self, old: OldGradients) -> Iterable[tuple[Any, str, Any]]:
@@ -107,6 +109,15 @@ class FunctionByHand(ProgramByHand):
         return step
 
 
+def stand_ins_of(optimizers: Iterable[Any]) -> list[tuple[Any, str, Any]]:
+    """What Dynamo meets in the place of methods of these optimizers, as `standing_in` takes it."""
+    return [
+        (optimizer, name, call)
+        for optimizer in optimizers
+        for name, call in (("step", _Step(optimizer)), ("zero_grad", _zero_grad))
+    ]
+
+
 class _Step:
     """In the place of `optimizer.step`."""
 
@@ -127,7 +138,7 @@ def _zero_grad_of_module(module: nn.Module, set_to_none: bool = True) -> None:
     guard_constants(set_to_none)
 
 
-def _backward(
+def traced_backward(
     loss: Tensor,
     gradient: Any = None,
     retain_graph: Any = None,
@@ -142,13 +153,14 @@ def _backward(
         raise NotImplementedError("a graph cannot hold backward(inputs=...)")
 
 
-def _clip_grad_norm(
+def traced_clip_grad_norm(
     parameters: Any,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
+    """In the place of `clip_grad_norm_`."""
     guard_constants((max_norm, norm_type, error_if_nonfinite, foreach))
     if error_if_nonfinite:
         raise NotImplementedError("a graph cannot hold clip_grad_norm_(error_if_nonfinite=True)")
@@ -156,7 +168,8 @@ def _clip_grad_norm(
     return torch.zeros((), device=held[0].device)  # the capture computes it
 
 
-def _clip_grad_value(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+def traced_clip_grad_value(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+    """In the place of `clip_grad_value_`."""
     guard_constants((clip_value, foreach))
     if not isinstance(parameters, Tensor):
         list(parameters)
@@ -164,7 +177,7 @@ def _clip_grad_value(parameters: Any, clip_value: float, foreach: bool | None = 
 
 _REPLACED: dict[Callable[..., Any], Any] = {
     nn.Module.zero_grad: _zero_grad_of_module,
-    torch.nn.utils.clip_grad_norm_: _clip_grad_norm,
-    torch.nn.utils.clip_grad_value_: _clip_grad_value,
+    torch.nn.utils.clip_grad_norm_: traced_clip_grad_norm,
+    torch.nn.utils.clip_grad_value_: traced_clip_grad_value,
 }
 """Functions that read or write gradients, which a trace does not know: what it traces in their place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from pygraph_train.patches import standing_in
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.torch_private.cuda import told_whether_capturing
-from pygraph_train.tracing.obstacles import gradients_asked
+from pygraph_train.tracing.obstacles import gradients_asked, gradients_read
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import of_step_by_hand
 from pygraph_train.tracing.trace import Trace
@@ -194,7 +195,8 @@ class _WatchedTrace(OpenedTrace):
             raise NotLegal(of_step_by_hand(error.problem)) from None
 
     def _reads_gradients(self, graph: torch.fx.GraphModule) -> Problem | None:
-        return super()._reads_gradients(graph) or next(gradients_asked(self._fn), None)
+        read = gradients_read(graph, self._fn, by_hand=True)
+        return next(chain(read, gradients_asked(self._fn)), None)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` in Python, as it runs in a capture."""

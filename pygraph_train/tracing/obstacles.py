@@ -78,16 +78,29 @@ def on_host(
             )
 
 
-def gradients_read(graph: torch.fx.GraphModule, fn: Any) -> Iterator[Problem]:
-    """Where graphs leave the gradients of a step, the next replay writes those of its own."""
+def gradients_read(graph: torch.fx.GraphModule, fn: Any, *, by_hand: bool = False) -> Iterator[Problem]:
+    """Where graphs leave the gradients of a step, the next replay writes those of its own.
+
+    Args:
+        graph: of Dynamo.
+        fn: the traced function.
+        by_hand: whether it makes its backwards itself, which the trace does not have.
+    """
     for node in graph.graph.nodes:
         source = placeholder_source(node) if node.op == "placeholder" else None
         if source is not None and source.endswith(".grad"):
-            yield Problem(
-                f"{readable(source, fn)}, a gradient of the previous step, is read by the step",
-                first_use(node),
-                "Read the gradient after the step that computes it",
-            )
+            name = readable(source, fn)
+            if by_hand:
+                yield Problem(f"the step reads {name}", first_use(node), _NO_GRADIENTS)
+            else:
+                yield Problem(
+                    f"{name}, a gradient of the previous step, is read by the step",
+                    first_use(node),
+                    "Read the gradient after the step that computes it",
+                )
+
+
+_NO_GRADIENTS = "Let clip_grad_norm_ and optimizers be all that reads gradients in the step"
 
 
 def gradients_asked(fn: Any) -> Iterator[Problem]:
@@ -96,7 +109,7 @@ def gradients_asked(fn: Any) -> Iterator[Problem]:
         yield Problem(
             f"the step asks whether {readable(expression, fn)} exists",
             where,
-            "Let clip_grad_norm_ and optimizers be all that reads gradients in the step",
+            _NO_GRADIENTS,
         )
 
 
