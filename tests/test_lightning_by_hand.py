@@ -217,7 +217,19 @@ class NeverEmptied(Classifier):
             self.optimizers().zero_grad()
 
 
-@pytest.mark.parametrize("kind", [Sums, SumsInPlace, NeverEmptied])
+class UpdatesFirst(Classifier):
+    """Each step applies the gradients of the step before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = self.cross_entropy(self.net(batch[0]), batch)
+        self.manual_backward(loss)
+        self.log("loss", loss)
+
+
+@pytest.mark.parametrize("kind", [Sums, SumsInPlace, NeverEmptied, UpdatesFirst])
 def test_gradients_that_outlive_a_step(kind):
     parity(kind, logger=MemoryLogger(), **WHOLE)
 
