@@ -401,6 +401,29 @@ def test_a_step_that_trains_what_was_not_prepared(prepared: str) -> None:
         ), str(report)
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_context_of_mixed_precision(precision: str) -> None:
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script)
+        accelerator = script.accelerator
+
+        def step(batch: Any) -> Any:
+            optimizer.zero_grad()
+            with accelerator.autocast():
+                loss = (model(batch["x"]) @ torch.ones(3, 3)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            return loss
+
+        step = script.graphed(step)
+        for batch in loader:
+            script.write("loss", step(batch))
+            script.write_state(model, optimizer)
+
+    (step,) = both(script, replays=20, mixed_precision=precision).whole_steps.values()
+    assert step.plan == "{F B O}", str(step)
+
+
 def test_step_without_backward_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "pygraph_train"):
         reason = illegal(

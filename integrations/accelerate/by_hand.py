@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pygraph_train.integrations.accelerate.calls import Script
+from pygraph_train.integrations.accelerate.stubs import AutocastStub
 from pygraph_train.optimizers.several import OptimizerSet
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem
@@ -69,6 +70,7 @@ class AccelerateByHand(FunctionByHand):
         self._accelerator = accelerator
         self._made: list[tuple[str, int]] = []
         self._stand_ins += [
+            (accelerator, "autocast", AutocastStub(accelerator)),
             (accelerator, "backward", traced_backward),
             (accelerator, "clip_grad_norm_", traced_clip_grad_norm),
             (accelerator, "clip_grad_value_", traced_clip_grad_value),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pygraph_train.integrations.accelerate.calls import (
 )
 from pygraph_train.tracing.trace import guard_constants
 
-__all__ = ["stubs"]
+__all__ = ["AutocastStub", "stubs"]
 
 
 class _Stub:
@@ -68,12 +69,34 @@ class _CallStub(_Stub):
         self.put_off.append((self.name, self.index, arguments, None, []))
 
 
+class AutocastStub:
+    """Stands in for `accelerator.autocast`, which Dynamo of torch 2.11 does not follow.
+
+    Args:
+        accelerator: whose context it is.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        kind = accelerator.device.type
+        with accelerator.autocast():
+            enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            caches = torch.is_autocast_cache_enabled()
+        self.casts = bool(accelerator.native_amp)
+        self.arguments = (kind, dtype, enabled, caches)
+
+    def __call__(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        if autocast_handler is not None:
+            raise NotImplementedError("a graph cannot hold accelerator.autocast(autocast_handler)")
+        return torch.autocast(*self.arguments) if self.casts else nullcontext()
+
+
 def stubs(accelerator: Any, put_off: list[tuple[Any, ...]]) -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = [
         (accelerator, "backward", _BackwardStub(put_off, "backward", accelerator.device)),
         (accelerator, "clip_grad_norm_", _ClipNormStub(put_off, "clip_grad_norm_", accelerator.device)),
         (accelerator, "clip_grad_value_", _ClipValueStub(put_off, "clip_grad_value_", 0)),
         (accelerator, "accumulate", no_context),
+        (accelerator, "autocast", AutocastStub(accelerator)),
     ]
     for index, optimizer in enumerate(accelerator._optimizers):
         found += [(optimizer, name, _CallStub(put_off, name, index)) for name in ("step", "zero_grad")]
