@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
@@ -161,12 +161,13 @@ class PyGraphFabric:
         self,
         fn: None = None,
         *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         max_norm: float | None = None,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
         clip_val: float | None = None,
+        manual_optimization: bool = False,
     ) -> Callable[[Callable[..., Any]], FabricStep]: ...
 
     @overload
@@ -174,24 +175,26 @@ class PyGraphFabric:
         self,
         fn: Callable[..., Any],
         *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         max_norm: float | None = None,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
         clip_val: float | None = None,
+        manual_optimization: bool = False,
     ) -> FabricStep: ...
 
     def graphed_step(
         self,
         fn: Callable[..., Any] | None = None,
         *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         max_norm: float | None = None,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
         clip_val: float | None = None,
+        manual_optimization: bool = False,
     ) -> Any:
         """Run a whole training step as one graph, if that is legal. Also a decorator.
 
@@ -217,25 +220,41 @@ class PyGraphFabric:
             max_norm, norm_type, error_if_nonfinite, clip_val: as in `fabric.clip_gradients`; without `max_norm` and
                 `clip_val` nothing is clipped. With `error_if_nonfinite=True`, Fabric's default, the norm is read on
                 the host between backward and the optimizer, so the optimizer has a graph of its own.
+            manual_optimization: `fn` makes the whole step itself: it calls `fabric.backward`,
+                `fabric.clip_gradients`, and `step` and `zero_grad` of its optimizers. `model` and `optimizer` may be
+                lists then. The step is one graph, or forward, backward and optimizers have graphs of their own.
         Returns:
             A callable that makes one step, and returns what `fn` returns, detached. Its attribute `norm`
             is the norm that `fabric.clip_gradients` would have returned.
         Raises:
             TypeError: model or optimizer was not set up with Fabric.
-            ValueError: model or optimizer was set up with another Fabric, or both `max_norm` and `clip_val` were given.
+            ValueError: model or optimizer was set up with another Fabric, or both `max_norm` and `clip_val` were given,
+                or one of them under manual optimization.
             RuntimeError: this object is not attached to a Fabric.
         """
         fabric, loop = self._attached()
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, clip_val)
-        _check(fabric, model, optimizer)
-        if fn is None:
-            return lambda fn: self._make_step(fn, fabric, loop, model, optimizer, clipping)
-        return self._make_step(fn, fabric, loop, model, optimizer, clipping)
+        if manual_optimization:
+            if clipping.on:
+                raise ValueError(
+                    "under manual_optimization=True the function clips by itself: leave out max_norm and clip_val"
+                )
+            model, optimizer = _several(model), _several(optimizer)
+            for one in model:
+                _check(fabric, "model", one, _FabricModule)
+            for one in optimizer:
+                _check(fabric, "optimizer", one, _FabricOptimizer)
+        else:
+            _check(fabric, "model", model, _FabricModule)
+            _check(fabric, "optimizer", optimizer, _FabricOptimizer)
 
-    def _make_step(self, fn: Callable[..., Any], fabric: Fabric, loop: Loop, *rest: Any) -> FabricStep:
-        step = FabricStep(fn, fabric, loop, *rest, self._models, self._accumulating)
-        self._steps.append(step)
-        return step
+        def made(fn: Callable[..., Any]) -> FabricStep:
+            given = (model, optimizer, clipping, self._models, self._accumulating)
+            step = FabricStep(fn, fabric, loop, *given, manual=manual_optimization)
+            self._steps.append(step)
+            return step
+
+        return made if fn is None else made(fn)
 
     def _begin(self, fabric: Fabric) -> Loop:
         loop = Loop(self.config, fabric.device, _unsupported(fabric))
@@ -308,23 +327,22 @@ def _no_fabric(given: object) -> str:
     return f"attach takes a lightning.fabric.Fabric, got {type(given).__name__}"
 
 
-def _check(fabric: Fabric, model: Any, optimizer: Any) -> None:
+def _several(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _check(fabric: Fabric, what: str, given: Any, kind: Any) -> None:
     """What `graphed_step` is given comes from this Fabric."""
     how = "use the objects that `model, optimizer = fabric.setup(model, optimizer)` returns"
-    if not isinstance(model, _FabricModule):
+    if not isinstance(given, kind):
         raise TypeError(
-            f"the model of graphed_step is a {type(model).__name__} that Fabric has not set up: {how}"
+            f"the {what} of graphed_step is a {type(given).__name__} that Fabric has not set up: {how}"
         )
-    if not isinstance(optimizer, _FabricOptimizer):
-        raise TypeError(
-            f"the optimizer of graphed_step is a {type(optimizer).__name__} that Fabric has not set up: {how}"
+    if given._strategy is not fabric.strategy:
+        raise ValueError(
+            f"the {what} of graphed_step was set up with another Fabric than the Fabric of this PyGraphFabric: "
+            "attach a PyGraphFabric to each Fabric"
         )
-    for what, made in (("model", model), ("optimizer", optimizer)):
-        if made._strategy is not fabric.strategy:
-            raise ValueError(
-                f"the {what} of graphed_step was set up with another Fabric than the Fabric of this PyGraphFabric: "
-                "attach a PyGraphFabric to each Fabric"
-            )
 
 
 def _unsupported(fabric: Fabric) -> Problem | None:

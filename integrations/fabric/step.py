@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from pygraph_train.graphs import make_engine
+from pygraph_train.integrations.fabric.by_hand import FabricByHand, why_not_by_hand
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.patches import standing_in
@@ -73,10 +74,11 @@ class FabricStep(LossSteps):
         fn: computes the loss.
         fabric: whose `backward` and `clip_gradients` make the step.
         loop: what else of this training is graphed; steps that cannot be graphed as a whole run in it.
-        model, optimizer: as Fabric returned them.
+        model, optimizer: as Fabric returned them; under manual optimization lists of them.
         clipping: of gradients, before the optimizer.
         models: all that Fabric returned.
         accumulating: the models whose gradients are being added up now.
+        manual: whether `fn` makes its backwards and updates itself.
     """
 
     def __init__(
@@ -84,28 +86,38 @@ class FabricStep(LossSteps):
         fn: Callable[..., Any],
         fabric: Fabric,
         loop: Loop,
-        model: nn.Module,
+        model: Any,
         optimizer: Any,
         clipping: Clipping,
         models: Iterable[nn.Module],
         accumulating: list[nn.Module],
+        *,
+        manual: bool,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._fabric = fabric
         self._loop = loop
         self._model = model
-        self._fabric_optimizer = optimizer
+        self._fabric_optimizers = list(optimizer) if manual else [optimizer]
         self._accumulating = accumulating
         self._retired = False
         engine = make_engine(loop.config.engine, fabric.device) if loop.active else None
-        program = _FabricProgram(fn, fabric, model, optimizer, clipping, models)
-        self._fabric_program = program
+        self._manual = manual
+        self._loss_program: _FabricProgram | None = None
+        program: _FabricProgram | FabricByHand
+        if manual:
+            program = FabricByHand(fn, fabric, model, optimizer, list(models))
+        else:
+            program = self._loss_program = _FabricProgram(fn, fabric, model, optimizer, clipping, models)
         super().__init__(program, loop.config, engine)
         if engine is not None:
             loop.report.whole_step(self._name, self._report)
-            loop.give_up_optimizer(optimizer.optimizer)
+            for used in self._fabric_optimizers:
+                loop.give_up_optimizer(used.optimizer)
             problem = _not_whole(fabric)
+            if problem is None and manual:
+                problem = why_not_by_hand(fabric, self._fabric_optimizers)
             if problem is not None:
                 self._leave(problem)
 
@@ -122,7 +134,7 @@ class FabricStep(LossSteps):
             raise RuntimeError(
                 f"{self._name} belongs to a PyGraphFabric that was detached: make the step again with graphed_step"
             )
-        update = not any(model is self._model for model in self._accumulating)
+        update = self._manual or not any(model is self._model for model in self._accumulating)
         if self._runner is None:
             result = self._make(args, kwargs, update=update)
         else:
@@ -130,9 +142,10 @@ class FabricStep(LossSteps):
                 result = self._make(args, kwargs, update=update)
             if self._runner.stopped or self._runner.hopeless:
                 self._leave(None)
-        if update:
-            optimizer = self._fabric_optimizer
+        for optimizer in self._fabric_optimizers if update else ():
             count_optimizer_step(optimizer)
+            if self._manual:  # the function has called it, or nobody listens
+                continue
             self._fabric.call(
                 "on_after_optimizer_step", strategy=self._fabric.strategy, optimizer=optimizer.optimizer
             )
@@ -142,9 +155,10 @@ class FabricStep(LossSteps):
     def norm(self) -> Tensor | None:
         """What `fabric.clip_gradients` returned in the last update: the norm of gradients before they were clipped.
 
-        A 0-dim tensor of its own on the device, in the type of the gradients; None without `max_norm`.
+        A 0-dim tensor of its own on the device, in the type of the gradients; None without `max_norm`, and under
+        manual optimization.
         """
-        norm = self._fabric_program.norm
+        norm = None if self._loss_program is None else self._loss_program.norm
         return None if norm is None else norm.clone()
 
     def retire(self) -> None:
@@ -156,7 +170,8 @@ class FabricStep(LossSteps):
         """Further steps run as they are, forward, backward and optimizer apart."""
         self.close()
         self._counted_elsewhere = self._loop.active
-        self._loop.take_back_optimizer(self._fabric_optimizer.optimizer)
+        for optimizer in self._fabric_optimizers:
+            self._loop.take_back_optimizer(optimizer.optimizer)
         if problem is None:
             return
         self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))
