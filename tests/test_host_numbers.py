@@ -110,6 +110,39 @@ def test_items_of_a_dict_that_the_step_does_not_read_may_change() -> None:
     assert len(report.captures) == 1, str(report)
 
 
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda held: float(held.array[0]),
+        lambda held: float(held.array.sum()),
+        lambda held: 2.0 if held.array[0] > 2 else 1.0,
+        lambda held: float(len(held.array)),
+    ],
+    ids=["entry", "sum", "branch", "length"],
+)
+def test_an_array_that_changes_in_mid_run(factor: Any) -> None:
+    """Dynamo would compute with the values that the array has at the trace."""
+
+    class Held(Net):
+        array = np.array([1.0, 2.0])
+
+    def script(diary: Diary) -> None:
+        model = Held(dropout=0.0)
+        model.array = Held.array.copy()
+        step = diary.step(
+            lambda batch: entropy(model, batch) * factor(model), model=model, optimizer=sgd(model)
+        )
+        for index, batch in enumerate(batches(40)):
+            if index == 20:
+                model.array[0] = 3.0
+            if index == 30:
+                model.array = np.ones(3)
+            diary.write("loss", step(batch))
+
+    report = both(script, replays=20, plan="{F} {B} {O}")
+    assert any("it reads a NumPy array" in f.reason for f in report.fallbacks), str(report)
+
+
 def test_a_ufunc_of_constants_is_computed_by_numpy() -> None:
     train(
         lambda model: lambda batch: entropy(model, batch) / np.sqrt(6) * np.exp(np.float32(0.1)),

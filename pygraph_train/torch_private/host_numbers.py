@@ -34,6 +34,7 @@ _OPERATORS = frozenset(
 @functools.cache
 def mends() -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value): what Dynamo gets while we trace. `config.trace_numpy` has to be False."""
+    from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import misc, user_defined
     from torch._dynamo.variables.builder import SourcelessBuilder, VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
@@ -47,6 +48,7 @@ def mends() -> tuple[tuple[Any, str, Any], ...]:
         (ConstantVariable, "create", staticmethod(_creating(ConstantVariable.create))),
         (SourcelessBuilder, "create", staticmethod(_building(SourcelessBuilder.create))),
         (BuiltinVariable, "call_function", _computing(BuiltinVariable.call_function)),
+        (symbolic_convert, "compare_op_handlers", _comparing(symbolic_convert.compare_op_handlers)),
         (NumpyVariable, "call_function", _folding()),
         (
             TorchInGraphFunctionVariable,
@@ -89,6 +91,10 @@ def _wrapping(wrap: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.guards import GuardBuilder
 
     def wrapped(self: Any, value: Any) -> Any:
+        if isinstance(
+            value, np.ndarray
+        ):  # Dynamo computes with its present values, and sets no guard for them
+            _end_graph("it reads a NumPy array, whose values a graph would hold")
         if not _is_scalar(value):
             return wrap(self, value)
         if value != value or isinstance(value, np.bool_):
@@ -139,6 +145,19 @@ def _computing(call_function: Callable[..., Any]) -> Callable[..., Any]:
         return call_function(self, tx, args, kwargs)
 
     return computed
+
+
+def _comparing(handlers: dict[str, Any]) -> dict[str, Any]:
+    """`a == b` and the like: their handlers were bound before `_computing` could take their place."""
+    from torch._dynamo.variables.builtin import BuiltinVariable
+
+    computed = _computing(BuiltinVariable.call_function)
+    signs = {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+    ours = {
+        sign: functools.partial(computed, BuiltinVariable(getattr(operator, op)))
+        for sign, op in signs.items()
+    }
+    return {**handlers, **ours}
 
 
 def _folding() -> Callable[..., Any]:
