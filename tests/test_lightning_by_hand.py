@@ -555,3 +555,70 @@ def test_exceptions_leave_everything_as_it_was(batch):
         assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_state_dict_post_hooks
     again = fit([emulated()], module=copy.deepcopy(module))
     assert again.report.steps_replayed >= 30, str(again.report)
+
+
+class Checkpointed(Gan):
+    """A checkpoint with dropout: a capture of it is given up while parameters are toggled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        made = torch.utils.checkpoint.checkpoint(
+            lambda z: self.generator(self.drop(z)), z, use_reentrant=False
+        )
+        assert isinstance(made, torch.Tensor)
+        return made
+
+
+def test_an_attempt_that_is_given_up_in_its_middle():
+    _, graphed = parity(Checkpointed, logger=MemoryLogger(), max_epochs=6, replays=30)
+    assert "{F B O}" not in str(graphed.report.plan)
+
+
+class Unheld(Gan):
+    """A network that no optimizer holds: its gradients add up, until a hook empties them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()
+        loss = self.discriminator(self.extra(self(torch.randn(8, 4)))).mean()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        second.step()
+        self.log("loss", loss)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 4 == 0:
+            self.extra.zero_grad()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("norm", self.extra.weight.grad.norm())
+
+
+class ReadsGroup(Gan):
+    """The step reads a tensor in a parameter group."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.log("noise", self.optimizers()[0].param_groups[0]["noise"])
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [adamw(self.generator), adamw(self.discriminator)]
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["noise"] = torch.tensor(0.5)
+        return optimizers
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["noise"].mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", [Unheld, ReadsGroup])
+def test_tensors_outside_of_the_optimizers_parameters(kind):
+    parity(kind, logger=MemoryLogger(), **WHOLE)

@@ -73,6 +73,12 @@ def _ignored(switch: Switch) -> None:
     """Nobody asked to be told of decisions."""
 
 
+_TOO_FEW = (
+    "too few steps of training_step could be replayed as one graph (its gradients, parameters or batches differ "
+    "from those of its captures): each phase has a graph of its own"
+)
+
+
 class PyGraphCallback(Callback):
     """Replays the training step of a stock Trainer as one CUDA graph, if the results stay the same.
 
@@ -210,6 +216,8 @@ class PyGraphCallback(Callback):
         Where a step that optimizes by hand turned out to be no graph, its phases get graphs from the next batch on.
         """
         if isinstance(self._step, StepsByHand) and self._step.over:
+            if not self._report.fallbacks:
+                self._report.fell_back(Fallback(_TOO_FEW, None, "", self._report.steps))
             self._detach()
             self._graph_phases(trainer, pl_module)
         if not self.config.log_metrics or not trainer.loggers:

@@ -91,7 +91,10 @@ class ManualProgram(ProgramByHand):
             for name in ("_on_before_step", "_on_after_step")
         ]
         self._updates = 0
+        toggled = self.model._param_requires_grad_state
         with (
+            self.attempting(),
+            standing_in([(self.model, "_param_requires_grad_state", dict(toggled))]),
             self.as_outside(),
             self._recording() as recorder,
             standing_in(uncounted),

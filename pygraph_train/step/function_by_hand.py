@@ -92,7 +92,7 @@ class FunctionByHand(ProgramByHand):
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The whole step."""
-        with self.as_outside(), standing_in(self._steps()):
+        with self.attempting(), self.as_outside(), standing_in(self._steps()):
             result = call(self._step_fn, args, kwargs)
         return torch.zeros((), device=self.device), detached_results(result)
 

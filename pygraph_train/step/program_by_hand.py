@@ -55,7 +55,8 @@ class ProgramByHand:
     ) -> None:
         self.model = model
         self.optimizer: Any = optimizers
-        self.parameters = [p for group in optimizers.param_groups for p in group["params"]]
+        held = chain.from_iterable(group["params"] for group in optimizers.param_groups)
+        self.parameters: list[Tensor] = list({id(p): p for p in chain(held, model.parameters())}.values())
         self.device = device
         self.scaling = Scaling(None, None)
         self._alone = _ByHand(model, units)
@@ -103,6 +104,20 @@ class ProgramByHand:
                 "the step ends with other parameters that require gradients than it began with",
                 fix="Switch the same parameters back at the end of the step (untoggle_optimizer in Lightning)",
             )
+
+    @contextmanager
+    def attempting(self) -> Iterator[None]:
+        """Around a run of the function that is not the training's: where it ends early, flags are as they were."""
+        trained = [(p, p.requires_grad) for p in self.model.parameters()]
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            yield
+        except BaseException:
+            for p, flag in trained:
+                p.requires_grad_(flag)
+            for module, flag in modes:
+                module.training = flag
+            raise
 
     @contextmanager
     def observing(self, trace: Trace) -> Iterator[None]:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.checkpoints import checkpoints_leave_generators
@@ -81,6 +82,20 @@ class OpenedTrace(Trace):
             with self._asked_in():
                 if not self.holds(fn, args, kwargs):
                     self.problem = self.why_not(fn, args, kwargs)
+
+    def tensors(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """The tensors behind `inputs`, read now: some may be read from a stand-in."""
+        with self._asked_in():
+            return super().tensors(fn, args, kwargs)
+
+    def argument_tensors(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, Tensor]]:
+        """See `Trace.argument_tensors`."""
+        with self._asked_in():
+            return super().argument_tensors(fn, args, kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` in Python, as it runs in a capture."""
