@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.record import DASH
 
-__all__ = ["cause_of", "differs", "lines_of", "part_of", "speedup", "summarize", "table_of"]
+__all__ = ["cause_of", "differs", "lines_of", "mean_of", "part_of", "speedup", "summarize", "table_of"]
 
 Row = dict[str, Any]
 
@@ -80,8 +80,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "whole": parts.count("whole"),
         "share_whole": _share(parts.count("whole"), len(made)),
         "share_regions_or_better": _share(parts.count("whole") + parts.count("regions"), len(made)),
-        "geometric_mean_over_eager": _mean(list(found.values())),
-        "geometric_mean_over_eager_of_whole_steps": _mean(whole),
+        "geometric_mean_over_eager": mean_of(list(found.values())),
+        "geometric_mean_over_eager_of_whole_steps": mean_of(whole),
         "slowest_over_eager": None if slowest is None else found[slowest],
         "slowest": slowest,
         "below_0.98": {name: ratio for name, ratio in found.items() if ratio < 0.98},
@@ -113,7 +113,7 @@ def _over_the_best(rows: Sequence[Row]) -> dict[str, Any]:
         return {}
     below = {name: ratio for name, ratio in found.items() if ratio < 0.98}
     return {
-        "geometric_mean_over_the_best_other": _mean(list(found.values())),
+        "geometric_mean_over_the_best_other": mean_of(list(found.values())),
         "below_0.98_of_the_best_other": below,
     }
 
@@ -174,5 +174,6 @@ def _share(count: int, of: int) -> float | None:
     return round(count / of, 4) if of else None
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean_of(values: Sequence[float]) -> float | None:
+    """The geometric mean; None of nothing."""
     return math.exp(statistics.fmean(map(math.log, values))) if values else None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import never_slower
 from benchmarks.children import Job, run_jobs
 from benchmarks.zoo_models import ENTRIES, TINY, NotInstalled
 from benchmarks.zoo_models.entry import seed
@@ -52,6 +53,7 @@ def test_an_entry_trains_and_is_made_again_from_its_seed(name: str) -> None:
 
 _CHILD = """
 import sys, time
+from benchmarks import never_slower
 from benchmarks.children import Turns
 turns = Turns()
 name, path, alone = sys.argv[1:]
@@ -151,6 +153,35 @@ def test_rows_add_up() -> None:
     assert found["reasons_without_a_line"] == ["c", "d"] and found["failed"] == {"f": "timed out"}
     assert found["largest_memory_over_eager"] == pytest.approx(1.04)
     assert table_of(rows).splitlines()[-1] == "| all | 4 | 1 | 2 | 1.59x | 0.80x | 3 of 4 |"
+
+
+@pytest.mark.slow
+def test_never_slower(tmp_path: Path) -> None:
+    path = tmp_path / "never.json"
+    command = [sys.executable, "-m", "benchmarks.never_slower", "--scale", "tiny", "--device", "cpu"]
+    options = ["--names", "case: PPO", "--modes", "eager,graphed,accelerate", "--json", str(path)]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "NO TIMING CLAIM" in done.stdout, done.stderr
+    record = json.loads(path.read_text())
+    (row,) = record["rows"]
+    assert row["stage"] == "done" and row["modes"]["graphed"]["steps_from_graphs"] > 10
+    assert row["modes"]["accelerate"]["windows_ms"]  # whose model is not called as a whole
+    assert row["modes"]["graphed"]["losses"] == row["modes"]["eager"]["losses"]
+    assert record["summary"]["graphed"]["measured"] == 1 and record["summary"]["crashed"] == {}
+
+
+def test_never_slower_compares_with_the_best_of_the_others() -> None:
+    def mode(ms: float, mib: int) -> dict[str, Any]:
+        return {"windows_ms": [ms, ms], "reserved_mib": mib}
+
+    modes = {"eager": mode(9, 90), "compile": mode(6, 100), "reduce-overhead": mode(3, 110)}
+    modes |= {"graphed-compiled": mode(2, 120), "backend": mode(4, 100), "graphed": {"error": "no\nway"}}
+    row = {"name": "a", "stage": "done", "error": None, "modes": modes}
+    found = never_slower.summarize([row])
+    assert found["graphed-compiled"]["geometric_mean_over_the_best"] == pytest.approx(1.5)
+    assert found["graphed-compiled"]["memory_above_1.10"] == {"a": 1.2}
+    assert found["backend"]["below_0.98"] == {"a": 0.75} and found["crashed"] == {"a, graphed": "no"}
+    assert len(never_slower.FROM_ZOO) >= 30 and len(never_slower.CASES) == 12
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
 
-__all__ = ["ENTRIES"]
+__all__ = ["ENTRIES", "Recurrent", "token_loss"]
 
 Batch = dict[str, Tensor]
 
@@ -19,11 +19,14 @@ def _tokens(size: Size) -> Batch:
     return {"x": ids(size), "y": ids(size)}
 
 
-def _token_loss(model: nn.Module, batch: Batch) -> Tensor:
+def token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy of a token at each place."""
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
 
-class _Recurrent(nn.Module):
+class Recurrent(nn.Module):
+    """An embedding, one of the recurrent networks of torch, and a head."""
+
     def __init__(self, kind: type[nn.RNNBase], size: Size, *, layers: int = 2, both: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.width)
@@ -37,22 +40,22 @@ class _Recurrent(nn.Module):
 
 @entry(ENTRIES, "recurrent", "LSTM", compiled=True)
 def _lstm(size: Size) -> Parts:
-    return Parts(_Recurrent(nn.LSTM, size).train(), lambda: _tokens(size), _token_loss)
+    return Parts(Recurrent(nn.LSTM, size).train(), lambda: _tokens(size), token_loss)
 
 
 @entry(ENTRIES, "recurrent", "GRU", compiled=True)
 def _gru(size: Size) -> Parts:
-    return Parts(_Recurrent(nn.GRU, size).train(), lambda: _tokens(size), _token_loss)
+    return Parts(Recurrent(nn.GRU, size).train(), lambda: _tokens(size), token_loss)
 
 
 @entry(ENTRIES, "recurrent", "bidirectional LSTM")
 def _both_ways(size: Size) -> Parts:
-    return Parts(_Recurrent(nn.LSTM, size, both=True).train(), lambda: _tokens(size), _token_loss)
+    return Parts(Recurrent(nn.LSTM, size, both=True).train(), lambda: _tokens(size), token_loss)
 
 
 @entry(ENTRIES, "recurrent", "LSTM with packed sequences")
 def _packed(size: Size) -> Parts:
-    class Packed(_Recurrent):
+    class Packed(Recurrent):
         def forward(self, x: Tensor) -> Tensor:
             lengths = torch.arange(size.length - size.batch + 1, size.length + 1).flip(0)
             packed = nn.utils.rnn.pack_padded_sequence(self.embedding(x), lengths, batch_first=True)
@@ -60,7 +63,7 @@ def _packed(size: Size) -> Parts:
             result: Tensor = self.head(found)
             return result
 
-    return Parts(Packed(nn.LSTM, size).train(), lambda: _tokens(size), _token_loss)
+    return Parts(Packed(nn.LSTM, size).train(), lambda: _tokens(size), token_loss)
 
 
 @entry(ENTRIES, "recurrent", "LSTM cell in a loop")
@@ -80,7 +83,7 @@ def _cells(size: Size) -> Parts:
             result: Tensor = self.head(torch.stack(found, 1))
             return result
 
-    return Parts(Cells().train(), lambda: _tokens(size), _token_loss)
+    return Parts(Cells().train(), lambda: _tokens(size), token_loss)
 
 
 @entry(ENTRIES, "recurrent", "seq2seq with attention", compiled=True)
@@ -130,7 +133,7 @@ def _convolutions(size: Size) -> Parts:
             result: Tensor = self.head(found.transpose(1, 2))
             return result
 
-    return Parts(Wave().train(), lambda: _tokens(size), _token_loss)
+    return Parts(Wave().train(), lambda: _tokens(size), token_loss)
 
 
 @entry(ENTRIES, "recurrent", "nn.Transformer", compiled=True)

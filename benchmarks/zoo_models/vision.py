@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, package
 
-__all__ = ["ENTRIES", "classification_loss", "labelled_images"]
+__all__ = ["ENTRIES", "classification_loss", "labelled_images", "timm_model"]
 
 ENTRIES: list[Entry] = []
 
@@ -26,10 +26,15 @@ def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
+def timm_model(name: str, **options: Any) -> nn.Module:
+    """A model of timm with random weights, in train mode."""
+    model: nn.Module = package("timm").create_model(name, pretrained=False, num_classes=10, **options)
+    return model.train()
+
+
 def _timm(name: str, *, side: int = 64, compiled: bool = False, family: str = "timm", **options: Any) -> None:
     def build(size: Size) -> Parts:
-        model = package("timm").create_model(name, pretrained=False, num_classes=10, **options).train()
-        return Parts(model, lambda: labelled_images(size, side), classification_loss)
+        return Parts(timm_model(name, **options), lambda: labelled_images(size, side), classification_loss)
 
     ENTRIES.append(Entry(name, family, build, compiled))
 
