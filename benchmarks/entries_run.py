@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser, *, timeout_s: float, processes:
     parser.add_argument("--mode-s", type=int, default=120, help="for one mode of an entry; 0: no limit")
     parser.add_argument("--settle-s", type=float, default=20, help="at most, until plans are chosen")
     parser.add_argument("--windows", type=int, help="of each mode (default: 7; CPU: 2)")
-    parser.add_argument("--window-s", type=float, help="seconds a window (default: 0.07; CPU: 0)")
+    parser.add_argument("--window-s", type=float, help="seconds a window (default: 0.05; CPU: 0)")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each entry")
@@ -57,7 +57,7 @@ def settle_options(
     """Fill in the defaults of the device, and make a list of the names that were given, if any."""
     settle_device(parser, args)
     args.engine = "cuda" if args.device == "cuda" else "emulated"
-    settle_defaults(args, processes=(processes, 1), windows=(7, 2), window_s=(0.07, 0.0))
+    settle_defaults(args, processes=(processes, 1), windows=(7, 2), window_s=(0.05, 0.0))
     settle_defaults(args, least=(40, 15), most=(160, 30))
     if args.names is not None:
         args.names = [name.strip() for name in args.names.split(";")]
