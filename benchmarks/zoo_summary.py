@@ -89,7 +89,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "losses_compared": sum(differs(row) is not None for row in made),
         "losses_differ": [row["name"] for row in made if differs(row)],
         "reasons_without_a_line": without_line,
-        "failed": {row["name"]: row["error"] for row in failed},
+        "failed": {row["name"]: _error(row) for row in failed},
         "failed_with_the_library": [
             row["name"]
             for row in failed
@@ -132,7 +132,7 @@ def lines_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def _cells(row: Row) -> list[str]:
     if part_of(row) is None:
-        why = "not installed" if "not_installed" in row else (row["error"] or "not over")
+        why = "not installed" if "not_installed" in row else _error(row)
         return [row["name"], *[DASH] * 6, why.splitlines()[0][:60]]
     ours = ours_of(row)
     ms = [
@@ -164,6 +164,11 @@ def table_of(rows: Sequence[Row]) -> str:
             f"| {name} | {found['measured']} | {found['whole']} | {parts} | {' | '.join(ratios)} | {equal} |"
         )
     return "\n".join(lines)
+
+
+def _error(row: Row) -> str:
+    """Why the library's step was not measured."""
+    return row["error"] or ours_of(row).get("error") or f"ended: {row['stage']}"
 
 
 def _number(value: float | None, unit: str = "") -> str:

@@ -142,15 +142,18 @@ def test_rows_add_up() -> None:
             "not_installed": "timm",
         },
         {"name": "f", "family": "made up", "modes": {}, "stage": "eager", "error": "timed out"},
+        _row("g", "", 1.0),
     ]
-    assert [part_of(row) for row in rows] == ["whole", "regions", "optimizer", "none", None, None]
+    rows[-1]["modes"]["graphed-eager"] = {"error": "a crash"}
+    assert [part_of(row) for row in rows] == ["whole", "regions", "optimizer", "none", None, None, None]
     found = summarize(rows)
-    assert (found["entries"], found["measured"], found["not_installed"]) == (6, 4, ["e"])
+    assert (found["entries"], found["measured"], found["not_installed"]) == (7, 4, ["e"])
     assert (found["share_whole"], found["share_regions_or_better"]) == (0.25, 0.5)
     assert found["geometric_mean_over_eager"] == pytest.approx((4 * 2 * 1 * 0.8) ** 0.25)
     assert found["slowest"] == "d" and set(found["below_0.98"]) == {"d"}
     assert found["losses_compared"] == 4 and found["losses_differ"] == ["c"]
-    assert found["reasons_without_a_line"] == ["c", "d"] and found["failed"] == {"f": "timed out"}
+    assert found["reasons_without_a_line"] == ["c", "d"] and found["failed_with_the_library"] == ["g"]
+    assert found["failed"] == {"f": "timed out", "g": "a crash"}
     assert found["largest_memory_over_eager"] == pytest.approx(1.04)
     assert table_of(rows).splitlines()[-1] == "| all | 4 | 1 | 2 | 1.59x | 0.80x | 3 of 4 |"
 

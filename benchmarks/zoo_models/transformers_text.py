@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo_models.entry import Entry, Parts, Size, ids, package
+from benchmarks.zoo_models.entry import Entry, NotInstalled, Parts, Size, ids, package
 
 __all__ = ["ENTRIES", "library_model", "loss_of_result"]
 
@@ -21,7 +21,9 @@ def library_model(name: str, /, **options: Any) -> nn.Module:
     Raises:
         NotInstalled: transformers, or a version of it with this model, is not installed.
     """
-    kind = getattr(package("transformers"), name)
+    kind = getattr(package("transformers"), name, None)
+    if kind is None:
+        raise NotInstalled(f"this version of transformers has no {name}")
     return kind(kind.config_class(**options)).train()
 
 
