@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -193,6 +194,8 @@ def run_entries(
                 log = logs / f"{number:03}.log"
                 own = ["--names", name, "--child", str(log.with_suffix(".json"))]
                 jobs.append(Job(name, ["-W", "ignore", "-m", f"benchmarks.{benchmark}", *argv, *own], log))
+
+        random.Random(0).shuffle(jobs)  # of a run that is cut, the rows are a sample
 
         def ended(job: Job, why: str | None) -> None:
             path = job.log.with_suffix(".json")
