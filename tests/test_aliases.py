@@ -136,10 +136,43 @@ def test_results_that_are_parts_of_a_batch_share_its_memory():
     both(script, replays=25, plan="{F B O}")
 
 
-@pytest.mark.passes_without_graphs("nothing is captured")
-def test_an_expanded_tensor_is_refused():
-    report = train(lambda i, t, m: ((t, t[:1].expand(12, 6)), {}), steps=30, replays=1)
-    assert report.steps_replayed == 0 and "args[1] is an expanded tensor" in str(report), str(report)
+EXPANDED: dict[str, tuple[Make, int]] = {
+    "rows": (lambda i, t, m: ((t, t[:1].expand(12, 6)), {}), 1),
+    "columns": (lambda i, t, m: ((t, t[:, 2:3].expand(12, 6)), {}), 1),
+    "one number": (lambda i, t, m: ((t, t[3, 3].expand(12, 6)), {}), 1),
+    "a tensor and its expansion": (lambda i, t, m: ((t[:1].expand(12, 6), t[:1].expand(12, 6)), {}), 1),
+    "one expansion twice": (lambda i, t, m: ((x := t[:1].expand(12, 6), x), {}), 1),
+    "the first one only": (lambda i, t, m: ((t, t[:1].expand(12, 6) if i < 3 else t.flip(0)), {}), 1),
+    "by turns": (lambda i, t, m: ((t, t[:1].expand(12, 6) if i % 2 else t.flip(0)), {}), 2),
+}
+
+
+@FORMS
+@pytest.mark.slow_after(7)
+@pytest.mark.parametrize("case", EXPANDED)
+def test_expanded_tensors_are_copied_as_they_are(case, verify):
+    make, captures = EXPANDED[case]
+    report = train(make, replays=45, plan="{F B O}", verify=verify)
+    assert len(report.captures) == captures, str(report)
+
+
+def test_results_that_are_parts_of_an_expanded_tensor():
+    def script(diary: Diary) -> None:
+        model = Model()
+        optimizer = adamw(model)
+
+        def fn(a: Tensor, b: Tensor) -> dict[str, Tensor]:
+            return {"loss": weighted(model, a, b), "all": b, "part": b[2:4], "sum": b.sum(0)}
+
+        step = diary.step(fn, model=model, optimizer=optimizer)
+        for _ in range(40):
+            t = torch.randn(12, 6)
+            found = step(t, t[:1].expand(12, 6))
+            diary.write("results", found)
+            diary.write("places", [found[name].data_ptr() - t.data_ptr() for name in ("all", "part")])
+            diary.write("strides", [r.stride() for r in found.values()])
+
+    both(script, replays=25, plan="{F B O}")
 
 
 OF_THE_MODEL: dict[str, tuple[Make, int]] = {

@@ -585,11 +585,10 @@ def test_hooks_and_modes_around_the_step_are_all_listed() -> None:
 def test_batches_that_cannot_be_static_are_all_listed() -> None:
     model = Net()
     x = torch.randn(6, 6)
-    batch = {"a": x, "b": np.ones(3), "c": x.clone().requires_grad_(), "d": x[:1].expand(6, 6)}
+    batch = {"a": x, "b": np.ones(3), "c": x.clone().requires_grad_()}
     found = explain(lambda batch: model(batch["a"]).square().mean(), batch, model=model)
     reasons = " ".join(p.reason for p in found.obstacles)
     assert "args[0]['b'] is a NumPy" in reasons and "args[0]['c'] requires a gradient" in reasons
-    assert "args[0]['d'] is an expanded tensor" in reasons
 
 
 def test_something_that_is_no_step_is_refused() -> None:

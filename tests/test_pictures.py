@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import pictures
+from benchmarks import pictures, zoo_summary
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
@@ -162,6 +162,13 @@ def test_steps_of_two_gpus() -> None:
         quoted.append((file, model))
     measured = [(file, model) for file in pictures.TWO_GPUS for model in pictures.rows_of([file])]
     assert sorted(quoted) == sorted(measured), "every model on every host, not just the better one"
+
+
+def test_many_architectures() -> None:
+    files = sorted(pictures.RESULTS.glob("zoo_h*.json"))
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+    assert ("\n## Many architectures\n" in PAGE) == bool(rows)
+    assert not rows or zoo_summary.table_of(rows) in PAGE
 
 
 def test_all_pictures_are_drawn_and_shown(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from pygraph_train.tracing.reasons import (
     shape_of_values,
     text_of_tensor,
 )
+from pygraph_train.tracing.signature import batch_expressions
 from pygraph_train.tracing.trace import held_weakly
 
 __all__ = ["Findings", "look"]
@@ -158,6 +159,7 @@ class _OneLook:
             leaves_out=leaves_out,
         )
         self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._is_of_batch = batch_expressions(args, kwargs)
         self._device, self._recorder = device, recorder
         self._leaves = {id(leaf) for leaf in leaves}
         self._notes: list[tuple[Any, str]] = []
@@ -234,14 +236,14 @@ class _OneLook:
         frame = {"fn": self._fn, "args": self._args, "kwargs": self._kwargs}
         for node, target, _ in writes_to_inputs(graph):
             expression = placeholder_source(target) or target.name
-            if _is_argument(expression):
+            if self._is_of_batch(expression):
                 found.append(batch_changed(readable(expression, self._fn), line_of(node)))
         for node in graph.graph.nodes:
             value, source = node.meta.get("example_value"), placeholder_source(node)
             if node.op != "placeholder" or source is None or not isinstance(value, Tensor):
                 continue
             name = readable(source, self._fn)
-            if not _is_argument(source):
+            if not self._is_of_batch(source):
                 if value.requires_grad and not value.is_leaf:
                     found.append(
                         Problem(
@@ -259,10 +261,6 @@ class _OneLook:
                     )
                 )
         return found
-
-
-def _is_argument(expression: str) -> bool:
-    return expression.startswith(("L['args']", "L['kwargs']"))
 
 
 def _read(expression: str, frame: dict[str, Any]) -> Any:

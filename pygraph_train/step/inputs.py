@@ -20,6 +20,8 @@ T = TypeVar("T")
 class StaticInputs:
     """Buffers for the tensor leaves of one signature. Leaves that are one tensor have one buffer.
 
+    The buffer of an expanded tensor is expanded in the same way: each element in memory is copied once.
+
     Args:
         leaves: example leaves; tensors give shape, dtype, strides and device.
         used: which leaves the step reads; the others are neither allocated nor copied.
@@ -30,11 +32,20 @@ class StaticInputs:
         first = {id(leaves[i]): i for i in reversed(read)}
         self._index = sorted(first.values())
         self._same = {i: first[id(leaves[i])] for i in read}
-        self.tensors: list[Tensor] = [_buffer_like(leaves[i]) for i in self._index]
+        self._written = [_written_once(leaves[i]) for i in self._index]
+        self._expands = any(size is not None for size in self._written)
+        self.tensors: list[Tensor] = [
+            _buffer_like(_part(leaves[i], size)) for i, size in zip(self._index, self._written, strict=True)
+        ]
 
     def tree(self, args: Any) -> Any:
         """`args` with every used tensor leaf replaced by its buffer."""
-        buffers = dict(zip(self._index, self.tensors, strict=True))
+        leaves: list[Any] = []
+        flatten(args, leaves)
+        buffers = {
+            i: tensor if size is None else tensor.expand(leaves[i].shape)
+            for i, tensor, size in zip(self._index, self.tensors, self._written, strict=True)
+        }
         by_position = {i: buffers[k] for i, k in self._same.items()}
         position = iter(range(1 << 62))
         return map_leaves(lambda leaf: by_position.get(next(position), leaf), args)
@@ -45,7 +56,10 @@ class StaticInputs:
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the leaves of a call into the buffers, in the caller's stream."""
-        if self.tensors:
+        if self._expands:
+            parts = [_part(leaves[i], size) for i, size in zip(self._index, self._written, strict=True)]
+            copy_all(self.tensors, parts, non_blocking=True)
+        elif self.tensors:
             copy_all(self.tensors, [leaves[i] for i in self._index], non_blocking=True)
 
 
@@ -74,6 +88,16 @@ class Transfer:
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(compute)  # the memory is free only when the kernels have read it
         return moved
+
+
+def _written_once(leaf: Tensor) -> tuple[int, ...] | None:
+    """The shape of an expanded tensor before it was expanded; None of others."""
+    size = tuple(1 if not stride else n for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    return None if size == leaf.shape or leaf.numel() == 0 else size
+
+
+def _part(leaf: Tensor, size: tuple[int, ...] | None) -> Tensor:
+    return leaf if size is None else leaf.as_strided(size, leaf.stride())
 
 
 def _buffer_like(leaf: Tensor) -> Tensor:

@@ -95,11 +95,6 @@ def unsupported_leaves(
             )
         elif leaf.layout is not torch.strided:
             yield Problem(f"{path} is a {leaf.layout} tensor, and a graph takes strided tensors only")
-        elif any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
-            yield Problem(
-                f"{path} is an expanded tensor, and a graph cannot copy values into it",
-                fix="Pass tensor.contiguous()",
-            )
 
 
 def compiler_problem(error: BaseException) -> Problem | None:

@@ -9,9 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["ALIGNMENT", "Key", "alignment", "flatten", "flattened", "key_of", "leaf_paths", "map_leaves"]
+__all__ = [
+    "ALIGNMENT",
+    "Key",
+    "alignment",
+    "batch_expressions",
+    "flatten",
+    "flattened",
+    "key_of",
+    "leaf_paths",
+    "map_leaves",
+]
 
 ALIGNMENT = 16
 """Bytes. The widest loads of CUDA kernels; allocators of torch give more."""
@@ -134,3 +144,23 @@ def leaf_paths(tree: Any, prefix: str = "") -> list[str]:
         fields = dataclasses.fields(tree)
         return [path for f in fields for path in leaf_paths(getattr(tree, f.name), f"{prefix}.{f.name}")]
     return [prefix]
+
+
+def batch_expressions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[str], bool]:
+    """Whether an expression of Dynamo's means a tensor of the batch.
+
+    A model among the arguments is no part of the batch: its tensors are where they are, and stay there.
+    """
+    paths = leaf_paths(args, _ARGS) + leaf_paths(kwargs, _KWARGS)
+    leaves = flattened((args, kwargs))[1]
+    models = tuple(
+        f"{path}." for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, nn.Module)
+    )
+
+    def is_of_batch(expression: str) -> bool:
+        return expression.startswith((_ARGS, _KWARGS)) and not expression.startswith(models)
+
+    return is_of_batch
+
+
+_ARGS, _KWARGS = "L['args']", "L['kwargs']"

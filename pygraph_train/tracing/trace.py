@@ -42,6 +42,7 @@ from pygraph_train.tracing.reasons import (
 )
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
+from pygraph_train.tracing.signature import batch_expressions
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
 
 __all__ = ["Compiler", "Trace", "guard_constants", "held_weakly"]
@@ -166,7 +167,7 @@ class Trace:
         self._compiler = compiler
         self.problem: Problem | None = None
         self.inputs: list[str] = []
-        """Expressions of the tensors that the step reads besides its arguments (parameters, attributes)."""
+        """Expressions of the tensors that the step reads besides its batch (parameters, attributes)."""
         self.latest_tensors: tuple[Tensor, ...] = ()
         """These tensors, as `holds` saw them last."""
         self.rebound: list[str] = []
@@ -182,6 +183,7 @@ class Trace:
         self._read: _Read = lambda L, G: ((), (), ())
         self._recorder = recorder
         self._fn: Any = None
+        self._is_of_batch = batch_expressions((), {})
         self._compiles = 0
         self._notes: list[tuple[Any, str]] = []  # of the compilation that is under way
         self._guards: Any = None
@@ -209,7 +211,7 @@ class Trace:
             NotLegal: the function cannot be traced as one graph; nothing was executed.
         """
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        self._fn = fn
+        self._fn, self._is_of_batch = fn, batch_expressions(args, kwargs)
         before, stale = self._compiles, None
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
@@ -330,8 +332,7 @@ class Trace:
                 continue
             expression = placeholder_source(node)
             if expression is not None:
-                of_argument = expression.startswith(("L['args']", "L['kwargs']"))
-                (self._arguments if of_argument else self.inputs).append(expression)
+                (self._arguments if self._is_of_batch(expression) else self.inputs).append(expression)
 
     def _look_for_writes(self, graph: torch.fx.GraphModule) -> Problem | None:
         """Note what happens to the tensors that the step is given; what happens to a batch is a problem."""

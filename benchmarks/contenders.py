@@ -1,0 +1,223 @@
+"""One training step in the ways that are compared: as it is, with `torch.compile`, with this library."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.backend_trial import MIB
+from benchmarks.zoo_models.entry import Parts, seed
+from pygraph_train import GraphedStep, StepReport
+from pygraph_train.tracing.signature import map_leaves
+
+__all__ = ["MODES", "Contender", "Setting", "first_losses", "settle", "start", "windows"]
+
+BATCHES = 4
+LASTING = 10
+"""Steps that plan and captures stay as they are before the measurement begins."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders of one entry share.
+
+    Attributes:
+        build: makes the entry, with the random numbers of the moment.
+        device: where it is trained.
+        autocast: whether forward and loss run under bf16 autocast.
+        engine: of this library's graphs.
+    """
+
+    build: Callable[[], Parts]
+    device: torch.device
+    autocast: bool
+    engine: str
+
+
+@dataclass
+class Contender:
+    """A training loop; `step()` makes one step on the next batch and returns its loss."""
+
+    mode: str
+    step: Callable[[], Tensor]
+    report: Callable[[], StepReport] | None = None
+    reserved_before: int = 0
+    losses: list[float] = field(default_factory=list)
+    reserved_mib: int | None = None
+
+    def state(self) -> object:
+        """Changes as long as the library tries things out."""
+        if self.report is None:
+            return None
+        told = self.report()
+        return told.running_plan, len(told.captures), len(told.switches), len(told.fallbacks)
+
+
+def _to(device: torch.device) -> Callable[[Any], Any]:
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+
+    return move
+
+
+def start(mode: str, setting: Setting) -> Contender:
+    """A contender with new weights; all contenders of a setting have the same ones, and the same batches."""
+    gc.collect()
+    if setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved() if setting.device.type == "cuda" else 0
+    seed(0)
+    parts = setting.build()
+    model = parts.model.to(setting.device)
+    seed(1)
+    batches = [map_leaves(_to(setting.device), parts.make_batch()) for _ in range(BATCHES)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+    def loss_of(batch: Any) -> Tensor:
+        with torch.autocast(setting.device.type, torch.bfloat16, enabled=setting.autocast):
+            return parts.loss_of(model, batch)
+
+    # Dynamo keeps what it compiled with the code: contenders must not meet each other's guards
+    code = loss_of.__code__.replace(co_name=f"loss_of_{mode.replace('-', '_')}")
+    own = types.FunctionType(code, loss_of.__globals__, code.co_name, None, loss_of.__closure__)
+    step, report = MODES[mode](own, model, optimizer, setting)
+    turn = 0
+
+    def next_step() -> Tensor:
+        nonlocal turn
+        turn += 1
+        return step(batches[turn % BATCHES])
+
+    seed(2)
+    return Contender(mode, next_step, report, before)
+
+
+Made = tuple[Callable[[Any], Tensor], Callable[[], StepReport] | None]
+
+
+def _loop(loss_of: Any, optimizer: Any, *, marks: bool = False) -> Callable[[Any], Tensor]:
+    def step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        if marks:
+            torch.compiler.cudagraph_mark_step_begin()
+        loss = loss_of(batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _eager(loss_of: Any, model: Any, optimizer: Any, setting: Setting) -> Made:
+    return _loop(loss_of, optimizer), None
+
+
+def _compile(loss_of: Any, model: Any, optimizer: Any, setting: Setting) -> Made:
+    return _loop(torch.compile(loss_of), optimizer), None
+
+
+def _reduce_overhead(loss_of: Any, model: Any, optimizer: Any, setting: Setting) -> Made:
+    return _loop(torch.compile(loss_of, mode="reduce-overhead"), optimizer, marks=True), None
+
+
+def _backend(loss_of: Any, model: Any, optimizer: Any, setting: Setting) -> Made:
+    return _loop(torch.compile(loss_of, backend="pygraph"), optimizer), None
+
+
+def _graphed(**options: Any) -> Callable[..., Made]:
+    def make(loss_of: Any, model: Any, optimizer: Any, setting: Setting) -> Made:
+        step = GraphedStep(loss_of, model=model, optimizer=optimizer, engine=setting.engine, **options)
+        return step, step.report
+
+    return make
+
+
+def _accelerate(loss_of: Any, model: Any, optimizer: Any, setting: Setting) -> Made:
+    from pygraph_train import Accelerator, PyGraph
+
+    plugin = PyGraph(engine=setting.engine)
+    accelerator: Any = Accelerator(cpu=setting.device.type == "cpu", plugins=[plugin])
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(batch: Any) -> Tensor:
+        loss = loss_of(batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, plugin.report
+
+
+MODES: dict[str, Callable[..., Made]] = {
+    "eager": _eager,
+    "compile": _compile,
+    "reduce-overhead": _reduce_overhead,
+    "graphed-eager": _graphed(compile=False),
+    "graphed-compiled": _graphed(compile=True),
+    "graphed": _graphed(),
+    "backend": _backend,
+    "accelerate": _accelerate,
+}
+"""How each mode makes the loop of a contender."""
+
+
+def first_losses(contender: Contender, count: int) -> None:
+    """Make the first steps, and keep their losses."""
+    contender.losses += [float(contender.step()) for _ in range(count)]
+
+
+def settle(contender: Contender, *, least: int, most: int, seconds: float) -> None:
+    """Make steps until the library has chosen, and note the peak of the reserved memory until then, in MiB."""
+    begun, seen = time.monotonic(), []
+    for made in range(most):
+        contender.step()
+        seen = [*seen, contender.state()][-LASTING:]
+        if made + 1 >= least and (seen == seen[:1] * LASTING or time.monotonic() - begun > seconds):
+            break
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        contender.reserved_mib = round((torch.cuda.max_memory_reserved() - contender.reserved_before) / MIB)
+
+
+def windows(contenders: Sequence[Contender], *, count: int, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds a step in `count` windows of each contender, which take turns."""
+    steps = {c.mode: _steps_of(c, seconds) for c in contenders}
+    times: dict[str, list[float]] = {c.mode: [] for c in contenders}
+    for number in range(count):
+        for contender in contenders if number % 2 else reversed(contenders):
+            times[contender.mode].append(_window(contender, steps[contender.mode]))
+    return times
+
+
+def ratios(times: dict[str, list[float]], mode: str, other: str = "eager") -> float:
+    """How many times faster `mode` is than `other`: the median of windows that follow each other."""
+    return statistics.median(b / a for a, b in zip(times[mode], times[other], strict=True))
+
+
+def _steps_of(contender: Contender, seconds: float) -> int:
+    _window(contender, 2)
+    return max(BATCHES, min(1000, round(seconds * 1e3 / _window(contender, BATCHES))))
+
+
+def _window(contender: Contender, steps: int) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        contender.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / steps * 1e3

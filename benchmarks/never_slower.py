@@ -1,0 +1,128 @@
+"""Whether the library is slower, or larger, than what one line gives: eager, `torch.compile`, `reduce-overhead`.
+
+    python -m benchmarks.never_slower --json never_slower.json --seconds 560      # one CUDA GPU
+    python -m benchmarks.never_slower --json never_slower.json --seconds 560 --resume
+    python -m benchmarks.never_slower --scale tiny --names "PPO"                  # does the script work? (CPU)
+
+Twelve cases at the size at which they were found to be slow, and entries of the zoo; bf16 autocast. The whole step, the
+backend and Accelerate's stock loop are compared with the best of the three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.command import NO_CLAIM
+from benchmarks.entries_run import add_options, be_child, run_entries, settle_options
+from benchmarks.record import DASH, print_table
+from benchmarks.zoo_models import ENTRIES
+from benchmarks.zoo_models.cases import CASES
+from benchmarks.zoo_summary import mean_of, speedup
+
+Row = dict[str, Any]
+
+OTHERS = ("eager", "compile", "reduce-overhead")
+OURS = ("graphed-compiled", "graphed", "backend", "accelerate")
+MODES = ("compile", "reduce-overhead", *OURS, "eager")
+
+FROM_ZOO = (
+    *("BERT", "DistilBERT", "XLNet", "GPT-2", "OPT", "BLOOM", "LLaMA", "Mixtral", "Gemma", "T5", "BART"),
+    *("Longformer", "Mamba", "wav2vec2", "Whisper", "PatchTST", "ViT", "DINOv2", "ConvNeXt", "SegFormer"),
+    *("CLIP", "LayoutLM", "resnet18", "mobilenetv3_small_100", "densenet121", "GraphSAGE", "GAT", "GRU"),
+    *("seq2seq with attention", "nn.Transformer", "critic with a gradient penalty", "SAC, actor"),
+    *("DQN, double", "RealNVP", "VAE", "DCGAN, discriminator", "SimCLR", "DLRM", "checkpointed layers"),
+)
+"""Entries of the zoo that are measured as well."""
+
+ALL = {**CASES, **{name: ENTRIES[name] for name in FROM_ZOO}}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with the defaults of the device filled in."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--modes", help=f"of {', '.join(MODES)} (default: all)")
+    add_options(parser, timeout_s=400, processes=6)
+    args = parser.parse_args(argv)
+    settle_options(parser, args, ALL, processes=6)
+    args.autocast = True
+    args.names = list(ALL) if args.names is None else args.names
+    chosen = MODES if args.modes is None else args.modes.split(",")
+    if unknown := [mode for mode in chosen if mode not in MODES]:
+        parser.error(f"--modes: unknown {', '.join(unknown)}")
+    args.modes = [mode for mode in MODES if mode in chosen]  # eager last: it needs no warm-up
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON. Returns 1 if a mode of the library crashed."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = parse(argv)
+    warnings.filterwarnings("ignore")
+    if args.child:
+        be_child(ALL[args.names[0]], args.modes, args)
+        return 0
+    record = run_entries("never_slower", ALL, args, argv, summarize, _line)
+    title = "Training step, ms" if record["timing_claim"] else NO_CLAIM
+    print_table(title, ["entry", *MODES, "worst", "memory", "plan"], [_cells(row) for row in record["rows"]])
+    for key, value in record["summary"].items():
+        print(f"{key}: {value}")
+    return int(bool(record["summary"]["crashed"]))
+
+
+def over_the_best(row: Row, mode: str) -> float | None:
+    """How many times faster a mode is than the best of the three; None where one of both was not measured."""
+    ratios = [ratio for other in OTHERS if (ratio := speedup(row, mode, other)) is not None]
+    return min(ratios, default=None)
+
+
+def memory_over(row: Row, mode: str, other: str = "compile") -> float | None:
+    """Peak reserved memory of the whole run over that of another mode."""
+    ours, theirs = (row["modes"].get(m, {}).get("reserved_mib") for m in (mode, other))
+    return ours / theirs if ours and theirs else None
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
+    """For each mode of the library: the geometric mean over the best of the three, and what is below 0.98."""
+    found: dict[str, Any] = {"entries": len(rows)}
+    for mode in OURS:
+        ratios = {row["name"]: ratio for row in rows if (ratio := over_the_best(row, mode)) is not None}
+        sizes = {row["name"]: size for row in rows if (size := memory_over(row, mode)) is not None}
+        found[mode] = {
+            "measured": len(ratios),
+            "geometric_mean_over_the_best": mean_of(list(ratios.values())),
+            "below_0.98": {name: round(ratio, 3) for name, ratio in ratios.items() if ratio < 0.98},
+            "geometric_mean_of_memory_over_compile": mean_of(list(sizes.values())),
+            "memory_above_1.10": {name: round(size, 3) for name, size in sizes.items() if size > 1.10},
+        }
+    found["crashed"] = {
+        f"{row['name']}, {mode}": row["modes"][mode]["error"].splitlines()[0]
+        for row in rows
+        for mode in OURS
+        if row["modes"].get(mode, {}).get("error")
+    }
+    found["not_measured"] = {
+        row["name"]: row["error"] or row.get("not_installed") for row in rows if row["stage"] != "done"
+    }
+    return found
+
+
+def _cells(row: Row) -> list[str]:
+    times = [row["modes"].get(mode, {}).get("windows_ms") for mode in MODES]
+    worst = min((r for mode in OURS if (r := over_the_best(row, mode)) is not None), default=None)
+    size = max((s for mode in OURS if (s := memory_over(row, mode)) is not None), default=None)
+    cells = [DASH if not t else f"{statistics.median(t):.2f}" for t in times]
+    cells += [DASH if value is None else f"{value:.2f}" for value in (worst, size)]
+    return [row["name"], *cells, row["modes"].get("graphed-compiled", {}).get("running_plan", DASH)]
+
+
+def _line(row: Row) -> str:
+    return "  ".join(_cells(row))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

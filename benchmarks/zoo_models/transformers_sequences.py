@@ -1,0 +1,303 @@
+"""Encoder-decoders, speech and time series from the transformers library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.zoo_models.entry import Entry, Parts, Size, entry, ids
+from benchmarks.zoo_models.transformers_text import library_model, loss_of_result
+
+__all__ = ["ENTRIES"]
+
+Options = dict[str, Any]
+
+ENTRIES: list[Entry] = []
+
+
+def _t5(size: Size) -> Options:
+    return {
+        "vocab_size": size.vocabulary,
+        "d_model": size.width,
+        "d_kv": size.width // size.heads,
+        "d_ff": 2 * size.width,
+        "num_layers": size.depth,
+        "num_heads": size.heads,
+        "decoder_start_token_id": 0,
+    }
+
+
+def _bart(size: Size) -> Options:
+    layers = {f"{part}_layers": size.depth for part in ("encoder", "decoder")}
+    heads = {f"{part}_attention_heads": size.heads for part in ("encoder", "decoder")}
+    inner = {f"{part}_ffn_dim": 2 * size.width for part in ("encoder", "decoder")}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    sizes = {"d_model": size.width, "max_position_embeddings": 2 * size.length}
+    return {"vocab_size": size.vocabulary, **layers, **heads, **inner, **tokens, **sizes}
+
+
+def _led(size: Size) -> Options:
+    found = _bart(size)
+    longest = found.pop("max_position_embeddings")
+    lengths = {f"max_{part}_position_embeddings": longest for part in ("encoder", "decoder")}
+    return {**found, **lengths, "attention_window": size.length // 4}
+
+
+def _prophetnet(size: Size) -> Options:
+    layers = {f"num_{part}_layers": size.depth for part in ("encoder", "decoder")}
+    heads = {f"num_{part}_attention_heads": size.heads for part in ("encoder", "decoder")}
+    inner = {f"{part}_ffn_dim": 2 * size.width for part in ("encoder", "decoder")}
+    return {
+        **{"vocab_size": size.vocabulary, "hidden_size": size.width},
+        **layers,
+        **heads,
+        **inner,
+        "max_position_embeddings": 2 * size.length,
+    }
+
+
+def _translation(
+    name: str, model: str, options: Callable[[Size], Options], *, compiled: bool = False, **more: Any
+) -> None:
+    def build(size: Size) -> Parts:
+        def make_batch() -> Options:
+            return {"input_ids": ids(size), "labels": ids(size, length=size.length // 2)}
+
+        return Parts(library_model(model, **options(size), **more), make_batch, loss_of_result)
+
+    ENTRIES.append(Entry(name, "transformers: sequences", build, compiled))
+
+
+_translation("T5", "T5ForConditionalGeneration", _t5, compiled=True)
+_translation("mT5", "MT5ForConditionalGeneration", _t5)
+_translation("UMT5", "UMT5ForConditionalGeneration", _t5)
+_translation("LongT5", "LongT5ForConditionalGeneration", _t5, local_radius=7)
+_translation("BART", "BartForConditionalGeneration", _bart, compiled=True)
+_translation("BART, LayerDrop", "BartForConditionalGeneration", _bart, encoder_layerdrop=0.2)
+_translation("mBART", "MBartForConditionalGeneration", _bart)
+_translation("Pegasus", "PegasusForConditionalGeneration", _bart)
+_translation("Marian", "MarianMTModel", _bart)
+_translation("M2M100", "M2M100ForConditionalGeneration", _bart)
+_translation("PLBart", "PLBartForConditionalGeneration", _bart)
+_translation("Blenderbot", "BlenderbotForConditionalGeneration", _bart)
+_translation("LED", "LEDForConditionalGeneration", _led)
+_translation("ProphetNet", "ProphetNetForConditionalGeneration", _prophetnet)
+
+
+@entry(ENTRIES, "transformers: speech", "Whisper", compiled=True)
+def _whisper(size: Size) -> Parts:
+    options = _bart(size)
+    options.pop("max_position_embeddings")
+    model = library_model(
+        "WhisperForConditionalGeneration",
+        **options,
+        num_mel_bins=16,
+        max_source_positions=size.length,
+        max_target_positions=size.length,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+
+    def make_batch() -> Options:
+        sound = torch.randn(size.batch, 16, 2 * size.length)
+        return {"input_features": sound, "labels": ids(size, length=size.length // 2)}
+
+    return Parts(model, make_batch, loss_of_result)
+
+
+@entry(ENTRIES, "transformers: speech", "Speech2Text")
+def _speech_to_text(size: Size) -> Parts:
+    options = _bart(size)
+    options.pop("max_position_embeddings")
+    model = library_model(
+        "Speech2TextForConditionalGeneration",
+        **options,
+        input_feat_per_channel=16,
+        conv_channels=size.width,
+        max_source_positions=4 * size.length,
+        max_target_positions=size.length,
+    )
+
+    def make_batch() -> Options:
+        sound = torch.randn(size.batch, 4 * size.length, 16)
+        return {"input_features": sound, "labels": ids(size, length=size.length // 2)}
+
+    return Parts(model, make_batch, loss_of_result)
+
+
+def _wave(name: str, model: str, *, compiled: bool = False, **more: Any) -> None:
+    """A network that reads samples of sound, with the loss of Connectionist Temporal Classification."""
+
+    def build(size: Size) -> Parts:
+        options = {
+            "vocab_size": 32,
+            "hidden_size": size.width,
+            "num_hidden_layers": size.depth,
+            "num_attention_heads": size.heads,
+            "intermediate_size": 2 * size.width,
+            "conv_dim": (size.width // 2,) * 4,
+            "conv_kernel": (10, 3, 3, 2),
+            "conv_stride": (5, 2, 2, 2),
+            "num_conv_pos_embeddings": 16,
+            "num_conv_pos_embedding_groups": 4,
+            "pad_token_id": 0,
+            "ctc_zero_infinity": True,
+            "mask_time_prob": 0.0,
+        }
+        net = library_model(model, **{**options, **more})
+
+        def make_batch() -> Options:
+            return {"input_values": torch.randn(size.batch, size.audio), "labels": _labels(size)}
+
+        return Parts(net, make_batch, loss_of_result)
+
+    ENTRIES.append(Entry(name, "transformers: speech", build, compiled))
+
+
+def _labels(size: Size) -> torch.Tensor:
+    return torch.randint(1, 32, (size.batch, 6))
+
+
+_wave("wav2vec2", "Wav2Vec2ForCTC", layerdrop=0.0)
+_wave("wav2vec2, LayerDrop and masks in time", "Wav2Vec2ForCTC", layerdrop=0.1, mask_time_prob=0.3)
+_wave("HuBERT", "HubertForCTC", layerdrop=0.0)
+_wave("WavLM", "WavLMForCTC", layerdrop=0.0)
+_wave("UniSpeech", "UniSpeechForCTC", layerdrop=0.0, num_ctc_classes=32)
+_wave("SEW", "SEWForCTC", layerdrop=0.0, squeeze_factor=2)
+_wave(
+    "data2vec audio", "Data2VecAudioForCTC", layerdrop=0.0, num_conv_pos_embeddings=2, conv_pos_kernel_size=3
+)
+
+
+@entry(ENTRIES, "transformers: speech", "audio spectrogram transformer")
+def _spectrogram(size: Size) -> Parts:
+    model = library_model(
+        "ASTForAudioClassification",
+        hidden_size=size.width,
+        num_hidden_layers=size.depth,
+        num_attention_heads=size.heads,
+        intermediate_size=2 * size.width,
+        max_length=size.length,
+        num_mel_bins=32,
+        num_labels=10,
+    )
+
+    def make_batch() -> Options:
+        sound = torch.randn(size.batch, size.length, 32)
+        return {"input_values": sound, "labels": torch.randint(0, 10, (size.batch,))}
+
+    return Parts(model, make_batch, loss_of_result)
+
+
+def _forecast(name: str, model: str, *, compiled: bool = False, **more: Any) -> None:
+    def build(size: Size) -> Parts:
+        past, future = size.length, size.length // 4
+        net = library_model(
+            model,
+            prediction_length=future,
+            context_length=past,
+            lags_sequence=[1, 2, 3],
+            num_time_features=2,
+            num_static_categorical_features=0,
+            num_static_real_features=0,
+            d_model=size.width,
+            encoder_layers=size.depth,
+            decoder_layers=size.depth,
+            encoder_attention_heads=size.heads,
+            decoder_attention_heads=size.heads,
+            encoder_ffn_dim=size.width,
+            decoder_ffn_dim=size.width,
+            **more,
+        )
+
+        def make_batch() -> Options:
+            before = past + 3
+            return {
+                "past_values": torch.rand(size.batch, before),
+                "past_time_features": torch.rand(size.batch, before, 2),
+                "past_observed_mask": torch.ones(size.batch, before),
+                "future_values": torch.rand(size.batch, future),
+                "future_time_features": torch.rand(size.batch, future, 2),
+            }
+
+        return Parts(net, make_batch, loss_of_result)
+
+    ENTRIES.append(Entry(name, "transformers: time series", build, compiled))
+
+
+_forecast("time series transformer", "TimeSeriesTransformerForPrediction", compiled=True)
+_forecast("Informer", "InformerForPrediction")
+_forecast("Autoformer", "AutoformerForPrediction", moving_average=5, label_length=4)
+
+
+@entry(ENTRIES, "transformers: time series", "PatchTST", compiled=True)
+def _patches(size: Size) -> Parts:
+    model = library_model(
+        "PatchTSTForPrediction",
+        num_input_channels=3,
+        context_length=size.length,
+        prediction_length=8,
+        patch_length=8,
+        patch_stride=8,
+        num_hidden_layers=size.depth,
+        d_model=size.width,
+        num_attention_heads=size.heads,
+        ffn_dim=size.width,
+    )
+
+    def make_batch() -> Options:
+        past, future = torch.randn(size.batch, size.length, 3), torch.randn(size.batch, 8, 3)
+        return {"past_values": past, "future_values": future}
+
+    return Parts(model, make_batch, loss_of_result)
+
+
+@entry(ENTRIES, "transformers: time series", "PatchTSMixer")
+def _mixer(size: Size) -> Parts:
+    model = library_model(
+        "PatchTSMixerForPrediction",
+        num_input_channels=3,
+        context_length=size.length,
+        prediction_length=8,
+        patch_length=8,
+        patch_stride=8,
+        num_layers=size.depth,
+        d_model=size.width,
+    )
+
+    def make_batch() -> Options:
+        past, future = torch.randn(size.batch, size.length, 3), torch.randn(size.batch, 8, 3)
+        return {"past_values": past, "future_values": future}
+
+    return Parts(model, make_batch, loss_of_result)
+
+
+@entry(ENTRIES, "transformers: time series", "decision transformer")
+def _decisions(size: Size) -> Parts:
+    model = library_model(
+        "DecisionTransformerModel",
+        state_dim=8,
+        act_dim=3,
+        hidden_size=size.width,
+        n_layer=size.depth,
+        n_head=size.heads,
+        max_ep_len=size.length,
+    )
+
+    def make_batch() -> Options:
+        shape = (size.batch, size.length // 2)
+        return {
+            "states": torch.randn(*shape, 8),
+            "actions": torch.randn(*shape, 3),
+            "rewards": torch.randn(*shape, 1),
+            "returns_to_go": torch.randn(*shape, 1),
+            "timesteps": torch.randint(0, size.length, shape),
+            "attention_mask": torch.ones(shape, dtype=torch.long),
+        }
+
+    def loss_of(model: torch.nn.Module, batch: Options) -> torch.Tensor:
+        return (model(**batch).action_preds - batch["actions"]).square().mean()
+
+    return Parts(model, make_batch, loss_of)
