@@ -20,7 +20,7 @@ from torch import Tensor
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.gradients.places import Layout, Source
-from pygraph_train.graphs.engine import Engine, Graph
+from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.optimizers.trial import OptimizerTrial
@@ -275,9 +275,16 @@ class OptimizerPhase:
             for p, g in zip(parameters, gradients, strict=True):
                 p.grad = g
             put_back()
+        try:
+            graph = numbers.follow(graph)
+        except NumbersNotFound as error:
+            log.info("pygraph: hyperparameters stay in the graph of the optimizer: %s", error)
+            graph.close()
+            preparation.numbers_stay()
+            return self._capture(body, parameters, layout, constants, buffers, step)
         preparation.remember()
         made = _Capture(
-            graph=numbers.follow(graph),
+            graph=graph,
             addresses=[local_tensor(p).data_ptr() for p in parameters],
             looks=tensor_looks(parameters),
             gradients=layout,

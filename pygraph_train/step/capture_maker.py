@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
-from pygraph_train.graphs.engine import Graph
+from pygraph_train.graphs.engine import Graph, NumbersNotFound
 from pygraph_train.graphs.memory import Storages
+from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.inputs import StaticInputs
@@ -79,6 +80,7 @@ class CaptureMaker:
             The capture, and what its first replay must reproduce (None without verification).
         Raises:
             NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
+            NumbersNotFound: the same, but it can be captured if the optimizer's numbers stay in the graph.
         """
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
         with self.stage():
@@ -208,6 +210,8 @@ class CaptureMaker:
             exchanges = position.sync
             with self.stage(), self._context(), watched, replication.capturing():
                 graph, (loss, outputs) = self._engine.capture(body)
+            if numbers is not None:
+                graph = self._follow(numbers, graph)
         except BaseException as error:
             if graph is not None:  # another rank has none
                 graph.close()
@@ -215,7 +219,7 @@ class CaptureMaker:
             put_back()
             if exchanges and isinstance(error, Exception):
                 replication.reset()
-            if not isinstance(error, Exception) or isinstance(error, PyGraphError):
+            if not isinstance(error, Exception) or isinstance(error, PyGraphError | NumbersNotFound):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error)) from error
         finally:
@@ -228,7 +232,7 @@ class CaptureMaker:
         hyperparameters = None
         if optimizer is not None and numbers is not None:
             optimizer.remember()
-            graph, hyperparameters = numbers.follow(graph), numbers.baked(optimizer.hyperparameters())
+            hyperparameters = numbers.baked(optimizer.hyperparameters())
         capture = Capture(
             graph=graph,
             loss=loss,
@@ -253,6 +257,23 @@ class CaptureMaker:
             identities=list(map(id, reads)),
         )
         return capture, expected
+
+    def _follow(self, numbers: LiveNumbers, graph: Graph) -> Graph:
+        """The graph whose replays read hyperparameters anew, on all ranks or on none.
+
+        Raises:
+            NumbersNotFound: on one of them they cannot be found.
+        """
+        try:
+            graph, problem = numbers.follow(graph), None
+        except NumbersNotFound as error:
+            problem = error
+        found = None if self._together is None else self._together.share(problem is None)
+        if problem is None and found is not None and not all(found):
+            problem = NumbersNotFound("another rank has not found them")
+        if problem is not None:
+            raise problem
+        return graph
 
     def reference(
         self,

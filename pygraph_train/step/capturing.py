@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pygraph_train.graphs.engine import NumbersNotFound
+from pygraph_train.optimizers.kernels import advice_on_numbers
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.report.step_report import CaptureRecord
 from pygraph_train.step.capture_maker import CaptureMaker
@@ -54,7 +57,6 @@ _MEMORY_IN_USE = Problem(
     fix="Assign a copy of the value (.clone()), and keep no views of the tensor",
 )
 
-_ONE_CYCLE = "Use OneCycleLR(cycle_momentum=False) to keep the optimizer in the graph"
 
 
 class Capturing:
@@ -229,7 +231,8 @@ class Capturing:
             self._count_change(step, allowed, Problem(_STATE_CHANGES))
         elif not updates.hyperparameters_are_those_of(capture):
             variant.forget_captures()
-            self._count_change(step, allowed, Problem(_HYPERPARAMETERS_CHANGE, fix=_ONE_CYCLE))
+            advice = advice_on_numbers(program.optimizer)
+            self._count_change(step, allowed, Problem(_HYPERPARAMETERS_CHANGE, fix=advice))
 
     def _count_change(self, step: StepInFlight, allowed: int, problem: Problem) -> None:
         self._updates.changes += 1
@@ -270,9 +273,23 @@ class Capturing:
                 Problem(f"Python values of the training loop change again and again: {position.constants}")
             )
         self._make_room(variant)
-        capture, expected = self._maker.make(
-            variant, self._call_of(variant), args, kwargs, leaves, position, updates.preparation
+        make = functools.partial(
+            self._maker.make,
+            variant,
+            self._call_of(variant),
+            args,
+            kwargs,
+            leaves,
+            position,
+            updates.preparation,
         )
+        try:
+            capture, expected = make()
+        except NumbersNotFound as error:
+            assert updates.preparation is not None
+            log.info("pygraph: hyperparameters stay in the graph of the step: %s", error)
+            updates.preparation.numbers_stay()
+            capture, expected = make()
         variant.captures[variant.capture_key(position)] = capture
         seconds = time.perf_counter() - started
         what = str(position if variant.arm.plan.fused else position.without_update())
