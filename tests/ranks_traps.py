@@ -15,7 +15,7 @@ from pygraph_train.graphs.cuda import CudaEngine
 from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
 from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.step.capture_maker import CaptureMaker
-from pygraph_train.verification import Fingerprint
+from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = ["LOSSES", "trap"]
 
@@ -105,7 +105,10 @@ def trap(name: str, rank: int, model: Any) -> Iterator[Callable[[int], None]]:
         with mock.patch.object(CaptureMaker, "backup", side_effect=ValueError("planted")):
             yield nothing
     elif name == "the comparison fails":
-        with mock.patch.object(Fingerprint, "compare", return_value="planted"):
+        with (
+            mock.patch.object(Fingerprint, "compare", return_value="planted"),
+            mock.patch.object(PlainRuns, "refuse", return_value="planted"),
+        ):
             yield nothing
     elif name == "a parameter moves":
 

@@ -263,14 +263,14 @@ class CaptureMaker:
 
         Raises:
             NumbersNotFound: on one of them they cannot be found.
+            NotLegal: another rank has failed.
         """
         try:
             graph, problem = numbers.follow(graph), None
         except NumbersNotFound as error:
             problem = error
-        found = None if self._together is None else self._together.share(problem is None)
-        if problem is None and found is not None and not all(found):
-            problem = NumbersNotFound("another rank has not found them")
+        if self._together is not None and self._together.anywhere(problem is not None):
+            problem = problem or NumbersNotFound("another rank has not found them")
         if problem is not None:
             raise problem
         return graph
