@@ -182,6 +182,7 @@ def test_a_step_whose_runs_differ_is_replayed(noise: type[_Noise], references: l
     assert not report.fallbacks, str(report)
 
 
+@pytest.mark.notices("any difference of a replay counts as noise")
 def test_a_replay_that_differs_by_more_than_its_step_is_refused_with_both_figures(
     noise: type[_Noise], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_replay_that_differs_by_more_than_its_step_is_refused_with_both_figure
     assert re.search(r"differs by \S+ of its size, and runs without the graph by \d", why), why
 
 
+@pytest.mark.notices("any difference of a replay counts as noise")
 def test_a_step_whose_runs_agree_has_no_tolerance(
     noise: type[_Noise], monkeypatch: pytest.MonkeyPatch, references: list[int]
 ) -> None:
@@ -248,6 +250,7 @@ def test_runs_for_comparison_leave_training_as_it_is(
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.notices("any difference of a replay counts as noise")
 @pytest.mark.parametrize("options", [{}, {"optimizer": "off"}, {"fuse": "on"}])
 def test_the_plan_of_the_report_is_the_plan_that_runs_after_a_refusal(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
