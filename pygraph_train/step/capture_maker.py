@@ -12,7 +12,6 @@ from torch import Tensor
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph, NumbersNotFound
 from pygraph_train.graphs.memory import Storages
-from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.inputs import StaticInputs
@@ -211,7 +210,7 @@ class CaptureMaker:
             with self.stage(), self._context(), watched, replication.capturing():
                 graph, (loss, outputs) = self._engine.capture(body)
             if numbers is not None:
-                graph = self._follow(numbers, graph)
+                graph = numbers.follow(graph, bool if self._together is None else self._together.anywhere)
         except BaseException as error:
             if graph is not None:  # another rank has none
                 graph.close()
@@ -257,23 +256,6 @@ class CaptureMaker:
             identities=list(map(id, reads)),
         )
         return capture, expected
-
-    def _follow(self, numbers: LiveNumbers, graph: Graph) -> Graph:
-        """The graph whose replays read hyperparameters anew, on all ranks or on none.
-
-        Raises:
-            NumbersNotFound: on one of them they cannot be found.
-            NotLegal: another rank has failed.
-        """
-        try:
-            graph, problem = numbers.follow(graph), None
-        except NumbersNotFound as error:
-            problem = error
-        if self._together is not None and self._together.anywhere(problem is not None):
-            problem = problem or NumbersNotFound("another rank has not found them")
-        if problem is not None:
-            raise problem
-        return graph
 
     def reference(
         self,

@@ -59,7 +59,6 @@ _MEMORY_IN_USE = Problem(
 )
 
 
-
 class Capturing:
     """Prepares, compiles, captures and compares.
 
