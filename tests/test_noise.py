@@ -250,6 +250,24 @@ def test_runs_for_comparison_leave_training_as_it_is(
     assert all(map(torch.equal, expected, found))
 
 
+def test_without_memory_for_further_runs_the_step_runs_without_a_graph(
+    noise: type[_Noise], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, made = CaptureMaker.reference, []
+
+    def once(self: CaptureMaker, *args: Any, **kwargs: Any) -> Fingerprint:
+        made.append(1)
+        if len(made) > 1:
+            raise torch.OutOfMemoryError("planted")
+        return reference(self, *args, **kwargs)
+
+    monkeypatch.setattr(CaptureMaker, "reference", once)
+    noise.amplitude = 1e-4
+    report = train(Noisy())
+    assert report.steps_replayed == 0 and report.steps == 40 and len(made) == 2, str(report)
+    assert "memory" in text_of(report)
+
+
 @pytest.mark.notices("any difference of a replay counts as noise")
 @pytest.mark.parametrize("options", [{}, {"optimizer": "off"}, {"fuse": "on"}])
 def test_the_plan_of_the_report_is_the_plan_that_runs_after_a_refusal(

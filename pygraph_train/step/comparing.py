@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
@@ -74,17 +75,16 @@ class Comparing:
         def without_graph() -> Fingerprint:
             # with the batch itself: what loads the graph's inputs is compared as well
             call, updates, sync = self._call_of(variant), capture.updates, step.position.sync
-            return maker.reference(variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync)
+            with _nothing_made():
+                return maker.reference(
+                    variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
+                )
 
-        try:
-            expected = without_graph() if expected is None else expected
+        expected = without_graph() if expected is None else expected
+        with _nothing_made():
             before = capture.gradients.snapshot()
             with maker.stage():
                 backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
-        except PyGraphError:
-            raise
-        except Exception as error:  # nothing of the step was made: there may be no memory for a second run
-            raise NotLegal(problem_of(error)) from error
         put_back = training.program.replication.notes()
 
         def undo() -> None:
@@ -163,3 +163,18 @@ class Comparing:
             self._training.report.note(
                 f"runs of a step without a graph differ among themselves, and replays as much: {runs.noise()}"
             )
+
+
+@contextmanager
+def _nothing_made() -> Iterator[None]:
+    """Around work before which nothing of the step stands: where it fails, the step runs without a graph.
+
+    Raises:
+        NotLegal: it has failed. There may be no memory for one more run.
+    """
+    try:
+        yield
+    except PyGraphError:
+        raise
+    except Exception as error:
+        raise NotLegal(problem_of(error)) from error
