@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +14,18 @@ from torch import Tensor
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.sharding import local_tensor
 
-__all__ = ["Audits", "Fingerprint", "HostCopy", "ScratchState"]
+__all__ = ["Audits", "Fingerprint", "HostCopy", "PlainRuns", "ScratchState"]
 
 _SAMPLES = 256
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-"""Relative, for gradients whose kernels add in no fixed order (atomics)."""
+"""Relative, where a replay is compared with a run that has other arithmetic, such as gradients exchanged elsewhere."""
+
+SAFETY = 4.0
+"""A replay may differ from runs without the graph by this many times what they differ by themselves."""
+
+_MOST_NOISE = 0.05
+"""Runs that differ by more, relative to all of the loss or of the gradients, show nothing."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,15 @@ class Fingerprint:
         exact: per gradient the sum of its bytes as integers: equal bytes give equal sums.
         norms: per gradient its norm, float64.
         samples: per gradient up to 256 values spread over it.
+        rounding: of the loss and of each gradient, what one rounding changes, relative. float64.
+        tolerance: relative, of the gradients' dtypes.
     """
 
     loss: Tensor
     exact: Tensor
     norms: Tensor
     samples: list[Tensor]
+    rounding: Tensor
     tolerance: float
 
     @classmethod
@@ -64,6 +75,9 @@ class Fingerprint:
             exact=torch.stack(exact) if exact else empty,
             norms=torch.stack(norms) if norms else empty,
             samples=samples,
+            rounding=torch.tensor(
+                [_rounding(t.dtype) for t in (loss, *real)], dtype=torch.float64, device=loss.device
+            ),
             tolerance=max((_TOLERANCE.get(g.dtype, 2e-3) for g in real), default=0.0),
         )
 
@@ -77,7 +91,7 @@ class Fingerprint:
         """None when equal, bit for bit or within the tolerance of the dtype; else what differs.
 
         Args:
-            bits: allow for no tolerance. Kernels of a CPU do the same each time.
+            bits: allow for no tolerance.
         """
         if self.exact.shape != other.exact.shape:
             return f"{other.exact.numel()} gradients instead of {self.exact.numel()}"
@@ -99,6 +113,114 @@ class Fingerprint:
             if not _close(here, there, tolerance, scale):
                 return f"gradient {index} has other values"
         return None
+
+    def distances(self, other: Fingerprint) -> Tensor:
+        """How far another run is from this one: the loss and each gradient, relative to their size.
+
+        Infinite where a value is finite in one run only. Both have the same gradients.
+        """
+        floor = 1e-6  # of the largest gradient: sums of cancelling terms have noise of the size of the terms
+        sizes = [s.nan_to_num(0.0, 0.0, 0.0).norm() for s in self.samples]
+        of_samples = [_apart(a, b).norm() for a, b in zip(self.samples, other.samples, strict=True)]
+        loss, theirs = self.loss.double().reshape(1), other.loss.double().reshape(1)
+        found = [_apart(loss, theirs) / loss.abs().nan_to_num(1.0, 1.0, 1.0).clamp(min=1e-12)]
+        if sizes:
+            scales = torch.stack(sizes)
+            by_sample = torch.stack(of_samples) / (scales + scales.max() * floor).clamp(min=1e-300)
+            norms = self.norms.nan_to_num(0.0, 0.0, 0.0)
+            by_norm = _apart(self.norms, other.norms) / (norms + norms.max() * floor).clamp(min=1e-300)
+            found.append(torch.maximum(by_sample, by_norm))
+        return torch.cat(found)
+
+
+class PlainRuns:
+    """Runs of one step without a graph, all from the same state.
+
+    What they differ by is what a replay may differ by: kernels that add in no fixed order differ in every run. Where
+    they do not differ, a replay must not either.
+
+    Args:
+        first: the run that a replay was found to differ from.
+        kind: what the tensors are that were compared besides the loss.
+    """
+
+    MOST = 6
+    ENOUGH = 3
+
+    def __init__(self, first: Fingerprint, kind: str = "gradient") -> None:
+        self._runs = [first]
+        self._kind = kind
+
+    def add(self, run: Fingerprint) -> None:
+        """A further run."""
+        self._runs.append(run)
+
+    def same(self, found: Fingerprint) -> bool:
+        """Whether a replay is equal to one of them bit for bit."""
+        return any(run.same_bits(found) for run in self._runs)
+
+    @property
+    def enough(self) -> bool:
+        """Whether no further run is needed. Runs of rare noise agree now and then."""
+        count = len(self._runs)
+        return count >= (self.MOST if self.agree else self.ENOUGH)
+
+    @property
+    def agree(self) -> bool:
+        """Whether all of them are equal bit for bit."""
+        return all(self._runs[0].same_bits(run) for run in self._runs[1:])
+
+    def refuse(self, found: Fingerprint) -> str | None:
+        """Why a replay is not one more run of this kind, with both figures; None where it is."""
+        first = self._runs[0]
+        if any(run.exact.shape != first.exact.shape for run in (*self._runs, found)):
+            return first.compare(found) or "runs without the graph have different gradients themselves"
+        if self.same(found):
+            return None
+        if self.agree:
+            return f"{self._told(self._nearest(found))}, and {len(self._runs)} runs without the graph agree bit for bit"
+        pairs = itertools.combinations(self._runs, 2)
+        noise = torch.stack([one.distances(other) for one, other in pairs]).amax(0)
+        weights = first.norms.nan_to_num(0.0, 0.0, 0.0)
+        overall = (noise[1:] * weights).norm() / weights.norm().clamp(min=1e-300)
+        if not max(float(noise[0]), float(overall)) <= _MOST_NOISE:
+            return f"{self._told(self._nearest(found))}, and runs without the graph by too much: {self._told(noise)}"
+        noisy = noise[noise > 0]
+        typical = noisy.median() if noisy.numel() else noise.new_zeros(())
+        # few values may agree by chance where the others differ
+        usual = torch.where(noise > 0, torch.maximum(noise, typical), noise)
+        allowed = SAFETY * torch.maximum(usual, first.rounding)
+        apart = self._nearest(found)
+        over = apart / allowed.clamp(min=1e-300)
+        worst = int(over.argmax())
+        if float(over[worst]) <= 1.0:
+            return None
+        return f"{self._told(apart, worst)}, and runs without the graph by {float(usual[worst]):.1e}"
+
+    def noise(self) -> str:
+        """The largest difference between two of them, in words."""
+        pairs = itertools.combinations(self._runs, 2)
+        return self._told(torch.stack([one.distances(other) for one, other in pairs]).amax(0))
+
+    def _told(self, distances: Tensor, which: int | None = None) -> str:
+        """One of these distances in words, the largest one where none is named."""
+        which = int(distances.argmax()) if which is None else which
+        name = "the loss" if which == 0 else f"{self._kind} {which - 1}"
+        return f"{name} differs by {float(distances[which]):.1e} of its size"
+
+    def _nearest(self, found: Fingerprint) -> Tensor:
+        return torch.stack([run.distances(found) for run in self._runs]).amin(0)
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """Absolute differences: 0 where neither is finite, infinite where one is."""
+    here, there = torch.isfinite(a), torch.isfinite(b)
+    apart = torch.where(here & there, (a - b).abs(), torch.zeros_like(a))
+    return torch.where(here ^ there, torch.full_like(a, math.inf), apart)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _bits(flat: Tensor) -> Tensor:

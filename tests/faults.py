@@ -22,6 +22,7 @@ from pygraph_train.step.rebinding import Moves
 from pygraph_train.tracing import watch
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.tracing.watch import ModuleWatch
+from pygraph_train.verification import PlainRuns
 
 __all__ = ["FAULTS", "Plant", "nothing_is_captured"]
 
@@ -125,6 +126,7 @@ FAULTS: dict[str, Plant] = {
     "results are overwritten by the next replay": _results_in_the_memory_of_the_graph,
     "other hyperparameters are baked in": _constant(OptimizerPreparation, "hyperparameters", ()),
     "replays keep the hyperparameters of their capture": _hyperparameters_stay,
+    "any difference of a replay counts as noise": _constant(PlainRuns, "refuse", None),
     "absent gradients are zero": _absent_gradients_are_zero,
     "`.data = ...` in a step is not noticed": _memory_of_parameters_is_not_looked_at,
     "shapes and strides of parameters are not looked at": _constant(

@@ -85,7 +85,7 @@ def graphed_step(
     clip: float | None = None,
     bf16: bool = False,
     optimizer: str = "sgd",
-    schedule: bool = False,
+    schedule: bool | str = False,
     steps: int = STEPS,
     ddp: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
@@ -118,7 +118,7 @@ def _train(
     clip: float | None,
     bf16: bool,
     kind: str,
-    schedule: bool,
+    schedule: bool | str,
     steps: int,
     ddp: dict[str, Any] | None,
     config: dict[str, Any] | None,
@@ -135,7 +135,9 @@ def _train(
         )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7) if schedule else None
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7) if schedule else None
+    if schedule == "one cycle":
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1)
     torch.manual_seed(rank)
     losses = []
     autocast = (

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.graphs.cuda import CudaEngine
-from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
+from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.step.capture_maker import CaptureMaker
-from pygraph_train.verification import Fingerprint
+from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = ["LOSSES", "trap"]
 
@@ -97,11 +98,17 @@ def trap(name: str, rank: int, model: Any) -> Iterator[Callable[[int], None]]:
 
         with mock.patch.object(EmulatedEngine, "capture", capture):
             yield nothing
+    elif name == "numbers are not found":
+        with mock.patch.object(EmulatedGraph, "numbers", side_effect=NumbersNotFound("planted")):
+            yield nothing
     elif name == "the backup fails":
         with mock.patch.object(CaptureMaker, "backup", side_effect=ValueError("planted")):
             yield nothing
     elif name == "the comparison fails":
-        with mock.patch.object(Fingerprint, "compare", return_value="planted"):
+        with (
+            mock.patch.object(Fingerprint, "compare", return_value="planted"),
+            mock.patch.object(PlainRuns, "refuse", return_value="planted"),
+        ):
             yield nothing
     elif name == "a parameter moves":
 

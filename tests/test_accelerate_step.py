@@ -20,7 +20,6 @@ from accelerate_training import Island, Numbers, Script, both, fresh, loss_of, r
 from training import Net  # noqa: E402
 
 from pygraph_train import Accelerator, PyGraph, PyGraphError  # noqa: E402
-from pygraph_train.graphs.emulated import EmulatedEngine  # noqa: E402
 from pygraph_train.selection import timing  # noqa: E402
 from pygraph_train.selection.controller import Estimate  # noqa: E402
 from pygraph_train.step.decisions import Decisions  # noqa: E402
@@ -521,9 +520,7 @@ def test_decorator_keeps_name_and_docstring() -> None:
 
 @pytest.mark.notices("replays keep the hyperparameters of their capture")
 @pytest.mark.parametrize("whole", [True, False], ids=["graphed step", "stock loop"])
-def test_one_cycle_with_its_defaults_stays_in_the_graph(whole, monkeypatch):
-    monkeypatch.setattr(EmulatedEngine, "rewrites_numbers", True)
-
+def test_one_cycle_with_its_defaults_stays_in_the_graph(whole):
     def script(script: Script) -> None:
         accelerator, model = script.accelerator, Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

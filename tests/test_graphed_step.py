@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from training import CONFIG, Diary, Net, adam, adamw, batches, both, loss_of, replayed, sgd
 
 from pygraph_train import GraphedStep
+from pygraph_train.graphs.emulated import EmulatedEngine
 
 OPTIMIZERS = pytest.mark.parametrize(
     ("make_optimizer", "plan"),
@@ -235,7 +236,9 @@ def test_scheduler_per_epoch_with_a_smaller_last_batch(make_optimizer, plan):
     assert len(report.captures) == 2  # one for each size, and not again and again
 
 
-def test_one_cycle_with_cycling_betas_takes_the_optimizer_out_of_the_graph():
+def test_one_cycle_with_cycling_betas_takes_the_optimizer_out_of_graphs_that_bake_numbers_in(monkeypatch):
+    monkeypatch.setattr(EmulatedEngine, "rewrites_numbers", False)
+
     def script(diary: Diary) -> None:
         model = Net()
         optimizer = adamw(model)

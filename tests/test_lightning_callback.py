@@ -32,7 +32,6 @@ from lightning_training import (  # noqa: E402
 )
 from training import batches, differs, frozen  # noqa: E402
 
-from pygraph_train.graphs.emulated import EmulatedEngine  # noqa: E402
 from pygraph_train.integrations.lightning import log as lightning_log  # noqa: E402
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -132,8 +131,7 @@ def test_schedulers_change_the_learning_rate_of_replays(optimizer, scheduler):
 
 @pytest.mark.notices("replays keep the hyperparameters of their capture")
 @OPTIMIZERS
-def test_one_cycle_with_its_defaults_stays_in_the_graph(optimizer, monkeypatch):
-    monkeypatch.setattr(EmulatedEngine, "rewrites_numbers", True)
+def test_one_cycle_with_its_defaults_stays_in_the_graph(optimizer):
     parity(lambda: Module(optimizer, "one cycle"), replays=15, plan="{F B O}")
 
 

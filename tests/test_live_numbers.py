@@ -9,18 +9,14 @@ import torch
 from torch import nn
 from training import Diary, Net, adamw, batches, both, loss_of, sgd
 
-from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
+from pygraph_train.graphs.emulated_trees import RecordedNumbers
+from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 
 OFF = {"forward": "off", "backward": "off"}
 PLANS = pytest.mark.parametrize("alone", [False, True], ids=["whole step", "optimizer alone"])
 FOLLOWS = pytest.mark.notices("replays keep the hyperparameters of their capture")
-
-
-@pytest.fixture(autouse=True)
-def rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that can rewrite the numbers of its graphs. No graph of a device can, yet."""
-    monkeypatch.setattr(EmulatedEngine, "rewrites_numbers", True)
 
 
 @pytest.fixture
@@ -245,15 +241,114 @@ def test_an_engine_that_cannot_rewrite_numbers_gives_the_optimizer_back(alone, n
     assert len(report.captures) <= 6
 
 
-def test_a_number_is_found_wherever_an_operation_has_it():
+def test_numbers_are_found_wherever_operations_of_a_name_have_them():
     engine, x = EmulatedEngine(), torch.ones(3)
-    graph, _ = engine.capture(lambda: (x.mul_(0.3125), torch.full_like(x, 0.5), x.add_(x, alpha=0.3125)))
-    slots = graph.number_slots(0.3125)
-    assert len(slots) == 2 and not graph.number_slots(0.75)
-    for slot in slots:
-        slot.write(2.0)
+    graph, _ = engine.capture(
+        lambda: (x.mul_(0.3125), torch.full_like(x, 0.3125), x.add_(x, alpha=0.3125), x.sub_(0.75))
+    )
+    written = graph.numbers([[0.3125], [0.75]], ["aten.mul_", "aten.add_", "aten.sub_"])
+    written.write([2.0, 1.0])
     x.fill_(1.0)
     graph.replay()
-    assert x.tolist() == [6.0] * 3
-    assert len(graph.number_slots(2.0)) == 2
+    assert x.tolist() == [5.0] * 3
     graph.close()
+
+
+@pytest.mark.parametrize(
+    ("sets", "kernels"),
+    [
+        ([[0.5]], ["aten.mul_"]),  # in no operation
+        ([[0.3125]], ["aten.full_like"]),  # not in the operation of that name
+        ([[0.3125]], ["aten.mul_", "aten.sub_"]),  # not in each
+        ([[0.3125, 0.25]], ["aten.addcmul_"]),  # one of two
+        ([[0.3125], [0.25]], ["aten.mul_"]),  # one set in none
+        ([[0.125]], ["aten.addmm"]),  # twice in one
+        ([[0.3125], [0.625]], ["aten.mul_", "aten.sub_", "aten.elu_"]),  # two sets in one
+    ],
+)
+def test_numbers_that_are_not_where_they_should_be_are_told(sets, kernels):
+    engine, x = EmulatedEngine(), torch.ones(3, 3)
+
+    def work() -> None:
+        x.mul_(0.3125)
+        torch.full_like(x, 0.625)
+        x.sub_(0.625)
+        x.addcmul_(x, x, value=0.3125)
+        torch.addmm(x, x, x, beta=0.125, alpha=0.125)
+        torch.ops.aten.elu_(x, 0.3125, 0.625)
+
+    graph, _ = engine.capture(work)
+    with pytest.raises(NumbersNotFound):
+        graph.numbers(sets, kernels)
+    graph.close()
+
+
+@PLANS
+@FOLLOWS
+def test_a_capture_whose_numbers_are_not_found_is_made_again_with_those_of_the_step(alone, monkeypatch):
+    """What a kernel of another torch might do: it takes a number in another form."""
+    tried = 0
+
+    def numbers(self: Any, sets: Any, kernels: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        raise NumbersNotFound("not found")
+
+    monkeypatch.setattr(EmulatedGraph, "numbers", numbers)
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index == 30:
+                shrink(optimizer.param_groups[0], 0.9)
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = compare(script, alone, captures=2)
+    assert tried == 1, report
+
+
+def test_numbers_that_a_graph_refuses_are_not_found():
+    class Refusing:
+        nodes = 1
+
+        def replay(self) -> None: ...
+        def close(self) -> None: ...
+        def numbers(self, sets: Any, kernels: Any) -> Any:
+            return self
+
+        def write(self, values: Any) -> None:
+            raise RuntimeError("the driver refuses")
+
+    model = Net()
+    loss_of(model)(batches(1)[0]).backward()
+    numbers = OptimizerPreparation(adamw(model), emulated=True).live_numbers(EmulatedEngine())
+    with numbers.marked():
+        pass
+    with pytest.raises(NumbersNotFound, match="the driver refuses"):
+        numbers.follow(Refusing())
+
+
+def test_numbers_are_written_only_where_they_have_changed(monkeypatch):
+    written: list[Any] = []
+    write = RecordedNumbers.write
+
+    def count(self: Any, values: Any) -> None:
+        written.append(list(values))
+        write(self, values)
+
+    monkeypatch.setattr(RecordedNumbers, "write", count)
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 if index < 30 else 0.2
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    compare(script, alone=False)
+    assert len(written) == 2, written

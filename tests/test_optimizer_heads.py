@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from training import CONFIG, PlainStep, differs, frozen
 
 from pygraph_train import GraphedStep
+from pygraph_train.graphs.emulated import EmulatedEngine
 
 
 class Heads(nn.Module):
@@ -72,7 +73,8 @@ def test_too_many_heads_have_a_sentence_of_their_own() -> None:
     assert "which parameters have gradients" in row.reason and "OneCycleLR" not in row.fix, row
 
 
-def test_a_momentum_that_changes_is_told_as_such() -> None:
+def test_a_momentum_that_changes_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedEngine, "rewrites_numbers", False)
     options = {"config": dataclasses.replace(CONFIG, forward="off", backward="off")}
     expected, _ = train(PlainStep, 1, momentum=30)
     found, step = train(GraphedStep, 1, momentum=30, **options)

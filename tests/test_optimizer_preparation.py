@@ -33,7 +33,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pygraph_train.optimizers import preparation as module
-from pygraph_train.optimizers.kernels import GroupPlan, host_state_keys, plan_group, supported_class
+from pygraph_train.optimizers.kernels import (
+    GroupPlan,
+    advice_on_numbers,
+    host_state_keys,
+    plan_group,
+    supported_class,
+)
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.torch_private.optim import fused_adagrad_on_cuda
 
@@ -593,3 +599,11 @@ def test_sparse_gradients_found_inside_prepared_run_the_plain_kernels() -> None:
     params[0].grad = None
     assert prep.reason is not None
     assert "sparse" in prep.reason
+
+
+def test_advice_on_changing_numbers_names_fused_kernels_where_they_help() -> None:
+    weight = [torch.nn.Parameter(torch.zeros(2))]
+    assert "AdamW(..., fused=True)" in advice_on_numbers(AdamW(weight))
+    for optimizer in (AdamW(weight, fused=True), SGD(weight), torch.optim.RAdam(weight)):
+        assert "fused" not in advice_on_numbers(optimizer)
+        assert "OneCycleLR(cycle_momentum=False)" in advice_on_numbers(optimizer)

@@ -77,6 +77,16 @@ def test_what_one_rank_cannot_do_none_does(ranks: Ranks, trap: str, reason: str)
     assert "rank 1 runs without graphs" in found[0]["fallbacks"][0] and reason in found[0]["fallbacks"][0]
 
 
+def test_hyperparameters_change_on_every_step(ranks: Ranks) -> None:
+    for told in trained(ranks.run(STEP, schedule="one cycle", optimizer="adamw"), 25):
+        assert told["report"].count("captured {F B O}") == 1, told["report"]
+
+
+def test_numbers_that_one_rank_does_not_find_stay_on_all(ranks: Ranks) -> None:
+    for told in trained(ranks.run(STEP, trap="numbers are not found"), 25):
+        assert told["report"].count("captured {F B O}") == 1, told["report"]
+
+
 def test_a_branch_on_one_rank_is_taken_by_that_rank_alone(ranks: Ranks) -> None:
     trained(ranks.run(STEP, trap="a branch"), 20)
 

@@ -13,8 +13,10 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable
+from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
+from pygraph_train.graphs.rewriting import NumberRewriter
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
     abandon_pool,
@@ -85,6 +87,10 @@ class CudaGraph:
         """Launch the graph in the current stream."""
         self._launch()
 
+    def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> NumberRewriter:
+        """See `graphs.engine.RewritableGraph.numbers`. Instantiates the graph if nobody has."""
+        return NumberRewriter(self, sets, kernels)
+
     def close(self) -> None:
         """Destroy the graph. Its private memory returns to the pool."""
         if self._graph is not None:
@@ -121,7 +127,6 @@ class CudaEngine:
 
     name = "cuda"
     shares_memory = True
-    rewrites_numbers = False
     _pool: torch.cuda.MemPool | None = None
 
     def __init__(self, device: torch.device) -> None:
@@ -136,6 +141,15 @@ class CudaEngine:
         # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
         # one small graph stays in each
         self._anchors: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+
+    @property
+    def rewrites_numbers(self) -> bool:
+        """See `graphs.engine.Engine.rewrites_numbers`: whether the nodes of a graph can be read here."""
+        try:
+            driver()
+        except IndirectionUnavailable:
+            return False
+        return True
 
     def capturing(self) -> bool:
         """See `graphs.engine.Engine.capturing`."""

@@ -25,8 +25,8 @@ from pygraph_train.graphs.emulated_collectives import (
     stand_in,
 )
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
-from pygraph_train.graphs.emulated_trees import aliases, leaves_of, number_slots, poison, tensors_of
-from pygraph_train.graphs.engine import CaptureError, NumberSlot
+from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
+from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.nodes import Node
 from pygraph_train.problems import user_location
@@ -74,8 +74,7 @@ class EmulatedEngine:
     name: str = "emulated"
     device: torch.device = torch.device("cpu")
     shares_memory: bool = False
-    rewrites_numbers: bool = False
-    """True in tests only, as long as no graph of a device can do so: the emulation has the rules of CUDA."""
+    rewrites_numbers: bool = True
 
     def __init__(self) -> None:
         self._closed = False
@@ -212,9 +211,9 @@ class EmulatedGraph:
             for operation in self._operations
         ]
 
-    def number_slots(self, value: float) -> list[NumberSlot]:
-        """See `engine.RewritableGraph`."""
-        return number_slots(self._operations, value)
+    def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> RecordedNumbers:
+        """See `engine.RewritableGraph.numbers`."""
+        return RecordedNumbers(self._operations, sets, kernels)
 
     def tensor_at(self, node: int, offset: int) -> torch.Tensor:
         """The recorded alias that `as_nodes` put at that place."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from pygraph_train.graphs.engine import NumberSlot
+from pygraph_train.graphs.rewriting import check_sets
 
-__all__ = ["aliases", "leaves_of", "number_slots", "poison", "tensors_of"]
+__all__ = ["RecordedNumbers", "aliases", "leaves_of", "poison", "tensors_of"]
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
@@ -49,36 +50,41 @@ def poison(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(byte)
 
 
-class _HasArguments(Protocol):
+class _Operation(Protocol):
+    func: Any
     args: Any
     kwargs: dict[str, Any]
 
 
-class _Slot:
-    """A number in a list or a dict of arguments."""
+class RecordedNumbers:
+    """See `engine.NumberWriter`: numbers among the arguments of recorded operations.
 
-    __slots__ = ("_container", "_key")
+    Args:
+        operations: their arguments are lists afterwards, which can be written.
+        sets, kernels: see `engine.RewritableGraph.numbers`.
+    Raises:
+        NumbersNotFound: a number was not found.
+    """
 
-    def __init__(self, container: Any, key: Any) -> None:
-        self._container = container
-        self._key = key
+    def __init__(
+        self, operations: Sequence[_Operation], sets: Sequence[Sequence[float]], kernels: Sequence[str]
+    ) -> None:
+        index = {value: position for position, value in enumerate(itertools.chain.from_iterable(sets))}
+        self._slots: list[tuple[Any, Any, int]] = []
+        held = []
+        for operation in operations:
+            name = str(operation.func)
+            if any(part in name for part in kernels):
+                operation.args, operation.kwargs = _writable(operation.args), _writable(operation.kwargs)
+                own = [*_slots_in(operation.args, index), *_slots_in(operation.kwargs, index)]
+                held.append((name, [number for _, _, number in own]))
+                self._slots += own
+        check_sets(held, sets)
 
-    def write(self, value: float) -> None:
-        """See `engine.NumberSlot`."""
-        self._container[self._key] = value
-
-
-def number_slots(operations: Sequence[_HasArguments], value: float) -> list[NumberSlot]:
-    """Every argument of these operations that is exactly this number."""
-    slots: list[NumberSlot] = []
-    for operation in operations:
-        if any(
-            type(leaf) is float and leaf == value for leaf in leaves_of((operation.args, operation.kwargs))
-        ):
-            operation.args, operation.kwargs = _writable(operation.args), _writable(operation.kwargs)
-            slots += _slots_in(operation.args, value)
-            slots += _slots_in(operation.kwargs, value)
-    return slots
+    def write(self, values: Sequence[float]) -> None:
+        """See `engine.NumberWriter.write`."""
+        for container, key, number in self._slots:
+            container[key] = values[number]
 
 
 def _writable(tree: Any) -> Any:
@@ -91,10 +97,10 @@ def _writable(tree: Any) -> Any:
     return tree
 
 
-def _slots_in(tree: Any, value: float) -> Iterator[NumberSlot]:
+def _slots_in(tree: Any, index: Mapping[float, int]) -> Iterator[tuple[Any, Any, int]]:
     entries = enumerate(tree) if isinstance(tree, list) else tree.items() if isinstance(tree, dict) else ()
     for key, item in entries:
-        if type(item) is float and item == value:
-            yield _Slot(tree, key)
+        if type(item) is float and item in index:
+            yield tree, key, index[item]
         else:
-            yield from _slots_in(item, value)
+            yield from _slots_in(item, index)

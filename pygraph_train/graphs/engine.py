@@ -18,7 +18,8 @@ __all__ = [
     "Graph",
     "IndirectGraph",
     "IndirectionUnavailable",
-    "NumberSlot",
+    "NumberWriter",
+    "NumbersNotFound",
     "RewritableGraph",
 ]
 
@@ -43,6 +44,10 @@ class IndirectionUnavailable(RuntimeError):
     """The inputs of a graph cannot be moved here. The message is a sentence that says why."""
 
 
+class NumbersNotFound(RuntimeError):
+    """The numbers of a capture cannot be replaced, and it holds numbers that nobody wants: it must not be replayed."""
+
+
 @runtime_checkable
 class Graph(Protocol):
     """One captured piece of work with fixed addresses.
@@ -62,19 +67,34 @@ class Graph(Protocol):
         """Release the graph and its private memory. Replaying it afterwards raises RuntimeError."""
 
 
-class NumberSlot(Protocol):
-    """A place in a captured operation that holds a Python number."""
+class NumberWriter(Protocol):
+    """Numbers in the captured operations of one graph."""
 
-    def write(self, value: float) -> None:
-        """Let later replays use another number there."""
+    def write(self, values: Sequence[float]) -> None:
+        """Let later replays use these numbers; those enqueued before keep theirs.
+
+        Args:
+            values: one for each number, in the order in which they were given to `RewritableGraph.numbers`.
+        Raises:
+            RuntimeError: a number could not be replaced.
+        """
 
 
 @runtime_checkable
 class RewritableGraph(Graph, Protocol):
     """A graph of an engine that `rewrites_numbers`."""
 
-    def number_slots(self, value: float) -> list[NumberSlot]:
-        """Every place that holds exactly this number."""
+    def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> NumberWriter:
+        """Find Python numbers in the captured operations of certain names.
+
+        Args:
+            sets: numbers that an operation holds together. Each occurs nowhere else in the capture, and all differ. An
+                empty set says that an operation may hold none.
+            kernels: parts of the names of the operations.
+        Raises:
+            NumbersNotFound: an operation of such a name does not hold each number of just one set once, or a set
+                is in no operation.
+        """
 
 
 @runtime_checkable
@@ -116,8 +136,10 @@ class Engine(Protocol):
     device: torch.device
     shares_memory: bool
     """Whether a graph may overwrite what another one left in the pool."""
-    rewrites_numbers: bool
-    """Whether its graphs are `RewritableGraph`s: Python numbers that a capture has seen can be replaced."""
+
+    @property
+    def rewrites_numbers(self) -> bool:
+        """Whether its graphs are `RewritableGraph`s: Python numbers that a capture has seen can be replaced."""
 
     def capturing(self) -> bool:
         """Whether the calling thread's current work is being captured, by whomever."""

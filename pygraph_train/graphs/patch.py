@@ -18,9 +18,8 @@ from pygraph_train.graphs.nodes import (
     copy_addresses,
     driver,
     node_handles,
-    packed_parameters,
-    parameter_layout,
 )
+from pygraph_train.graphs.parameters import KernelParameters
 from pygraph_train.graphs.updater import SLOT, TABLE, updater_kernel
 from pygraph_train.torch_private.cuda import current_cuda_stream
 
@@ -114,8 +113,6 @@ class HostPatcher:
         self._slots: dict[int, list[Slot]] = defaultdict(list)
         for slot in discovery.slots:
             self._slots[slot.input].append(slot)
-        # Private copies, because the memory behind a node's parameters must not be written to, and
-        # because successive patches have to accumulate.
         handles = node_handles(graph.raw)
         affected = sorted({slot.node for slot in discovery.slots})
         kernels: list[int] = []
@@ -123,40 +120,13 @@ class HostPatcher:
         for node in affected:
             kind = checked(d.cuGraphNodeGetType(handles[node]), "reading a node's type")
             (kernels if kind == d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL else others).append(node)
-        self._updates: dict[int, tuple[Any, Any, Any, tuple[Any, ...]]] = {}
-        self._base: dict[int, int] = {}
-        self._keep: list[Any] = []
-        self._copy_kernels(d, {node: handles[node] for node in kernels})
+        self._parameters = KernelParameters(d, {node: handles[node] for node in kernels})
+        self._memory, self._base = self._parameters.memory, self._parameters.base
+        self._updates = self._parameters.updates
         self._captured: dict[tuple[int, int], tuple[str, int]] = {}
         context = checked(d.cuCtxGetCurrent(), "asking for the CUDA context") if others else None
         for node in others:
             self._copy_other(d, node, handles[node], context)
-
-    def _copy_kernels(self, d: Any, handles: Mapping[int, Any]) -> None:
-        found, blocks, total = {}, {}, 0
-        for node, handle in handles.items():
-            params = checked(d.cuGraphKernelNodeGetParams(handle), "reading a kernel node")
-            blocks[node] = _kernel_memory(d, params)
-            found[node] = params
-            self._base[node] = total
-            total += max(-(-(offset + len(data)) // 16) * 16 for offset, data in blocks[node])
-        self._memory = memory = np.zeros(total + 16, dtype=np.uint8)
-        address = memory.ctypes.data
-        for node, params in found.items():
-            base = self._base[node]
-            for offset, data in blocks[node]:
-                memory[base + offset : base + offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
-            if int(params.extra or 0):
-                size = np.array([len(blocks[node][0][1])], dtype=np.uint64)
-                # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._SIZE, ..._END
-                extra = np.array([1, address + base, 2, size.ctypes.data, 0], dtype=np.uint64)
-                params.extra = extra.ctypes.data
-                self._keep += [size, extra]
-            else:
-                pointers = np.array([address + base + offset for offset, _ in blocks[node]], dtype=np.uint64)
-                params.kernelParams = pointers.ctypes.data
-                self._keep.append(pointers)
-            self._updates[node] = (d.cuGraphExecKernelNodeSetParams, handles[node], params, ())
 
     def _copy_other(self, d: Any, node: int, handle: Any, context: Any) -> None:
         """A memcpy or memset node: which fields hold which addresses, and how far from the first byte."""
@@ -218,21 +188,6 @@ class HostPatcher:
         """See `Patcher.close`."""
         self._plans.clear()
         self._updates.clear()
-        self._keep.clear()
-
-
-def _kernel_memory(d: Any, params: Any) -> list[tuple[int, bytes]]:
-    """The (offset, bytes) of a kernel's parameters."""
-    if int(params.extra or 0):
-        packed = packed_parameters(int(params.extra))
-        assert packed is not None  # the node was readable
-        return [(0, packed)]
-    layout = parameter_layout(d, params)
-    pointers = (ctypes.c_uint64 * len(layout)).from_address(int(params.kernelParams))
-    return [
-        (offset, ctypes.string_at(pointer, size))
-        for pointer, (offset, size) in zip(pointers, layout, strict=True)
-    ]
 
 
 class DevicePatcher:

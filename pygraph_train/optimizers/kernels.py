@@ -33,8 +33,11 @@ from pygraph_train.torch_private.optim import fused_adagrad_on_cuda
 __all__ = [
     "CAPTURABLE",
     "FUSED",
+    "FUSED_KERNELS",
+    "FUSED_NUMBERS",
     "NEEDS_FOREACH",
     "GroupPlan",
+    "advice_on_numbers",
     "host_state_keys",
     "is_unknown",
     "plan_group",
@@ -46,6 +49,17 @@ CAPTURABLE = frozenset({Adam, AdamW, NAdam, RAdam, Adamax, ASGD, Adadelta, RMSpr
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})
 # Their single-tensor kernels pass lr as `alpha=`, which reads a tensor on the host; foreach does not.
 NEEDS_FOREACH = frozenset({Adadelta, RMSprop})
+
+FUSED_NUMBERS: dict[type, tuple[str, ...]] = {
+    Adam: ("betas", "eps", "weight_decay"),
+    AdamW: ("betas", "eps", "weight_decay"),
+    SGD: ("momentum", "dampening", "weight_decay"),
+    Adagrad: ("lr_decay", "weight_decay", "eps"),
+}
+"""Hyperparameters that the fused kernels of a class take as they are. Python code asks only whether one is zero."""
+
+FUSED_KERNELS = ("FusedAdamMathFunctor", "FusedSgdMathFunctor", "FusedAdagradMathFunctor", "aten._fused_")
+"""Parts of the names of fused kernels, on CUDA and as the dispatcher names them (2.11 and 2.13)."""
 
 _NEVER: dict[type, str] = {
     LBFGS: "decides on the host how often to run the closure",
@@ -112,6 +126,16 @@ def plan_group(optimizer_class: type, flags: Mapping[str, Any], device_type: str
         )
     # foreach goes: where both are set, SGD prefers the foreach kernels.
     return GroupPlan({} if fused else {"fused": True, "foreach": False})
+
+
+def advice_on_numbers(optimizer: Any) -> str:
+    """What to do where hyperparameters of this optimizer change again and again, and captures bake them in."""
+    other = "OneCycleLR(cycle_momentum=False) changes the learning rate only"
+    groups = getattr(optimizer, "param_groups", ())
+    if supported_class(optimizer) in FUSED & CAPTURABLE and not all(group.get("fused") for group in groups):
+        name = type(optimizer).__name__
+        return f"Use {name}(..., fused=True): a graph reads the numbers of fused kernels anew. Or {other}"
+    return f"Use a schedule that leaves them as they are: {other}"
 
 
 def host_state_keys(optimizer_class: type, flags: Mapping[str, Any]) -> tuple[str, ...]:

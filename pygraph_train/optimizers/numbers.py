@@ -1,8 +1,9 @@
 """Hyperparameters that replays read anew: betas, momentum, weight decay.
 
 The kernels of an optimizer take them as Python numbers, which a capture bakes in. torch's fused kernels get each number
-as it is, and look at its value only when they run. So an engine that can rewrite a number of a captured operation keeps
-the graph right: the number is made that of the optimizer's group before each replay.
+as it is, and look at its value only when they run: `graphs/rewriting.py` says where that can be read. So an engine that
+can rewrite a number of a captured operation keeps the graph right: the number is made that of the optimizer's group
+before a replay, where it has changed.
 
 Which number of which operation it is, a capture finds out by itself. Inside of it each hyperparameter has a value that
 occurs nowhere else; nothing is computed with it, because a capture executes nothing.
@@ -12,14 +13,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 
-from pygraph_train.graphs.engine import Engine, Graph, NumberSlot, RewritableGraph
+from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound, NumberWriter, RewritableGraph
 
 __all__ = ["LiveNumbers", "NumberPlace"]
 
@@ -44,25 +45,41 @@ class NumberPlace:
 class LiveNumbers:
     """The hyperparameters that one capture leaves open.
 
-    A number that is zero is not among them, nor is one of another type than `float`: torch's Python code may ask
-    whether a number is zero, and the answer is baked in.
+    A number that is not above zero is not among them, nor is one of another type than `float`: torch's Python code may
+    ask whether a number is zero, its kernels may refuse one below it, and the answer is baked in.
 
     Args:
-        optimizer: of torch, with fused kernels where the engine rewrites numbers.
-        entries: its hyperparameters: position in `hyperparameters()`, number of the group, and key.
+        optimizer: of torch.
+        entries: hyperparameters that fused kernels take: position in `hyperparameters()`, number of the group, and key.
         engine: of the capture.
+        kernels: parts of the names of the fused kernels, see `RewritableGraph.numbers`.
     """
 
-    def __init__(self, optimizer: Optimizer, entries: Iterable[tuple[int, int, str]], engine: Engine) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        entries: Iterable[tuple[int, int, str]],
+        engine: Engine,
+        kernels: Sequence[str] = (),
+    ) -> None:
         self._optimizer = optimizer
-        self._places = list(_open(optimizer, entries)) if engine.rewrites_numbers else []
+        self._kernels = kernels
+        entries = list(entries) if engine.rewrites_numbers else []
+        self._groups = sorted({group for _, group, _ in entries})
+        self._places = list(_open(optimizer, entries))
         self._marks = [_mark(index) for index in range(len(self._places))]
-        self._found: list[tuple[NumberPlace, list[NumberSlot]]] = []
+        self._stepped: set[int] = set()
+        self._followed = False
 
     @contextmanager
     def marked(self) -> Iterator[None]:
         """Inside of the capture, around the optimizer's step: each hyperparameter has its own value."""
         groups = self._optimizer.param_groups
+        self._stepped = {
+            group
+            for group in self._groups
+            if any(p.grad is not None and p.numel() for p in groups[group]["params"])
+        }
         before = [(groups[place.group], place.key, groups[place.group][place.key]) for place in self._places]
         try:
             for place, mark in zip(self._places, self._marks, strict=True):
@@ -78,36 +95,52 @@ class LiveNumbers:
             for group, key, value in before:
                 group[key] = value
 
-    def follow(self, graph: Graph) -> Graph:
-        """The captured graph, whose replays read the hyperparameters anew.
+    def follow(self, graph: Graph, anywhere: Callable[[bool], bool] = bool) -> Graph:
+        """The captured graph, whose replays read the hyperparameters anew: on all ranks or on none.
 
-        Those of a group without gradients are in no operation.
+        Those of a group without gradients are in no operation, and change nothing.
+
+        Args:
+            graph: of this capture.
+            anywhere: whether something that holds here or not holds on any rank.
+        Raises:
+            NumbersNotFound: a hyperparameter is not where it should be. The graph is of no use.
         """
+        problem = None
+        try:
+            graph = self._followed_by(graph)
+        except NumbersNotFound as error:
+            problem = error
+        if anywhere(problem is not None):
+            raise problem or NumbersNotFound("another rank has not found its hyperparameters")
+        self._followed = bool(self._places)
+        return graph
+
+    def _followed_by(self, graph: Graph) -> Graph:
         if not self._places:
             return graph
         assert isinstance(graph, RewritableGraph)
-        self._found = [
-            (place, graph.number_slots(mark)) for place, mark in zip(self._places, self._marks, strict=True)
-        ]
-        return _Following(graph, self._write)
+        marks = list(zip(self._places, self._marks, strict=True))
+        sets = [[mark for place, mark in marks if place.group == group] for group in sorted(self._stepped)]
+        places = [place for group in sorted(self._stepped) for place in self._places if place.group == group]
+        followed = _Following(graph, graph.numbers(sets, self._kernels), self, places)
+        try:
+            followed.write()  # a graph that takes no numbers is found out now
+        except RuntimeError as error:
+            raise NumbersNotFound(str(error)) from error
+        return followed
 
     def value(self, place: NumberPlace) -> Any:
         """What the user's optimizer has there now."""
         value = self._optimizer.param_groups[place.group][place.key]
         return value if place.item is None else value[place.item]
 
-    def _write(self) -> None:
-        for place, slots in self._found:
-            value = self.value(place)
-            for slot in slots:
-                slot.write(value)
-
     def baked(self, hyperparameters: tuple[Any, ...]) -> Any:
         """What the capture bakes in, to be compared with `hyperparameters()` of later steps."""
-        if not self._found:
+        if not self._followed:
             return hyperparameters
         opened: dict[int, set[int | None]] = {}
-        for place, _ in self._found:
+        for place in self._places:
             opened.setdefault(place.entry, set()).add(place.item)
         return _Baked(hyperparameters, opened)
 
@@ -115,14 +148,26 @@ class LiveNumbers:
 class _Following:
     """A graph whose numbers follow the optimizer's groups."""
 
-    def __init__(self, graph: Graph, write: Callable[[], None]) -> None:
+    def __init__(
+        self, graph: Graph, writer: NumberWriter, numbers: LiveNumbers, places: Sequence[NumberPlace]
+    ) -> None:
         self.nodes = graph.nodes
         self._graph = graph
-        self._write = write
+        self._writer = writer
+        self._numbers = numbers
+        self._places = places
+        self._written: list[Any] = []
+
+    def write(self) -> None:
+        """Give the graph the hyperparameters of now, if they are others than before. Hot path."""
+        values = list(map(self._numbers.value, self._places))
+        if values != self._written:
+            self._writer.write(values)
+            self._written = values
 
     def replay(self) -> None:
         """Run the captured work with the hyperparameters of now."""
-        self._write()
+        self.write()
         self._graph.replay()
 
     def close(self) -> None:
@@ -163,7 +208,7 @@ _OPEN = object()
 
 
 def _may_change(value: Any) -> bool:
-    return type(value) is float and value != 0 and math.isfinite(value)
+    return type(value) is float and 0 < value < math.inf
 
 
 def _open(optimizer: Optimizer, entries: Iterable[tuple[int, int, str]]) -> Iterator[NumberPlace]:

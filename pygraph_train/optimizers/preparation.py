@@ -25,8 +25,11 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.kernels import (
     CAPTURABLE,
     FUSED,
+    FUSED_KERNELS,
+    FUSED_NUMBERS,
     NEEDS_FOREACH,
     GroupPlan,
+    advice_on_numbers,
     host_state_keys,
     plan_group,
     supported_class,
@@ -72,7 +75,7 @@ class OptimizerPreparation:
         self.state = StateWatch(optimizer)
         self._optimizer = optimizer
         self._emulated = emulated
-        self._closed = False
+        self._closed = self._numbers_stay = False
         self._sparse = False
         self._depth = 0
         self._saved: list[tuple[dict[str, Any], str, Any]] = []
@@ -397,10 +400,20 @@ class OptimizerPreparation:
 
     def live_numbers(self, engine: Engine) -> LiveNumbers:
         """For a capture: the hyperparameters that its replays can read anew."""
-        keys = self._keys if self._class in FUSED and not self._closed else ()
-        groups = range(len(self._optimizer.param_groups))
-        entries = [(4 + g * (2 + len(keys)) + k, g, key) for g in groups for k, key in enumerate(keys)]
-        return LiveNumbers(self._optimizer, entries, engine)
+        if self._class not in FUSED or self._closed or self._numbers_stay:
+            return LiveNumbers(self._optimizer, (), engine)
+        entries = [
+            (4 + g * (2 + len(self._keys)) + k, g, key)
+            for g, group in enumerate(self._optimizer.param_groups)
+            if self._user_flags(group).get("fused") or "fused" in self._plan(group).changes
+            for k, key in enumerate(self._keys)
+            if key in FUSED_NUMBERS[self._class]
+        ]
+        return LiveNumbers(self._optimizer, entries, engine, FUSED_KERNELS)
+
+    def numbers_stay(self) -> None:
+        """Later captures leave no hyperparameters open: they could not be found in a capture."""
+        self._numbers_stay = True
 
     def _parameter_set(self, params: list[Tensor]) -> int:
         """A small number that stands for these very parameters."""
@@ -442,7 +455,7 @@ class OptimizerPreparation:
         return Problem(
             "the optimizer runs outside of the graph: a hyperparameter other than the learning rate, or the memory of "
             "the optimizer's state, changes again and again",
-            fix="A scheduler that changes betas or momentum does so: OneCycleLR(cycle_momentum=False) does not",
+            fix=advice_on_numbers(self._optimizer),
         )
 
     def close(self) -> None:

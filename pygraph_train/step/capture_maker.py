@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
-from pygraph_train.graphs.engine import Graph
+from pygraph_train.graphs.engine import Graph, NumbersNotFound
 from pygraph_train.graphs.memory import Storages
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
@@ -79,6 +79,7 @@ class CaptureMaker:
             The capture, and what its first replay must reproduce (None without verification).
         Raises:
             NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
+            NumbersNotFound: the same, but it can be captured if the optimizer's numbers stay in the graph.
         """
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
         with self.stage():
@@ -208,6 +209,8 @@ class CaptureMaker:
             exchanges = position.sync
             with self.stage(), self._context(), watched, replication.capturing():
                 graph, (loss, outputs) = self._engine.capture(body)
+            if numbers is not None:
+                graph = numbers.follow(graph, bool if self._together is None else self._together.anywhere)
         except BaseException as error:
             if graph is not None:  # another rank has none
                 graph.close()
@@ -215,7 +218,7 @@ class CaptureMaker:
             put_back()
             if exchanges and isinstance(error, Exception):
                 replication.reset()
-            if not isinstance(error, Exception) or isinstance(error, PyGraphError):
+            if not isinstance(error, Exception) or isinstance(error, PyGraphError | NumbersNotFound):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error)) from error
         finally:
@@ -228,7 +231,7 @@ class CaptureMaker:
         hyperparameters = None
         if optimizer is not None and numbers is not None:
             optimizer.remember()
-            graph, hyperparameters = numbers.follow(graph), numbers.baked(optimizer.hyperparameters())
+            hyperparameters = numbers.baked(optimizer.hyperparameters())
         capture = Capture(
             graph=graph,
             loss=loss,

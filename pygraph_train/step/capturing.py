@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pygraph_train.problems import NotLegal, Problem, PyGraphError
+from pygraph_train.graphs.engine import NumbersNotFound
+from pygraph_train.optimizers.kernels import advice_on_numbers
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.report.step_report import CaptureRecord
 from pygraph_train.step.capture_maker import CaptureMaker
+from pygraph_train.step.comparing import Comparing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent
@@ -23,7 +27,7 @@ from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
-from pygraph_train.tracing.refusals import compiler_problem, problem_of
+from pygraph_train.tracing.refusals import compiler_problem
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, ScratchState
 
@@ -54,8 +58,6 @@ _MEMORY_IN_USE = Problem(
     fix="Assign a copy of the value (.clone()), and keep no views of the tensor",
 )
 
-_ONE_CYCLE = "Use OneCycleLR(cycle_momentum=False) to keep the optimizer in the graph"
-
 
 class Capturing:
     """Prepares, compiles, captures and compares.
@@ -64,6 +66,9 @@ class Capturing:
         training, updates, decisions, maker, signatures: of the runner.
         leave_update_outside: called with the reason why no graph of the step holds the update any more.
         together: of ranks that capture together; None for one process.
+
+    Attributes:
+        compared: makes a replay that must give what the step gives without a graph.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Capturing:
         self._leave_update_outside = leave_update_outside
         self._together = together
         self._captured = False
+        self.compared = Comparing(training, updates, maker, self._call_of, together)
 
     def prepared(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
         """Make the step with the kernels that its capture will hold."""
@@ -229,7 +235,8 @@ class Capturing:
             self._count_change(step, allowed, Problem(_STATE_CHANGES))
         elif not updates.hyperparameters_are_those_of(capture):
             variant.forget_captures()
-            self._count_change(step, allowed, Problem(_HYPERPARAMETERS_CHANGE, fix=_ONE_CYCLE))
+            advice = advice_on_numbers(program.optimizer)
+            self._count_change(step, allowed, Problem(_HYPERPARAMETERS_CHANGE, fix=advice))
 
     def _count_change(self, step: StepInFlight, allowed: int, problem: Problem) -> None:
         self._updates.changes += 1
@@ -270,9 +277,23 @@ class Capturing:
                 Problem(f"Python values of the training loop change again and again: {position.constants}")
             )
         self._make_room(variant)
-        capture, expected = self._maker.make(
-            variant, self._call_of(variant), args, kwargs, leaves, position, updates.preparation
+        make = functools.partial(
+            self._maker.make,
+            variant,
+            self._call_of(variant),
+            args,
+            kwargs,
+            leaves,
+            position,
+            updates.preparation,
         )
+        try:
+            capture, expected = make()
+        except NumbersNotFound as error:
+            assert updates.preparation is not None
+            log.info("pygraph: hyperparameters stay in the graph of the step: %s", error)
+            updates.preparation.numbers_stay()
+            capture, expected = make()
         variant.captures[variant.capture_key(position)] = capture
         seconds = time.perf_counter() - started
         what = str(position if variant.arm.plan.fused else position.without_update())
@@ -284,66 +305,6 @@ class Capturing:
         training.clock.interrupted()
         log.info("pygraph: captured %s in %.2f s (%d nodes)", what, seconds, capture.graph.nodes)
         return capture, expected
-
-    def compared(
-        self,
-        step: StepInFlight,
-        variant: Variant,
-        capture: Capture,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        expected: Fingerprint | None,
-        replay: Callable[[], R],
-    ) -> R:
-        """Make a replay that must give what the step gives without a graph.
-
-        Raises:
-            NotLegal: it gives something else, and is undone.
-        """
-        started, training, maker = time.perf_counter(), self._training, self._maker
-        try:
-            if expected is None:
-                # with the batch itself: what loads the graph's inputs is compared as well
-                call, updates, sync = self._call_of(variant), capture.updates, step.position.sync
-                expected = maker.reference(
-                    variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
-                )
-            before = capture.gradients.snapshot()
-            with maker.stage():
-                backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
-        except PyGraphError:
-            raise
-        except Exception as error:  # nothing of the step was made: there may be no memory for a second run
-            raise NotLegal(problem_of(error)) from error
-        put_back = training.program.replication.notes()
-        result = replay()
-        left = [*capture.gradients.final, *training.program.left_behind()]
-        found = Fingerprint.of(capture.loss, left)
-        difference = expected.compare(found, bits=training.engine.name == "emulated")
-        training.engine.trim()
-        seconds = time.perf_counter() - started
-        training.report.compared(seconds, audit=capture.verified)
-        training.clock.interrupted()
-        capture.audits.took(seconds, first=not capture.verified)
-        problem = None
-        if difference is not None:
-            which = f"replay {variant.replays}" if capture.verified else "the first replay"
-            problem = Problem(
-                f"{which} of {step.position} differs from the step without a graph: {difference}",
-                fix="Please report this as a bug. Steps of this kind are not replayed as a whole any more",
-            )
-            log.warning("pygraph: %s", problem)
-        if self._together is not None:
-            problem = self._together.confirm(problem)
-        if problem is None:
-            capture.verified = True
-            return result
-        backup.restore()
-        put_back()
-        capture.gradients.restore(before)
-        training.replays -= 1
-        training.clock.undone()
-        raise NotLegal(problem)
 
     def _make_room(self, variant: Variant) -> None:
         """Release the least recently used captures above `max_signatures`.

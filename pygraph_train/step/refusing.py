@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pygraph_train.problems import Problem
+from pygraph_train.selection.arms import NOTHING
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import Life, LifeEvent, Scope, Stage, refusal
@@ -76,6 +77,7 @@ class Refusing:
         self.off = problem
         self._updates.whole_steps = False
         self._training.report.start_over()
+        self._training.report.runs_with(NOTHING)  # until another plan is chosen
         if everything:
             self.stopped = True
             self._updates.close()

@@ -173,6 +173,21 @@ class Together:
             return problem
         return self._problem_of(failed[0], said[failed[0]].word) if failed else None
 
+    def anywhere(self, flag: bool) -> bool:
+        """In the midst of a capture or comparison: whether something holds on any rank.
+
+        Args:
+            flag: whether it holds on this one.
+        Raises:
+            NotLegal: another rank has failed.
+        """
+        said = self._vote(Said(Word.DONE, int(flag)))
+        failed = [rank for rank, s in enumerate(said) if s.word is not Word.DONE]
+        if failed:
+            self._announced = True
+            raise NotLegal(self._problem_of(failed[0], said[failed[0]].word))
+        return any(s.number for s in said)
+
     def share(self, flag: bool) -> list[bool] | None:
         """Between steps: what all ranks say, by rank. None where the ranks have no agreement; then nobody has voted."""
         if self._agreement is None or self.ended is not None:

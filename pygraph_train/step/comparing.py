@@ -1,0 +1,180 @@
+"""A replay that is compared with the same step without a graph, and what follows where they differ."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pygraph_train.problems import NotLegal, Problem, PyGraphError
+from pygraph_train.step.capture_maker import CaptureMaker
+from pygraph_train.step.flight import StepInFlight
+from pygraph_train.step.program import Call
+from pygraph_train.step.together import Together
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.updates import Updates
+from pygraph_train.step.variants import Capture, Variant
+from pygraph_train.tracing.refusals import problem_of
+from pygraph_train.verification import Fingerprint, PlainRuns
+
+__all__ = ["Comparing"]
+
+log = logging.getLogger("pygraph_train")
+
+R = TypeVar("R")
+
+
+class Comparing:
+    """Compares replays.
+
+    Args:
+        training, updates, maker: of the runner.
+        call_of: how a step is run with the kernels that its graph holds.
+        together: of ranks that compare together; None for one process.
+    """
+
+    def __init__(
+        self,
+        training: TrainingRun,
+        updates: Updates,
+        maker: CaptureMaker,
+        call_of: Callable[[Variant], Call],
+        together: Together | None,
+    ) -> None:
+        self._training = training
+        self._updates = updates
+        self._maker = maker
+        self._call_of = call_of
+        self._together = together
+
+    def __call__(
+        self,
+        step: StepInFlight,
+        variant: Variant,
+        capture: Capture,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        expected: Fingerprint | None,
+        replay: Callable[[], R],
+    ) -> R:
+        """Make a replay that must give what the step gives without a graph.
+
+        Where it gives something else, the step runs without a graph a few more times: runs of kernels that add in no
+        fixed order differ among themselves, and a replay may differ as they do.
+
+        Args:
+            expected: what the step gives without a graph, where that is known.
+            replay: makes the replay. It is called again where the first one had to be undone.
+        Raises:
+            NotLegal: it gives something else, and is undone.
+        """
+        started, training, maker = time.perf_counter(), self._training, self._maker
+
+        def without_graph() -> Fingerprint:
+            # with the batch itself: what loads the graph's inputs is compared as well
+            call, updates, sync = self._call_of(variant), capture.updates, step.position.sync
+            with _nothing_made():
+                return maker.reference(
+                    variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
+                )
+
+        expected = without_graph() if expected is None else expected
+        with _nothing_made():
+            before = capture.gradients.snapshot()
+            with maker.stage():
+                backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
+        put_back = training.program.replication.notes()
+
+        def undo() -> None:
+            backup.restore()
+            put_back()
+            capture.gradients.restore(before)
+            training.replays -= 1
+            training.clock.undone()
+
+        bits, stands = self._same_arithmetic(capture), True
+        runs = PlainRuns(expected)
+        result = replay()
+        try:
+            found = self._left_by(capture)
+            difference = expected.compare(found, bits=bits)
+            if self._anywhere(difference is not None):
+                undo()
+                stands = False
+                while self._anywhere(not runs.enough):
+                    runs.add(without_graph())
+                difference = None if difference is None else runs.refuse(found)
+                if not self._anywhere(difference is not None):
+                    result, stands = replay(), True
+                    found = self._left_by(capture)
+                    difference = expected.compare(found, bits=bits)
+                    difference = None if difference is None else runs.refuse(found)
+                    self._note(capture, runs)
+        except NotLegal:  # another rank has failed, or this one in a run without the graph
+            if stands:
+                undo()
+            raise
+        training.engine.trim()
+        seconds = time.perf_counter() - started
+        training.report.compared(seconds, audit=capture.verified)
+        training.clock.interrupted()
+        capture.audits.took(seconds, first=not capture.verified)
+        problem = None
+        if difference is not None:
+            which = f"replay {variant.replays}" if capture.verified else "the first replay"
+            problem = Problem(
+                f"{which} of {step.position} differs from the step without a graph: {difference}",
+                fix="Please report this as a bug. Steps of this kind are not replayed as a whole any more",
+            )
+            log.warning("pygraph: %s", problem)
+        if self._together is not None:
+            problem = self._together.confirm(problem)
+        if problem is None:
+            capture.verified = True
+            return result
+        if stands:
+            undo()
+        raise NotLegal(problem)
+
+    def _left_by(self, capture: Capture) -> Fingerprint:
+        """What the last replay has left."""
+        left = [*capture.gradients.final, *self._training.program.left_behind()]
+        return Fingerprint.of(capture.loss, left)
+
+    def _same_arithmetic(self, capture: Capture) -> bool:
+        """Whether the step without a graph rounds as the graph does.
+
+        It exchanges gradients after the backward, and unscales them with another kernel than an optimizer that does so
+        itself.
+        """
+        program = self._training.program
+        if self._training.engine.name == "emulated":
+            return True
+        in_kernels = capture.updates and program.scaling.on and program.scaling.unscales_itself
+        return program.replication.group is None and not in_kernels
+
+    def _anywhere(self, flag: bool) -> bool:
+        return flag if self._together is None else self._together.anywhere(flag)
+
+    def _note(self, capture: Capture, runs: PlainRuns) -> None:
+        if not capture.verified and not runs.agree:
+            self._training.report.note(
+                f"runs of a step without a graph differ among themselves, and replays as much: {runs.noise()}"
+            )
+
+
+@contextmanager
+def _nothing_made() -> Iterator[None]:
+    """Around work before which nothing of the step stands: where it fails, the step runs without a graph.
+
+    Raises:
+        NotLegal: it has failed. There may be no memory for one more run.
+    """
+    try:
+        yield
+    except PyGraphError:
+        raise
+    except Exception as error:
+        raise NotLegal(problem_of(error)) from error
