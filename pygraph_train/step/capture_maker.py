@@ -54,7 +54,7 @@ class CaptureMaker:
         self.anchors = Anchors()
         self._program = training.program
         self._config = training.config
-        self._engine = training.engine
+        self._training, self._engine = training, training.engine
         self._addresses = training.addresses
         self._context = context
         self._together = together
@@ -155,6 +155,7 @@ class CaptureMaker:
             moves.put_back()
             self.anchors.end(rebound)
         put_back()
+        self._training.has_memory = True
         outputs.tensors.clear()
         gradients.claim()
         hyperparameters = None
