@@ -13,6 +13,7 @@ from torch import Tensor
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import Storages
+from pygraph_train.identity import identities
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.inputs import StaticInputs
@@ -46,7 +47,7 @@ class Capture:
     hyperparameters: Any
     optimizer_generation: int
     leaves: list[Tensor]
-    pick_leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    pick_leaves: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
     addresses: list[int]
     rebound: list[Tensor]
     verified: bool
@@ -60,6 +61,10 @@ class Capture:
     """What its forward may write, and copies of the batch must not be taken of. None where it writes nothing."""
     number: int = 0
     """Of a capture that the ranks of a training have made together."""
+    leaf_identities: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaf_identities = identities(tuple(self.leaves))
 
 
 @dataclass
@@ -205,11 +210,11 @@ def same_memory(tensors: Sequence[Tensor], capture: Capture) -> bool:
     parts = list(map(local_tensor, tensors)) if capture.sharded else tensors
     if list(map(Tensor.data_ptr, parts)) != capture.addresses:
         return False
-    return all(map(operator.is_, capture.leaves, capture.pick_leaves(tensors)))
+    return identities(capture.pick_leaves(tensors)) == capture.leaf_identities
 
 
-def picker(indices: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+def picker(indices: list[int]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
     """`operator.itemgetter`, which returns a tuple only for two or more."""
     if len(indices) < 2:
-        return lambda items: [items[i] for i in indices]
+        return lambda items: tuple([items[i] for i in indices])
     return operator.itemgetter(*indices)
