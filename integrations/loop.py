@@ -16,6 +16,7 @@ from torch import nn
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import Engine, make_engine
+from pygraph_train.graphs.devices import let_go
 from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.integrations.regioned_call import RegionedCall, begins
@@ -160,7 +161,7 @@ class Loop:
         for graph in self._optimizers:
             graph.close()
         if self._engine is not None and self._optimizers:
-            self._engine.close()
+            let_go(self._engine)
         self._calls, self._optimizers = [], []
         self._last = None
 

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from pygraph_train.gradients import of_steps
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.cuda import CudaEngine
 from pygraph_train.graphs.emulated import EmulatedEngine, is_capturing
 from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.optimizers import preparation
 from pygraph_train.optimizers.numbers import LiveNumbers, NumberPlace
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.regions.region_capture import RegionCapture
-from pygraph_train.step import capturing, lookup
+from pygraph_train.step import capturing, lookup, variants
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.rebinding import Moves
@@ -121,6 +123,7 @@ FAULTS: dict[str, Plant] = {
     "learning rates are not copied to the device": _constant(OptimizerPreparation, "sync", None),
     "gradients pile up in graphs": _gradients_pile_up_in_graphs,
     "parameters are never looked for elsewhere": _everywhere("same_memory", True, lookup, capturing),
+    "objects are never told apart": _everywhere("identities", b"", of_steps, preparation, variants),
     "inputs of regions are never looked for elsewhere": _constant(RegionCapture, "fits", True),
     "modules are never looked at": _constant(ModuleWatch, "unchanged", True),
     "results are overwritten by the next replay": _results_in_the_memory_of_the_graph,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from pygraph_train.identity import identities
 from pygraph_train.torch_private.memory import copy_all
 from pygraph_train.torch_private.sharding import local_tensor
 
@@ -44,6 +45,7 @@ class Gradients:
         self._canonical = canonical
         self._began: Snapshot = []
         self._final: Snapshot = []
+        self._final_identities = b""
 
     def snapshot(self) -> Snapshot:
         """The present `.grad` objects (not their contents)."""
@@ -97,7 +99,7 @@ class Gradients:
         for p in self.parameters:
             if p.grad is not None:
                 self._canonical.setdefault(p, p.grad)
-        self._final = self.snapshot()
+        self._note_final()
         if self.emptied:
             self._leave_out_what_is_only_read()
         for p, grad in zip(self.carried, self._began, strict=True):  # no value was computed yet
@@ -114,7 +116,11 @@ class Gradients:
         self.parameters = [p for p in self.parameters if id(p) not in read]
         self.carried = [p for p in self.carried if id(p) not in read]
         self._began = [began[id(p)] for p in self.carried]
+        self._note_final()
+
+    def _note_final(self) -> None:
         self._final = self.snapshot()
+        self._final_identities = identities(tuple(self._final))
 
     # -- replaying it -------------------------------------------------------------------------------
 
@@ -142,7 +148,7 @@ class Gradients:
             self.restore(self._final)
 
     def _in_place(self) -> bool:
-        return all(map(operator.is_, map(_grad, self.parameters), self._final))
+        return identities(tuple(map(_grad, self.parameters))) == self._final_identities
 
     def _adopt(self, places: Snapshot) -> None:
         """Let carried gradients lie in these tensors."""

@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
@@ -35,6 +36,25 @@ T = TypeVar("T")
 _abandoned: list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool]] = []
 
 _capture_lock = threading.Lock()  # CUDA allows one capture at a time in the caching allocator
+
+
+class _Shared:
+    """What all engines of one device share, for as long as one of them is open.
+
+    A model that two of them train has one node for each parameter that adds up its gradients. The node belongs to the
+    stream of the first capture that met it, and would break a capture on another one.
+
+    Attributes:
+        stream: captures.
+        lasting: the pool of tensors that stay, once there are any.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.lasting: torch.cuda.MemPool | None = None
+
+
+_shared: weakref.WeakValueDictionary[torch.device, _Shared] = weakref.WeakValueDictionary()
 
 
 class CudaGraph:
@@ -119,7 +139,7 @@ def _replay_after_close() -> NoReturn:
 
 
 class CudaEngine:
-    """Captures on a side stream of `device` into one private pool shared by all its graphs.
+    """Captures on the side stream of `device` into one private pool shared by all graphs of this engine.
 
     Args:
         device: a CUDA device with an index.
@@ -133,11 +153,11 @@ class CudaEngine:
         self.device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
         )
-        self._stream = torch.cuda.Stream(self.device)
+        self._shared: _Shared | None = _shared.get(self.device) or _Shared(self.device)
+        _shared[self.device] = self._shared
         # the object keeps the pool alive while no graph uses it, with the gradients that live there
         self._pool = torch.cuda.MemPool()
         self._other: torch.cuda.MemPool | None = None
-        self._lasting: torch.cuda.MemPool | None = None
         # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
         # one small graph stays in each
         self._anchors: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -184,9 +204,19 @@ class CudaEngine:
     @contextmanager
     def lasting_memory(self) -> Iterator[None]:
         """See `graphs.engine.Engine.lasting_memory`."""
-        self._lasting = self._lasting or torch.cuda.MemPool()
-        with expandable_segments(), torch.cuda.use_mem_pool(self._lasting, self.device):
+        shared = self._in_common()
+        shared.lasting = shared.lasting or torch.cuda.MemPool()
+        with expandable_segments(), torch.cuda.use_mem_pool(shared.lasting, self.device):
             yield
+
+    def _in_common(self) -> _Shared:
+        if self._shared is None:
+            raise RuntimeError("this engine was closed")
+        return self._shared
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return self._in_common().stream
 
     def synchronize(self) -> None:
         """See `graphs.engine.Engine.synchronize`."""
@@ -292,7 +322,7 @@ class CudaEngine:
         abandon_pool(self.device.index, self._pool.id)
         _abandoned.append((graph, self._pool))
         self._pool = torch.cuda.MemPool()
-        self._stream = torch.cuda.Stream(self.device)  # the invalidated stream may keep the error
+        self._in_common().stream = torch.cuda.Stream(self.device)  # the invalidated one may keep the error
         # torch leaves the generator marked as capturing, and the next dropout would raise. The end of a
         # capture that succeeds takes the mark off and does not touch the random state.
         mend = torch.cuda.CUDAGraph()
@@ -327,7 +357,9 @@ class CudaEngine:
         for graph in self._anchors.values():
             graph.reset()
         self._anchors.clear()
-        self._pool = self._other = self._lasting = None
+        if not _capture_lock.locked():  # those of captures lie in the pool, and would keep its segments
+            clear_cublas_workspaces()
+        self._pool = self._other = self._shared = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # a default, as `sys` may be gone by then

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from pygraph_train.graphs.emulated_collectives import (
     runs_in_replays,
     stand_in,
 )
+from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
 from pygraph_train.graphs.engine import CaptureError
@@ -68,33 +69,47 @@ def is_capturing() -> bool:
 class EmulatedEngine:
     """Makes `EmulatedGraph`s. Keeps the `Engine` contract.
 
-    Not emulated: the shared memory pool (here no graph overwrites another one's memory).
+    Usually each graph has its own memory. Tests let graphs overwrite whatever graphs of a device might overwrite.
     """
 
     name: str = "emulated"
     device: torch.device = torch.device("cpu")
     shares_memory: bool = False
     rewrites_numbers: bool = True
+    overwrites: bool = False
+    """True in tests only: each replay overwrites what it may of its pool, see `EmulatedPool`."""
 
     def __init__(self) -> None:
         self._closed = False
         self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
+        self._memory, self._other_memory = EmulatedPool(), EmulatedPool()
 
     def capturing(self) -> bool:
         """See `Engine.capturing`."""
         return is_capturing()
 
     def fresh_pool(self) -> Callable[[], None]:
-        """Nothing to do: graphs share no memory here."""
-        return lambda: None
+        """See `Engine.fresh_pool`."""
+        old, self._memory = self._memory, EmulatedPool()
+        return old.vanish
 
-    def other_pool(self) -> AbstractContextManager[None]:
-        """Nothing to do: every graph has its own memory."""
-        return nullcontext()
+    @contextmanager
+    def other_pool(self) -> Iterator[None]:
+        """See `Engine.other_pool`."""
+        self._memory, self._other_memory = self._other_memory, self._memory
+        try:
+            yield
+        finally:
+            self._memory, self._other_memory = self._other_memory, self._memory
 
-    def scratch_pool(self) -> AbstractContextManager[None]:
-        """Nothing to do: every graph has its own memory."""
-        return nullcontext()
+    @contextmanager
+    def scratch_pool(self) -> Iterator[None]:
+        """See `Engine.scratch_pool`."""
+        usual, self._memory = self._memory, EmulatedPool()
+        try:
+            yield
+        finally:
+            self._memory = usual
 
     def lasting_memory(self) -> AbstractContextManager[None]:
         """Nothing to do: memory is not kept in segments."""
@@ -129,6 +144,7 @@ class EmulatedEngine:
 
     def _capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
         tape = _Tape()
+        held = self._memory.held(self._taped()) if self.overwrites else set()
         try:
             # A cast cached before would not be recorded, and one cached now would outlive its values.
             torch.clear_autocast_cache()
@@ -146,7 +162,24 @@ class EmulatedEngine:
             raise tape.refusal
         graph = EmulatedGraph(tape.operations)
         self._graphs.add(graph)
+        if self.overwrites:
+            graph.replaying = self._in_pool(tape, held)
         return graph, result
+
+    def _taped(self) -> Iterator[torch.Tensor]:
+        return (t for graph in list(self._graphs) for t in graph.tensors())
+
+    def _in_pool(self, tape: _Tape, held: set[int]) -> Callable[[], AbstractContextManager[None]]:
+        """Around each replay of what was captured."""
+        pool = self._memory
+        tensors = tape.made()
+        taped = list(self._taped())
+        keeps = held & pool.held(taped)
+        reads = {t.untyped_storage().data_ptr() for o in tape.operations for t in o.tensors()}
+        made = {storage_key(t.untyped_storage()) for t in tensors}
+        pool.add(tensors, taped)
+        footprint = Footprint(made, keeps, reads)
+        return lambda: pool.replaying(footprint)
 
     def indirect(
         self,
@@ -178,6 +211,12 @@ class EmulatedGraph:
         self._freed = _freed(operations)
         self.nodes: int = len(operations)
         self.closed: bool = False
+        self.replaying: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around each replay."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every recorded alias."""
+        return (t for operation in self._operations for t in operation.tensors())
 
     def replay(self) -> None:
         """Run the recorded operations in order, in the current random state."""
@@ -186,7 +225,7 @@ class EmulatedGraph:
         sizes = [storage.nbytes() for storage, _ in self._freed]
         for storage, size in self._freed:
             storage.resize_(max(size, storage.nbytes()))
-        with below_autograd():
+        with below_autograd(), self.replaying():
             for operation in self._operations:
                 operation.run()
         for (storage, _), size in zip(self._freed, sizes, strict=True):
@@ -349,6 +388,14 @@ class _Tape(TorchDispatchMode):
             poison(storage, dtype)
         for generator, state in self._generators.items():
             generator.set_state(state)
+
+    def made(self) -> list[torch.Tensor]:
+        """Storages that the operations have made, when everything was put back; the tape lets go of all."""
+        with torch.inference_mode(False):
+            made = [torch.empty(0, dtype=dtype).set_(storage) for storage, dtype in self._created.values()]
+        self._external.clear()
+        self._created.clear()
+        return made
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_operator(func):

@@ -14,7 +14,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, zip_longest
-from operator import is_
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
 
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.identity import identities
 from pygraph_train.optimizers.kernels import (
     CAPTURABLE,
     FUSED,
@@ -81,9 +81,10 @@ class OptimizerPreparation:
         self._saved: list[tuple[dict[str, Any], str, Any]] = []
         self._entered: tuple[Any, ...] = ()
         self._remembered: list[Any] | None = None
+        self._remembered_identities = b""
         self._at_home: set[tuple[int, str]] = set()
         self._compacted: set[int] = set()
-        self._param_sets: list[list[Tensor]] = []
+        self._param_sets: dict[bytes, tuple[int, tuple[Tensor, ...]]] = {}
         self._rates: list[LearningRate] = []
         self._user_rates: dict[int, Tensor] = {}
         self._handles: list[Any] = []
@@ -417,11 +418,11 @@ class OptimizerPreparation:
 
     def _parameter_set(self, params: list[Tensor]) -> int:
         """A small number that stands for these very parameters."""
-        for number, known in enumerate(self._param_sets):
-            if len(known) == len(params) and all(map(is_, known, params)):
-                return number
-        self._param_sets.append(list(params))
-        return len(self._param_sets) - 1
+        held = tuple(params)
+        known = self._param_sets.get(identities(held))
+        if known is None:  # kept, so that no other tensor gets the same identity
+            known = self._param_sets[identities(held)] = len(self._param_sets), held
+        return known[0]
 
     def state_tensors(self) -> list[Tensor]:
         """All state tensors, in the order of groups, parameters and state entries."""
@@ -440,11 +441,13 @@ class OptimizerPreparation:
         if self._remembered is not None and not self.state_unchanged():
             self.generation += 1
         self._remembered = self._state_values()
+        self._remembered_identities = identities(tuple(self._remembered))
 
     def state_unchanged(self) -> bool:
         """Whether the state holds exactly the objects it held at the last `remember()`. Hot path."""
-        remembered, held = self._remembered, self._state_values()
-        return remembered is not None and len(held) == len(remembered) and all(map(is_, held, remembered))
+        if self._remembered is None:
+            return False
+        return identities(tuple(self._state_values())) == self._remembered_identities
 
     def _state_values(self) -> list[Any]:
         """All that the state of all parameters refers to, in order: the values of its dicts, by one call in C."""

@@ -219,6 +219,7 @@ class Arena:
         self._occupants: list[Occupant] = []
         self._active: list[Occupant] = []  # replayed, and not seen dead since
         self._stream: int | None = None
+        self._used = False  # something was captured since memory was given back
         self.abandoned: list[Any] = []  # captures of regions that are gone
 
     def sweep(self) -> None:
@@ -229,6 +230,33 @@ class Arena:
                     self.remove(capture.occupants)
                     capture.close()
                 key.captures = []
+
+    def give_back_unused(self) -> None:
+        """Close the graphs of regions that are gone. When no graph is left, the pools go as well.
+
+        Memory in which somebody still holds an output stays until a later call.
+        """
+        if not self.lock.acquire(blocking=False):
+            return  # another thread runs a region
+        try:
+            if self.engine.capturing():
+                return
+            self.sweep()
+            self._active = [occupant for occupant in self._active if occupant.alive()]
+            if self._used and not self._occupants:
+                self._used = False
+                for lasting in self._pools:
+                    with self.allocating(lasting):
+                        self._renew(lasting)
+            self._release_pools()
+        finally:
+            self.lock.release()
+
+    def _renew(self, lasting: bool) -> int:
+        """Later captures allocate from a new pool. Call it within `allocating`."""
+        self._retired.append((self._pools[lasting], self.engine.fresh_pool()))
+        self._pools[lasting] = number = next(self._numbers)
+        return number
 
     def in_the_way(self, occupants: tuple[Occupant, ...], consumed: Occupant | None) -> list[Occupant]:
         """Whose outputs, still in use, a replay would overwrite.
@@ -283,6 +311,7 @@ class Arena:
         Returns:
             The blocks that stay allocated during the whole capture.
         """
+        self._used = True
         if not self.engine.shares_memory:
             return frozenset()
         # lets go of what closed graphs left, in memory that the capture may take
@@ -293,8 +322,7 @@ class Arena:
             if occupant.pool == pool and (occupant is consumed or not occupant.alive()):
                 occupant.disown()
         if any(not o.owned and o is not consumed and o.pool == pool for o in self._active):
-            self._retired.append((pool, self.engine.fresh_pool()))
-            pool = self._pools[lasting] = next(self._numbers)
+            pool = self._renew(lasting)
         # also those of closed graphs whose outputs somebody still holds
         holders = {id(o): o for o in (*self._occupants, *self._active)}.values()
         return frozenset(b for o in holders if o.owned and o.pool == pool for b in o.blocks)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pygraph_train.config import disabled_by_environment
-from pygraph_train.graphs import make_engine
+from pygraph_train.graphs.devices import give_back_unused, make_engine, watch_for_unused_memory
 from pygraph_train.problems import Problem, user_line_in
 from pygraph_train.regions.absent import Absent, Backward, Noting
 from pygraph_train.regions.arena import Arena
@@ -364,11 +364,13 @@ def _first_user_line(gm: torch.fx.GraphModule) -> str | None:
 def _arena(options: BackendOptions, device: torch.device) -> Arena | None:
     """All regions of one device share one arena: they share memory."""
     name = "off" if options.engine == "auto" and device.type != "cuda" else options.engine
+    give_back_unused()
     if (name, device) not in _arenas:
         engine = make_engine(name, device)
         if engine is None:
             return None
-        _arenas[name, device] = Arena(engine)
+        _arenas[name, device] = arena = Arena(engine)
+        watch_for_unused_memory(arena)
     return _arenas[name, device]
 
 

@@ -56,7 +56,7 @@ class CaptureMaker:
         self.anchors = Anchors()
         self._program = training.program
         self._config = training.config
-        self._engine = training.engine
+        self._training, self._engine = training, training.engine
         self._addresses = training.addresses
         self._context = context
         self._together = together
@@ -226,6 +226,7 @@ class CaptureMaker:
             moves.put_back()
             self.anchors.end([*rebound, *kept])
         put_back()
+        self._training.has_memory = True
         outputs.tensors.clear()
         gradients.claim()
         hyperparameters = None
@@ -253,7 +254,7 @@ class CaptureMaker:
             number=0 if self._together is None else self._together.number,
             kept=kept,
             loaded=loaded,
-            identities=list(map(id, reads)),
+            ids=list(map(id, reads)),
         )
         return capture, expected
 

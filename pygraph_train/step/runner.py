@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.graphs.devices import let_go
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.parallel.agreement import Word
 from pygraph_train.problems import Problem
@@ -203,10 +204,9 @@ class StepRunner:
 
     def _release(self, arm: Arm) -> None:
         """Let go of what only other arms than this one, which is settled, have used."""
-        if not arm.plan.optimizer_alone:
-            self._updates.release_graphs()
-        captures = (key for variant in self._signatures.variants() for key in variant.captures)
+        captures = [key for variant in self._signatures.variants() for key in variant.captures]
         self._training.addresses.keep(compiled for _, _, compiled in captures)
+        self._updates.release_graphs(arm.plan, whole_steps=bool(captures) or arm.plan.forward_backward)
 
     @property
     def stopped(self) -> bool:
@@ -240,4 +240,4 @@ class StepRunner:
         self._signatures.close()
         self._regions.close()
         self._refusing.close()
-        self._training.engine.close()
+        let_go(self._training.engine)

@@ -35,6 +35,8 @@ class TrainingRun:
         on_decision: called when another plan is kept than before.
         step: the number of the present step; the first one is 1.
         replays: of whole steps, or of their forward and backward.
+        has_memory: whether a whole step, or its forward and backward, was captured since the memory of such graphs
+            went back to the device.
         reasons: how often something was noted against a graph.
         addresses: of gradients.
         times: what was measured so far.
@@ -50,6 +52,7 @@ class TrainingRun:
     on_decision: Callable[[Switch], None]
     step: int = 0
     replays: int = 0
+    has_memory: bool = False
     reasons: int = 0
     addresses: GradientAddresses = field(default_factory=GradientAddresses)
     times: Times = field(default_factory=Times)

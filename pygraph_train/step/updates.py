@@ -128,10 +128,22 @@ class Updates:
         same: Any = optimizer.hyperparameters() == capture.hyperparameters
         return bool(same)
 
-    def release_graphs(self) -> None:
-        """Another plan was settled on, in which the update has no graph of its own."""
-        if self.phase is not None:
+    def release_graphs(self, plan: Plan, *, whole_steps: bool) -> None:
+        """This plan was settled on: let go of graphs of the update that it has no use for.
+
+        Args:
+            whole_steps: whether any graph of forward and backward is left, or will be made. Otherwise the memory of
+                those that there were, the largest of all, goes back: regions have a pool of their own. A graph of the
+                update is captured again, because it lies among the others.
+        """
+        training, engine = self._training, self._training.engine
+        give_back = engine.shares_memory and training.has_memory and not whole_steps
+        if self.phase is not None and (give_back or not plan.optimizer_alone):
             self.phase.close()
+        if give_back:
+            training.has_memory = False
+            engine.fresh_pool()()
+            engine.trim()
 
     def close(self) -> None:
         """Give the optimizer back as it was."""

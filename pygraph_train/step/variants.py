@@ -13,6 +13,7 @@ from torch import Tensor
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import Storages
+from pygraph_train.identity import identities
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.inputs import StaticInputs
@@ -47,7 +48,7 @@ class Capture:
     hyperparameters: Any
     optimizer_generation: int
     leaves: list[Tensor]
-    pick_leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    pick_leaves: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
     addresses: list[int]
     rebound: list[Tensor]
     verified: bool
@@ -65,8 +66,12 @@ class Capture:
     """What the loop gives other memory, and is brought home before a replay."""
     loaded: LoadedTensors | None = None
     """What the loop replaces, and each replay copies."""
-    identities: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     """`id` of all that the step reads, as the capture has found it: `swap_tensors` wants no weak references."""
+    leaf_identities: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaf_identities = identities(tuple(self.leaves))
 
 
 @dataclass
@@ -229,20 +234,20 @@ def same_memory(tensors: Sequence[Tensor], capture: Capture) -> bool:
         parts = capture.loaded.without(tensors)
     if list(map(Tensor.data_ptr, parts)) != capture.addresses:
         return False
-    return all(map(operator.is_, capture.leaves, capture.pick_leaves(tensors)))
+    return identities(capture.pick_leaves(tensors)) == capture.leaf_identities
 
 
 def moved(tensors: Sequence[Tensor], capture: Capture) -> Iterator[tuple[int, bool]]:
     """Which of the tensors that the step reads lie elsewhere now: each place, and whether it is another tensor."""
     places = range(len(tensors)) if capture.loaded is None else capture.loaded.others
     for k, address in zip(places, capture.addresses, strict=True):
-        tensor, other = tensors[k], capture.identities[k] != id(tensors[k])
+        tensor, other = tensors[k], capture.ids[k] != id(tensors[k])
         if local_tensor(tensor).data_ptr() != address or (tensor.requires_grad and other):
             yield k, other
 
 
-def picker(indices: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+def picker(indices: list[int]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
     """`operator.itemgetter`, which returns a tuple only for two or more."""
     if len(indices) < 2:
-        return lambda items: [items[i] for i in indices]
+        return lambda items: tuple([items[i] for i in indices])
     return operator.itemgetter(*indices)

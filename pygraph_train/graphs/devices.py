@@ -1,0 +1,79 @@
+"""The engines of a device: what they have in common, and when their memory goes back to the device.
+
+All engines of one device capture on one stream, and allocate what stays from one pool. Each engine has memory of its
+own for what its graphs make: a training run has one, and so have all regions of a device together. A pool for all of
+them would not be safe. A replay of a whole step writes to every block that was free during its capture. If another
+run was captured later, its gradients may lie in such a block, and its `.grad` would change between its own steps; so
+would what a region has saved for a backward that is still to come. To keep these blocks out of the way, a whole step
+would have to copy its gradients to them, or be captured again after each capture of anybody else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import torch
+
+from pygraph_train.graphs.engine import Engine
+
+__all__ = ["Tenant", "give_back_unused", "let_go", "make_engine", "watch_for_unused_memory"]
+
+
+class Tenant(Protocol):
+    """Somebody who has an engine for as long as the process lives."""
+
+    def give_back_unused(self) -> None:
+        """Let go of memory that nothing uses. Called between steps, never within a capture."""
+
+
+_tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
+
+
+def make_engine(name: str, device: torch.device) -> Engine | None:
+    """An engine for tensors on `device`, with memory of its own.
+
+    Args:
+        name: "auto", "cuda", "emulated" or "off".
+        device: where the step's parameters live.
+    Returns:
+        None when graphs are off, or "auto" finds no CUDA device.
+    Raises:
+        ValueError: the engine cannot work on that device.
+    """
+    if name == "off" or (name == "auto" and device.type != "cuda"):
+        return None
+    if name == "emulated":
+        if device.type != "cpu":
+            raise ValueError(f"engine='emulated' works on the CPU, but the model is on {device}")
+        from pygraph_train.graphs.emulated import EmulatedEngine
+
+        give_back_unused()
+        return EmulatedEngine()
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "engine='cuda' needs a CUDA device, and torch finds none; use engine='auto' to run without graphs here"
+        )
+    if device.type != "cuda":
+        raise ValueError(f"engine='cuda' needs the model on a CUDA device, but it is on {device}")
+    from pygraph_train.graphs.cuda import CudaEngine
+
+    give_back_unused()
+    return CudaEngine(device)
+
+
+def let_go(engine: Engine) -> None:
+    """The user of an engine is done with it. Every graph of it must have been closed."""
+    engine.close()
+    give_back_unused()
+
+
+def watch_for_unused_memory(tenant: Tenant) -> None:
+    """Ask a tenant for memory that it does not use whenever engines come and go. It is not kept alive."""
+    _tenants.add(tenant)
+
+
+def give_back_unused() -> None:
+    """What is gone since the last time, such as the regions of a training that is over, leaves its memory."""
+    for tenant in list(_tenants):
+        tenant.give_back_unused()
