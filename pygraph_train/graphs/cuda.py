@@ -13,7 +13,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.engine import CaptureError, MemoryUse
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
@@ -133,6 +133,7 @@ class CudaEngine:
         self._pool = torch.cuda.MemPool()
         self._other: torch.cuda.MemPool | None = None
         self._lasting: torch.cuda.MemPool | None = None
+        self._tidies = True
         # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
         # one small graph stays in each
         self._anchors: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -206,10 +207,11 @@ class CudaEngine:
     def _capture(self, fn: Callable[[], T], instantiate: bool) -> tuple[CudaGraph, T]:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
-        gc.collect()
-        torch.cuda.synchronize(self.device)
-        clear_cublas_workspaces()
-        torch.cuda.empty_cache()
+        if self._tidies:
+            self.tidy()
+        else:
+            torch.cuda.synchronize(self.device)
+            clear_cublas_workspaces()
         if self._pool is None:
             raise RuntimeError("this engine was closed")
         graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -304,6 +306,28 @@ class CudaEngine:
         """Return cached blocks of the default pool to the device: replays have no use for them."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def tidy(self) -> None:
+        """See `graphs.engine.Engine.tidy`."""
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def untidied(self) -> Iterator[None]:
+        """See `graphs.engine.Engine.untidied`."""
+        before, self._tidies = self._tidies, False
+        try:
+            yield
+        finally:
+            self._tidies = before
+
+    def memory(self) -> MemoryUse:
+        """See `graphs.engine.Engine.memory`."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        return MemoryUse(reserved, torch.cuda.max_memory_reserved(self.device), free)
 
     def close(self) -> None:
         """Release the pools."""

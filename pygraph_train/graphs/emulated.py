@@ -26,7 +26,7 @@ from pygraph_train.graphs.emulated_collectives import (
 )
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
 from pygraph_train.graphs.emulated_trees import aliases, leaves_of, number_slots, poison, tensors_of
-from pygraph_train.graphs.engine import CaptureError, NumberSlot
+from pygraph_train.graphs.engine import CaptureError, MemoryUse, NumberSlot
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.nodes import Node
 from pygraph_train.problems import user_location
@@ -163,6 +163,17 @@ class EmulatedEngine:
 
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
+
+    def tidy(self) -> None:
+        """The CPU allocator keeps nothing back."""
+
+    def untidied(self) -> AbstractContextManager[None]:
+        """Nothing is tidied."""
+        return nullcontext()
+
+    def memory(self) -> MemoryUse:
+        """The CPU has as much as anybody wants."""
+        return MemoryUse(0, 0, 1)
 
     def close(self) -> None:
         """Refuse further captures. Raises RuntimeError while a graph is open, as its pool would be."""

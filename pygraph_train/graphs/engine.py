@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -18,6 +18,7 @@ __all__ = [
     "Graph",
     "IndirectGraph",
     "IndirectionUnavailable",
+    "MemoryUse",
     "NumberSlot",
     "RewritableGraph",
 ]
@@ -60,6 +61,14 @@ class Graph(Protocol):
 
     def close(self) -> None:
         """Release the graph and its private memory. Replaying it afterwards raises RuntimeError."""
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of a device: reserved by this process, the most it ever reserved, and what nobody has."""
+
+    reserved: int
+    peak: int
+    free: int
 
 
 class NumberSlot(Protocol):
@@ -188,6 +197,15 @@ class Engine(Protocol):
 
     def trim(self) -> None:
         """Hand memory back that warm-up and captures no longer need."""
+
+    def tidy(self) -> None:
+        """Hand back what is cached or waits for the garbage collector. A capture does so itself first."""
+
+    def untidied(self) -> AbstractContextManager[None]:
+        """Context in which captures do not `tidy` first, which takes longer than a small capture itself."""
+
+    def memory(self) -> MemoryUse:
+        """How much memory is in use."""
 
     def close(self) -> None:
         """Release the pool. Every graph must have been closed."""

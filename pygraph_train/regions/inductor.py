@@ -25,6 +25,7 @@ from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed, batched, transform
 from pygraph_train.regions.unfit import Unfit, compile_truly, leave_recurrent_networks
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
+from pygraph_train.selection.break_even import BreakEven
 from pygraph_train.torch_private.aot import (
     BuildRegion,
     CompileKernels,
@@ -93,6 +94,8 @@ def _compile_regions(
 ) -> Callable[..., Any]:
     measure = options.selection and options.engine != "emulated"  # which is slower by nature
     pair = Pair(options.indirection, measure)
+    if pair.way is None:
+        pair.worth = BreakEven(options.warmup_runs)
     region = functools.partial(_region, pair=pair, number=number, options=options, note=note)
     build = _looked_at(_with_absent(region, pair.absent), look)
     pair.direct = options.direct and not compiled_autograd_wanted()

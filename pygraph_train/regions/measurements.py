@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +14,7 @@ T = TypeVar("T")
 Way = Literal["plain", "graph", "indirect"]
 
 SAMPLES = 4
+MOST_TIMED = 64  # runs that are timed before it is known which shapes come back
 TOLERANCE = 1.01  # a graph may take this much longer: noise
 GAIN = 0.02  # least share of the run that a graph must save on the device or on the host
 
@@ -35,7 +36,7 @@ class Cost:
 
 
 class Measurements:
-    """Measurements of one region.
+    """Measurements of one region, of its runs on the same shapes.
 
     Args:
         active: False measures nothing.
@@ -50,22 +51,70 @@ class Measurements:
     ) -> None:
         self.active = active
         self._synchronize = synchronize
-        self._clock = clock
+        self.clock = clock
+        self._plain: dict[Hashable, list[Cost]] = {}  # by shapes, until one of these is captured
+        self._timed = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: the shapes that were measured do not come back."""
         self._costs: dict[Way, list[Cost]] = {"plain": [], "graph": [], "indirect": []}
         self._skipped: set[Way] = {"plain"}  # the region drops its first plain run itself
+        self.adopted = False
+        self._of: Hashable = None
+        self._plain.clear()
 
     def open(self, way: Way) -> bool:
         """Whether a run in this way is to be measured."""
         return self.active and len(self._costs[way]) < self.samples
 
+    def wants(self, shapes: Hashable, runs: int) -> bool:
+        """Whether a run without a graph is to be measured.
+
+        Args:
+            shapes: of this run.
+            runs: made on these shapes, this one included.
+        """
+        if self.adopted or not self.active or runs < 2:
+            return False
+        return not self.has(shapes) and (self._timed < MOST_TIMED or runs > MOST_TIMED)
+
+    def has(self, shapes: Hashable) -> bool:
+        """Whether these shapes were measured often enough without a graph, and are those in question."""
+        if self.adopted:
+            return shapes == self._of
+        return len(self._plain.get(shapes, ())) >= self.samples
+
+    def time_plain(self, shapes: Hashable, run: Callable[[], T]) -> T:
+        """As `time`, for a run without a graph while several shapes are in question."""
+        own = self._costs["plain"]
+        self._costs["plain"] = self._plain.setdefault(shapes, [])
+        self._timed += 1
+        try:
+            return self.time("plain", run)
+        finally:
+            self._costs["plain"] = own
+
+    def adopt(self, shapes: Hashable) -> None:
+        """These shapes are captured: what a graph gains is measured on them."""
+        if not self.adopted:
+            self.adopted, self._of = True, shapes
+            self._costs["plain"] = self._plain.get(shapes, [])
+            self._plain.clear()
+
+    def typical(self) -> float | None:
+        """Seconds of a run without a graph, of whatever shapes were measured."""
+        costs = [cost.total for costs in (self._costs["plain"], *self._plain.values()) for cost in costs]
+        return min(costs, default=None)
+
     def time(self, way: Way, run: Callable[[], T]) -> T:
         """Run once with nothing else on the device. The first replay after a capture is not counted."""
         self._synchronize()
-        start = self._clock()
+        start = self.clock()
         result = run()
-        returned = self._clock()
+        returned = self.clock()
         self._synchronize()
-        done = self._clock()
+        done = self.clock()
         if way in self._skipped:
             self._costs[way].append(Cost(done - start, returned - start))
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pygraph_train.graphs.memory import extent
 from pygraph_train.regions.absent import Absent
 from pygraph_train.regions.measurements import Cost, Way, choose
+from pygraph_train.selection.break_even import BreakEven
 
 if TYPE_CHECKING:
     from pygraph_train.regions.region import Region
@@ -16,6 +17,7 @@ __all__ = ["Pair", "Tangent"]
 WORTH_POINTING = 1 << 20  # bytes copied per step from which rewriting addresses may be cheaper
 EVEN = 1.003  # what differs by less takes the same time
 EVEN_DEVICE = 1.01  # and by this on the device alone, of which less is known
+HIDDEN_TIME = 0.25  # of what a graph saves the host: where the device takes longer, a loop hides the rest
 HIDDEN = 0.5  # of the device's time: a host that is done by then waits, whatever else the step has it do
 
 
@@ -52,6 +54,7 @@ class Pair:
         measure: whether ways of running are compared.
 
     Attributes:
+        worth: tells which further shapes get graphs.
         way: what a replay measures just now; None when all is decided.
         lasting: names of what the forward saves that lies in memory of its own static inputs.
         handed_over: names of what the transformed forward saves on the device instead of the CPU.
@@ -80,15 +83,35 @@ class Pair:
         self.absent = Absent()
         self.direct = False
         self.way: Way | None = "graph" if measure else None
-        self._indirection = indirection
+        self.worth = BreakEven(None if measure else 1)
+        self._restarts = 0
+        self._asked = self._indirection = indirection
         if indirection == "auto" and not measure:
-            self._indirection = "copy"
+            self._asked = self._indirection = "copy"
 
     def prefer_for(self, nbytes: int) -> Literal["device", "host"] | None:
         """What should rewrite the addresses of inputs of that size; None copies them."""
-        if self._indirection == "auto":
+        if self._asked == "auto" and self._indirection != "copy":
             return "device" if nbytes >= WORTH_POINTING else None
         return None if self._indirection == "copy" else self._indirection
+
+    def start_over(self, runs: int) -> bool:
+        """Measure other shapes, which came so often, where those that are measured do not come back.
+
+        Returns:
+            Whether it does: each time after twice as many runs.
+        """
+        regions = [r for r in (self.forward, self.backward) if r is not None]
+        least = max((r.warm_runs() for r in regions), default=1)
+        if runs <= 4 * least * 2**self._restarts:
+            return False
+        self._restarts += 1
+        self.way, self._indirection = "graph", self._asked
+        self.worth.forget()
+        for region in regions:
+            region.capture_again()
+            region.measurements.forget()
+        return True
 
     def settle(self) -> None:
         """Decide, once everything that belongs together was measured."""
@@ -113,6 +136,7 @@ class Pair:
                 backward.give_up(why)
         feeds = forward.feeds or (backward is not None and backward.feeds)
         keep, why = choose(plain, graph, feeds)
+        self.worth.saves(max(plain.total - graph.total, (plain.host - graph.host) * HIDDEN_TIME))
         if not keep:
             forward.give_up(why)  # without its graph the backward has none either
         kept = [r for r in regions if not r.plain_only]
