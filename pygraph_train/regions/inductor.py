@@ -32,9 +32,11 @@ from pygraph_train.torch_private.aot import (
     TracedGraph,
     compile_with_aten,
     donates,
+    dynamic_results,
     forget_strides_of_last_outputs,
     grad_mode_changed,
     saved_and_checked,
+    suggest_memory_format,
 )
 from pygraph_train.torch_private.autograd import compiled_autograd_wanted
 from pygraph_train.torch_private.dispatch import has_symbols
@@ -268,17 +270,17 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     (outputs,) = next(node for node in gm.graph.nodes if node.op == "output").args
     names = tuple(node.name for node in placeholders)
-    pair.direct &= all(isinstance(node.meta.get("val"), torch.Tensor) for node in placeholders)
+    pair.direct &= all(
+        isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt)) for node in placeholders
+    )
     if phase == "backward":
         pair.arriving, pair.gradients = names, len(outputs)
         pair.donates = donates()
         tangents = [node for node in placeholders if node.name.startswith("tangents")]
-        if has_symbols(node.meta.get("val") for node in tangents):
-            pair.direct = False
-        else:
-            pair.tangents = tuple(_tangent(node) for node in tangents)
+        pair.tangents = tuple(_tangent(node) for node in tangents)
     else:
         pair.outputs = tuple(map(str, outputs))
+        pair.dynamic = dynamic_results()
         pair.direct &= phase == "forward" and not grad_mode_changed()
         seen = {_memory(node) for node in outputs[:saved_from]} - {None}
         saved = [_memory(node) for node in outputs[saved_from:]]
@@ -298,6 +300,8 @@ def _returned_and_saved(gm: torch.fx.GraphModule, traced: TracedGraph) -> tuple[
 
 def _tangent(node: torch.fx.Node) -> Tangent:
     value = node.meta["val"]
+    if has_symbols([value]):
+        return Tangent(node.name, (), (), value.dtype, suggest_memory_format(value))
     return Tangent(node.name, tuple(value.size()), value.stride(), value.dtype)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
+
 from pygraph_train.graphs.memory import extent
 from pygraph_train.regions.absent import Absent
 from pygraph_train.regions.measurements import Cost, Way, choose
@@ -33,12 +35,23 @@ def _is_better(pointing: Cost, copying: Cost) -> bool:
 
 
 class Tangent(NamedTuple):
-    """A gradient of an output as the backward was compiled for it: contiguous or not."""
+    """A gradient of an output as the backward was compiled for it: contiguous or not.
+
+    Where sizes change, `layout` is the order of its dimensions, and `size` and `stride` are empty.
+    """
 
     name: str
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
+    layout: torch.memory_format | None = None
+
+    def of_size(self, size: tuple[int, ...]) -> Tangent:
+        """The same for one size."""
+        if self.layout is None:
+            return self
+        like = torch.empty(size, dtype=self.dtype, device="meta", memory_format=self.layout)
+        return Tangent(self.name, size, like.stride(), self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +74,7 @@ class Pair:
         outputs: names of the forward's outputs.
         arriving: names of the backward's inputs: what the forward saved, and `tangents`.
         gradients: number of outputs of the backward.
+        dynamic: results whose sizes change, and their dimensions that do.
         kept: inputs of the forward that it saves, or views of them.
         shared: of what the forward saves, by position, that which lies in memory of the caller's outputs.
         donates: whether the backward writes over what the forward saved (AOTAutograd's donated buffers).
@@ -77,6 +91,7 @@ class Pair:
         self.arriving: tuple[str, ...] = ()
         self.tangents: tuple[Tangent, ...] = ()
         self.gradients = 0
+        self.dynamic: tuple[tuple[int, set[int]], ...] = ()
         self.kept: frozenset[int] = frozenset()
         self.shared: tuple[int, ...] = ()
         self.donates = False
@@ -91,9 +106,11 @@ class Pair:
 
     def prefer_for(self, nbytes: int) -> Literal["device", "host"] | None:
         """What should rewrite the addresses of inputs of that size; None copies them."""
-        if self._asked == "auto" and self._indirection != "copy":
+        if self._indirection == "copy":
+            return None
+        if self._asked == "auto" or self._indirection == "auto":
             return "device" if nbytes >= WORTH_POINTING else None
-        return None if self._indirection == "copy" else self._indirection
+        return self._indirection
 
     def start_over(self, runs: int) -> bool:
         """Measure other shapes, which came so often, where those that are measured do not come back.

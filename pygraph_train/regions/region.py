@@ -198,8 +198,7 @@ class Region:
             return True
         measuring = self._pair.way is not None and not self.measurements.adopted
         if self.spec.phase == "backward" and not self.alone:
-            forward = self._pair.forward
-            fed = forward is not None and forward.last is not None
+            fed = self.fed
             if not measuring:
                 return fed and self._remember(shapes, 0)
         else:
@@ -594,6 +593,12 @@ class Region:
     def lasting_memory(self) -> AbstractContextManager[None]:
         """Context for allocating tensors that stay."""
         return self._arena.engine.lasting_memory()
+
+    @property
+    def fed(self) -> bool:
+        """Whether the last run of its forward came from a graph."""
+        forward = self._pair.forward
+        return forward is not None and forward.last is not None
 
     @property
     def serves(self) -> bool:
