@@ -14,6 +14,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from pygraph_train.graphs.engine import CaptureError, MemoryUse
+from pygraph_train.graphs.nodes import Node, read_nodes
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
@@ -47,6 +48,7 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self.nodes = cuda_graph_nodes(graph)
         self.instantiated = False
+        self._read: tuple[Node, ...] = ()
         self._launch: Callable[[], None] = self._first_replay
         if instantiate:
             self.instantiate()
@@ -55,6 +57,15 @@ class CudaGraph:
     def raw(self) -> int:
         """The cudaGraph_t, whose nodes can be read, and marked before it is instantiated."""
         return self._open().raw_cuda_graph()
+
+    def read(self) -> tuple[Node, ...]:
+        """Its nodes, also after `outline`."""
+        return self._read or read_nodes(self.raw)
+
+    def outline(self) -> None:
+        """Keep what `read` returns, and nothing else."""
+        self._read = read_nodes(self.raw)
+        self.close()
 
     @property
     def raw_exec(self) -> int:
@@ -289,6 +300,11 @@ class CudaEngine:
             torch.zeros(1, device=self.device)
             mend.capture_end()
         mend.reset()
+
+    def outline(self, graph: CudaGraph) -> None:
+        """See `graphs.engine.Engine.outline`."""
+        graph.outline()
+        self.trim()
 
     def indirect(
         self,

@@ -149,6 +149,9 @@ class EmulatedEngine:
         self._graphs.add(graph)
         return graph, result
 
+    def outline(self, graph: EmulatedGraph) -> None:
+        """Nothing to do: a tape needs little memory."""
+
     def indirect(
         self,
         first: EmulatedGraph,

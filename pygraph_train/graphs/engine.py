@@ -173,6 +173,12 @@ class Engine(Protocol):
                 out-of-memory errors pass through unchanged, after the same clean-up.
         """
 
+    def outline(self, graph: Any) -> None:
+        """Give back the memory of a graph that is captured with `instantiate=False` and never replayed.
+
+        `indirect` still takes it as its first graph.
+        """
+
     def indirect(
         self,
         first: Any,

@@ -457,11 +457,13 @@ class Region:
         moving, settled = self._sort_inputs(inputs, source)
         prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
         further = any(other.captures for other in self._keys.values() if other is not key)
-        if not further or not arena.roomy():
+        if not further:
+            arena.engine.tidy()
+        started = self.measurements.clock()
+        if further and not arena.roomy():
             arena.engine.tidy()
         if further and arena.crowded():
             self._make_room(sum(1 for other in self._keys.values() if other.captures) - 1)
-        started = self.measurements.clock()
         try:
             with arena.allocating(self._lasting), arena.growing(further), ExitStack() as stack:
                 owned = consumed is not None and consumed.owned
