@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from pygraph_train.graphs import IndirectionUnavailable, nodes, patch, updater
+from pygraph_train.graphs import memory as memory_module
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.emulated_retarget import IndirectEmulatedGraph
 from pygraph_train.graphs.engine import Engine, Graph, IndirectGraph
 from pygraph_train.graphs.indirection import Discovery, Slot, discover
-from pygraph_train.graphs import memory as memory_module
 from pygraph_train.graphs.memory import AddressRange, bits, copy_elsewhere, fingerprint
 from pygraph_train.graphs.nodes import Node, from_json, to_json
 from pygraph_train.graphs.prove import prove
