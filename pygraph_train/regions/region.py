@@ -179,11 +179,11 @@ class Region:
                 blocked = self._arena.in_the_way(capture.occupants, capture.consumes)
                 if not blocked:
                     key.blocked = 0
-                    return self._replay(capture, inputs)
+                    return self._replay(capture, inputs, key)
         if self._may_capture(key, inputs, blocked):
             new = self._capture(key, inputs)
             if new is not None:
-                return self._replay(new, inputs)
+                return self._replay(new, inputs, key)
         return self._plain(inputs, key)
 
     def _may_have_graph(self, inputs: list[Any]) -> bool:
@@ -196,7 +196,8 @@ class Region:
         shapes = tuple([inputs[i] for i in self._constants])
         if shapes in self._keys:
             return True
-        measuring = self._pair.way is not None and not self.measurements.adopted
+        self.measurements.changing |= bool(self._keys) or len(self._sightings) > 1
+        measuring = self._pair.way == "graph" and self.measurements.looking
         if self.spec.phase == "backward" and not self.alone:
             fed = self.fed
             if not measuring:
@@ -306,13 +307,13 @@ class Region:
             outputs[i] = outputs[i].clone()
         return outputs
 
-    def _replay(self, capture: RegionCapture, inputs: list[Any]) -> list[Any]:
+    def _replay(self, capture: RegionCapture, inputs: list[Any], key: _Key) -> list[Any]:
         row = self.record
         row.replays += 1
         self.last = capture
         way = self._pair.way
-        if way is not None and self.measurements.open(way):
-            outputs = self.measurements.time(way, lambda: capture.replay(inputs))
+        if way is not None and self.measurements.open(way, key.shapes):
+            outputs = self.measurements.time(way, lambda: capture.replay(inputs), key.shapes)
         else:
             way, outputs = None, capture.replay(inputs)
         self._arena.ran(capture.occupants, capture.consumes)
@@ -349,14 +350,13 @@ class Region:
         if self._pair.way is None:
             # shapes that take turns, more of them than are kept: longer and longer without a graph
             return worth.pays(key.runs, key.evicted)
-        if not measurements.has(key.shapes):
-            if measurements.adopted:  # what a graph gains is measured on other shapes just now
-                self._pair.start_over(key.runs)
+        if self._pair.way != "graph" or not measurements.looking:
+            self._pair.start_over(key.runs)  # what a graph gains is measured on other shapes just now
             return False
-        if key.runs <= self.warm_runs():
+        if key.runs <= self.warm_runs() or not measurements.has(key.shapes):
             return False
         plain = measurements.typical()
-        if plain is None or len(self._keys) + len(self._sightings) == 1:
+        if plain is None or measurements.adopted or not measurements.changing:
             return True
         return key.runs * plain >= self._arena.price  # at best the graph saves all of that
 
@@ -402,9 +402,7 @@ class Region:
 
     def warm_runs(self) -> int:
         """Runs of the first shapes before they are captured."""
-        return max(
-            self._options.warmup_runs, self.measurements.samples + 1 if self.measurements.active else 0
-        )
+        return max(self._options.warmup_runs, self.measurements.warm_runs)
 
     def _moved(self, key: _Key, last: RegionCapture, inputs: list[Any]) -> bool:
         """An input of a captured region is elsewhere; if that goes on, it is one that moves."""

@@ -15,6 +15,9 @@ __all__ = ["BreakEven", "Sightings"]
 _FREE = 8
 """Captures that need no runs to pay for them: the first ones, by which the price becomes known."""
 
+_FIRST = 4
+"""So many times cheaper a further capture is taken to be than the first one, until there was one."""
+
 _DEARER = 4
 """So many times dearer is each further graph for shapes whose graph had to go."""
 
@@ -35,17 +38,23 @@ class BreakEven:
         self.known = declared is not None
         self._measures = declared is None
         self._prices: dict[str, float] = {}
+        self._made: dict[str, int] = {}
         self._saved: float | None = None
 
     def captured(self, part: str, seconds: float) -> None:
         """Note what a capture took.
 
+        The first one makes what later ones find: memory in the pool, workspaces, whatever is loaded when it is used.
+
         Args:
             part: "forward", "backward" or "inference": a set of shapes needs one of each.
-            seconds: without what is done for the first capture only.
+            seconds: of this capture.
         """
-        before = self._prices.get(part, seconds)
-        self._prices[part] = (before + seconds) / 2
+        made = self._made[part] = self._made.get(part, 0) + 1
+        if made == 1:
+            self._prices[part] = seconds / _FIRST
+        else:
+            self._prices[part] = seconds if made == 2 else (self._prices[part] + seconds) / 2
         self._compare()
 
     def saves(self, seconds: float) -> None:
