@@ -126,8 +126,7 @@ class Pair:
         self.way, self._indirection = "graph", self._asked
         self.worth.forget()
         for region in regions:
-            region.capture_again()
-            region.measurements.forget()
+            region.measure_again()
         return True
 
     def settle(self) -> None:
@@ -151,6 +150,7 @@ class Pair:
             graph += backward.measurements["graph" if keep else "plain"]
             if not keep:
                 backward.give_up(why)
+                self.worth.dropped("backward")
         feeds = forward.feeds or (backward is not None and backward.feeds)
         keep, why = choose(plain, graph, feeds)
         self.worth.saves(max(plain.total - graph.total, (plain.host - graph.host) * HIDDEN_TIME))

@@ -120,6 +120,7 @@ def _capture_elsewhere(
             )[0]
         engine.outline(graph)  # its memory would come on top of that of the graph which stays
     except torch.OutOfMemoryError:
+        engine.trim()
         return None
     return graph, elsewhere
 

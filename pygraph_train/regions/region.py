@@ -160,6 +160,9 @@ class Region:
         if self.plain_only or self._arena.engine.capturing() or not self._may_have_graph(inputs):
             self.record.plain_runs += 1
             self.last = None
+            if self._arena.abandoned and not self._arena.engine.capturing():
+                with self._arena.lock:
+                    self._arena.sweep()
             return self._run_compiled(inputs)
         with self._arena.lock:
             self._arena.follow_stream()
@@ -626,6 +629,13 @@ class Region:
         """Close every graph; the next runs capture anew."""
         for key in self._keys.values():
             self._drop(key)
+
+    def measure_again(self) -> None:
+        """Close every graph; what they gain is measured on shapes that come now."""
+        self.capture_again()
+        self.measurements.forget()
+        for key in self._keys.values():
+            key.paid = False
 
     def _failed(self, reason: str, error: BaseException) -> None:
         if self._options.on_failure == "raise":

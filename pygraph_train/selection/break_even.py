@@ -57,6 +57,12 @@ class BreakEven:
             self._prices[part] = seconds if made == 2 else (self._prices[part] + seconds) / 2
         self._compare()
 
+    def dropped(self, part: str) -> None:
+        """This part has no graph: nobody pays for it."""
+        if self._measures:
+            self._prices.pop(part, None)
+            self._made.pop(part, None)
+
     def saves(self, seconds: float) -> None:
         """Note how much shorter a run of all parts is with graphs."""
         self._saved = seconds
