@@ -40,7 +40,7 @@ from pygraph_train.torch_private.aot import (
 )
 from pygraph_train.torch_private.autograd import compiled_autograd_wanted
 from pygraph_train.torch_private.dispatch import has_symbols
-from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced
+from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced, without_second_wrapper
 from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.recompute import as_eager
@@ -105,7 +105,7 @@ def _compile_regions(
         compiled = compile_with_aten(gm, example_inputs, build)
     else:
         compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
-    compiled = Noting(compiled, pair.absent)
+    compiled = Noting(without_second_wrapper(compiled), pair.absent)
     return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
 
 

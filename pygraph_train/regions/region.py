@@ -288,7 +288,8 @@ class Region:
     def _plain(self, inputs: list[Any], key: _Key | None = None) -> Any:
         self.record.plain_runs += 1
         self.last = None
-        if key is None or key.captures or not self.measurements.wants(key.shapes, key.runs):
+        in_question = self._pair.way == "graph" and key is not None and not key.captures
+        if key is None or not in_question or not self.measurements.wants(key.shapes, key.runs):
             return self._run_compiled(inputs)
         return self.measurements.time_plain(key.shapes, lambda: self._run_compiled(inputs))
 
