@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pygraph_train.regions import direct
+from pygraph_train.regions import zeros as zeros_module
 
 
 class Plain(nn.Module):
@@ -535,7 +536,7 @@ class WithLogits(Plain):
 def test_gradients_that_are_not_there_are_made_once(
     options: dict[str, Any], calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "LARGE", 1)
+    monkeypatch.setattr(zeros_module, "LARGE", 1)
 
     def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
         values = []
@@ -563,7 +564,7 @@ class WithCache(Plain):
 def test_gradients_that_are_not_there_share_their_memory(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "LARGE", 1)
+    monkeypatch.setattr(zeros_module, "LARGE", 1)
     made: list[torch.Tensor] = []
     shared = direct.Zeros._shared
 
@@ -599,7 +600,7 @@ class Adds(Plain):
 def test_a_gradient_that_is_handed_on_is_the_callers_own(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "LARGE", 1)
+    monkeypatch.setattr(zeros_module, "LARGE", 1)
 
     model = Adds()
     call = compiled(model)
@@ -617,7 +618,7 @@ def test_zeros_that_a_later_graph_hands_on_are_the_callers_own(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first run with them copies them, and shows nothing."""
-    monkeypatch.setattr(direct, "LARGE", 1)
+    monkeypatch.setattr(zeros_module, "LARGE", 1)
 
     model = Adds()
     call = compiled(model)
@@ -696,7 +697,7 @@ def test_zeros_made_in_somebody_elses_capture_serve_nobody_else(
     calls: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(direct, "LARGE", 1)
+    monkeypatch.setattr(zeros_module, "LARGE", 1)
     model = WithLogits().eval()
     call = compiled(model, warmup_runs=10**6)
     parameters = list(model.parameters())

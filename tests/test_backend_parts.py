@@ -11,7 +11,7 @@ from torch import fx
 from pygraph_train.regions.arena import Arena, Occupant
 from pygraph_train.regions.measurements import Cost, Measurements, choose
 from pygraph_train.regions.pair import WORTH_POINTING, Pair
-from pygraph_train.regions.recording import record
+from pygraph_train.regions.recording import _Repeatable, record
 from pygraph_train.regions.region_capture import Handing, RegionCapture
 from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed
@@ -312,3 +312,25 @@ def test_an_output_at_the_place_of_what_was_freed_is_no_part_of_it() -> None:
     assert capture.occupant.alive(), "somebody holds a gradient in reused memory"
     del kept
     assert not capture.occupant.alive()
+
+
+@pytest.mark.parametrize("room", [0, 1 << 30])
+def test_what_a_repeated_replay_writes_is_put_back_whether_its_copy_has_room_on_the_device_or_not(
+    room: int,
+) -> None:
+    written = torch.arange(12.0).view(3, 4).t()
+
+    class Adds:
+        served: frozenset[int] = frozenset()
+        retarget = None
+
+        def replay(self) -> None:
+            written.add_(1)
+
+    graph: Any = Adds()
+    repeatable = _Repeatable(graph, [written], room)
+    for _ in range(3):
+        repeatable.replay()
+        assert torch.equal(written, torch.arange(1.0, 13.0).view(3, 4).t())
+    repeatable.put_back()
+    assert torch.equal(written, torch.arange(12.0).view(3, 4).t())

@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from pygraph_train.graphs import IndirectionUnavailable, nodes, patch, updater
+from pygraph_train.graphs import memory as memory_module
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.emulated_retarget import IndirectEmulatedGraph
 from pygraph_train.graphs.engine import Engine, Graph, IndirectGraph
 from pygraph_train.graphs.indirection import Discovery, Slot, discover
-from pygraph_train.graphs.memory import AddressRange, copy_elsewhere
+from pygraph_train.graphs.memory import AddressRange, bits, copy_elsewhere, fingerprint
 from pygraph_train.graphs.nodes import Node, from_json, to_json
 from pygraph_train.graphs.prove import prove
 
@@ -522,6 +523,26 @@ def test_integers_that_are_all_zero_cannot_be_proven(engine: EmulatedEngine) -> 
         engine, lambda i, x: x[i], [torch.zeros(3, dtype=torch.long), torch.ones(4)]
     )
     assert prove(graph, moved, lambda: [result]) == {0}
+
+
+@pytest.mark.parametrize("few", [8, 64, 1 << 22])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_fingerprint_tells_every_byte(
+    few: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_module, "_FEW", few)
+    whole = torch.arange(301).to(dtype)
+    tensor = whole[1:].as_strided((100, 2), (3, 1), 1)  # begins at an odd place, and has gaps
+    before = fingerprint(tensor)
+    assert torch.equal(before, fingerprint(copy_elsewhere(tensor)))
+    data = bits(tensor)
+    for byte in range(data.numel()):
+        data[byte] ^= 1
+        assert not torch.equal(before, fingerprint(tensor)), byte
+        data[byte] ^= 1
+    first, second = tensor[0].clone(), tensor[40].clone()
+    tensor[0], tensor[40] = second, first
+    assert not torch.equal(before, fingerprint(tensor)), "two rows have changed places"
 
 
 def test_benchmark_runs_without_a_gpu_and_computes_nothing_wrong(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable
-from pygraph_train.graphs.nodes import driver
+from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
+from pygraph_train.graphs.nodes import Node, driver, read_nodes
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
 from pygraph_train.graphs.rewriting import NumberRewriter
 from pygraph_train.problems import user_location
@@ -69,6 +69,7 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self.nodes = cuda_graph_nodes(graph)
         self.instantiated = False
+        self._read: tuple[Node, ...] = ()
         self._launch: Callable[[], None] = self._first_replay
         if instantiate:
             self.instantiate()
@@ -77,6 +78,15 @@ class CudaGraph:
     def raw(self) -> int:
         """The cudaGraph_t, whose nodes can be read, and marked before it is instantiated."""
         return self._open().raw_cuda_graph()
+
+    def read(self) -> tuple[Node, ...]:
+        """Its nodes, also after `outline`."""
+        return self._read or read_nodes(self.raw)
+
+    def outline(self) -> None:
+        """Keep what `read` returns, and nothing else."""
+        self._read = read_nodes(self.raw)
+        self.close()
 
     @property
     def raw_exec(self) -> int:
@@ -158,6 +168,7 @@ class CudaEngine:
         # the object keeps the pool alive while no graph uses it, with the gradients that live there
         self._pool = torch.cuda.MemPool()
         self._other: torch.cuda.MemPool | None = None
+        self._tidies = True
         # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
         # one small graph stays in each
         self._anchors: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -250,10 +261,11 @@ class CudaEngine:
     def _capture(self, fn: Callable[[], T], instantiate: bool) -> tuple[CudaGraph, T]:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
-        gc.collect()
-        torch.cuda.synchronize(self.device)
-        clear_cublas_workspaces()
-        torch.cuda.empty_cache()
+        if self._tidies:
+            self.tidy()
+        else:
+            torch.cuda.synchronize(self.device)
+            clear_cublas_workspaces()
         if self._pool is None:
             raise RuntimeError("this engine was closed")
         graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -332,6 +344,11 @@ class CudaEngine:
             mend.capture_end()
         mend.reset()
 
+    def outline(self, graph: CudaGraph) -> None:
+        """See `graphs.engine.Engine.outline`."""
+        graph.outline()
+        self.trim()
+
     def indirect(
         self,
         first: CudaGraph,
@@ -348,6 +365,28 @@ class CudaEngine:
         """Return cached blocks of the default pool to the device: replays have no use for them."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def tidy(self) -> None:
+        """See `graphs.engine.Engine.tidy`."""
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def untidied(self) -> Iterator[None]:
+        """See `graphs.engine.Engine.untidied`."""
+        before, self._tidies = self._tidies, False
+        try:
+            yield
+        finally:
+            self._tidies = before
+
+    def memory(self) -> MemoryUse:
+        """See `graphs.engine.Engine.memory`."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        return MemoryUse(reserved, torch.cuda.max_memory_reserved(self.device), free)
 
     def close(self) -> None:
         """Release the pools."""

@@ -27,7 +27,7 @@ from pygraph_train.graphs.emulated_collectives import (
 from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
-from pygraph_train.graphs.engine import CaptureError
+from pygraph_train.graphs.engine import CaptureError, MemoryUse
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.nodes import Node
 from pygraph_train.problems import user_location
@@ -181,6 +181,9 @@ class EmulatedEngine:
         footprint = Footprint(made, keeps, reads)
         return lambda: pool.replaying(footprint)
 
+    def outline(self, graph: EmulatedGraph) -> None:
+        """Nothing to do: a tape needs little memory."""
+
     def indirect(
         self,
         first: EmulatedGraph,
@@ -195,6 +198,17 @@ class EmulatedEngine:
 
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
+
+    def tidy(self) -> None:
+        """The CPU allocator keeps nothing back."""
+
+    def untidied(self) -> AbstractContextManager[None]:
+        """Nothing is tidied."""
+        return nullcontext()
+
+    def memory(self) -> MemoryUse:
+        """The CPU has as much as anybody wants."""
+        return MemoryUse(0, 0, 1)
 
     def close(self) -> None:
         """Refuse further captures. Raises RuntimeError while a graph is open, as its pool would be."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -18,6 +18,7 @@ __all__ = [
     "Graph",
     "IndirectGraph",
     "IndirectionUnavailable",
+    "MemoryUse",
     "NumberWriter",
     "NumbersNotFound",
     "RewritableGraph",
@@ -65,6 +66,14 @@ class Graph(Protocol):
 
     def close(self) -> None:
         """Release the graph and its private memory. Replaying it afterwards raises RuntimeError."""
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of a device: reserved by this process, the most it ever reserved, and what nobody has."""
+
+    reserved: int
+    peak: int
+    free: int
 
 
 class NumberWriter(Protocol):
@@ -186,6 +195,12 @@ class Engine(Protocol):
                 out-of-memory errors pass through unchanged, after the same clean-up.
         """
 
+    def outline(self, graph: Any) -> None:
+        """Give back the memory of a graph that is captured with `instantiate=False` and never replayed.
+
+        `indirect` still takes it as its first graph.
+        """
+
     def indirect(
         self,
         first: Any,
@@ -210,6 +225,15 @@ class Engine(Protocol):
 
     def trim(self) -> None:
         """Hand memory back that warm-up and captures no longer need."""
+
+    def tidy(self) -> None:
+        """Hand back what is cached or waits for the garbage collector. A capture does so itself first."""
+
+    def untidied(self) -> AbstractContextManager[None]:
+        """Context in which captures do not `tidy` first, which takes longer than a small capture itself."""
+
+    def memory(self) -> MemoryUse:
+        """How much memory is in use."""
 
     def close(self) -> None:
         """Release the pool. Every graph must have been closed."""

@@ -10,7 +10,6 @@ import torch
 from pygraph_train.graphs.engine import IndirectionUnavailable
 from pygraph_train.graphs.indirection import Discovery, discover, misplaced, moved_inputs
 from pygraph_train.graphs.memory import address_range
-from pygraph_train.graphs.nodes import read_nodes
 from pygraph_train.graphs.patch import DevicePatcher, HostPatcher, Patcher
 from pygraph_train.graphs.updater import updater_kernel
 
@@ -32,8 +31,8 @@ def indirect(
     if second.instantiated:
         raise ValueError("capture with instantiate=False: an instantiated graph can no longer be prepared")
     discovery = discover(
-        read_nodes(first.raw),
-        read_nodes(second.raw),
+        first.read(),
+        second.read(),
         [address_range(tensor) for tensor in inputs_first],
         [address_range(tensor) for tensor in inputs_second],
     )

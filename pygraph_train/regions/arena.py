@@ -36,6 +36,9 @@ from pygraph_train.torch_private.memory import (
 
 __all__ = ["Arena", "Block", "Occupant", "block_of"]
 
+GROWTH = 1 / 20
+"""Share of all reserved memory that graphs of further shapes may add."""
+
 
 class Block(NamedTuple):
     """A piece of captured memory."""
@@ -221,6 +224,37 @@ class Arena:
         self._stream: int | None = None
         self._used = False  # something was captured since memory was given back
         self.abandoned: list[Any] = []  # captures of regions that are gone
+        self.price = 0.0
+        """Seconds of a capture, of whatever region, as far as known."""
+        self._grown = self._largest = 0  # bytes
+
+    def paid(self, seconds: float) -> None:
+        """Note what a capture took."""
+        self.price = (self.price + seconds) / 2 if self.price else seconds
+
+    @contextmanager
+    def growing(self, further: bool) -> Iterator[None]:
+        """Context for a capture: notes what memory it takes. What is cached stays where it is.
+
+        Args:
+            further: its region has graphs for other shapes.
+        """
+        before = self.engine.memory().reserved
+        with self.engine.untidied():
+            yield
+        grown = max(0, self.engine.memory().reserved - before)
+        self._largest = max(self._largest, grown)
+        if further:
+            self._grown += grown
+
+    def roomy(self) -> bool:
+        """Whether a capture finds memory without what is cached elsewhere."""
+        return self.engine.memory().free >= 2 * self._largest
+
+    def crowded(self) -> bool:
+        """Whether graphs of further shapes have all the memory that they may have."""
+        memory = self.engine.memory()
+        return self._grown > GROWTH * memory.peak or memory.free < 2 * self._largest
 
     def sweep(self) -> None:
         """Close the graphs of regions that nobody can call any more."""

@@ -8,7 +8,6 @@ long way: what went into the regions must be what the caller gave, and what he g
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
@@ -19,7 +18,8 @@ import torch
 from pygraph_train.regions.absent import Absent, what_changed
 from pygraph_train.regions.pair import Pair, Tangent
 from pygraph_train.regions.region import Region
-from pygraph_train.regions.region_capture import LARGE
+from pygraph_train.regions.zeros import Zeros
+from pygraph_train.torch_private.aot import mark_dynamic
 from pygraph_train.torch_private.autograd import (
     autograd_is_watched,
     backward_keeps_graph,
@@ -28,7 +28,7 @@ from pygraph_train.torch_private.autograd import (
 )
 from pygraph_train.torch_private.dispatch import autocast_enabled, no_autocast
 from pygraph_train.torch_private.dynamo import untraced
-from pygraph_train.torch_private.memory import no_view, storage_key, storages
+from pygraph_train.torch_private.memory import no_view, storage_key
 
 __all__ = ["Direct"]
 
@@ -55,6 +55,8 @@ class Route:
         absent: which gradients of arguments are not there when some of outputs are not; which outputs are saved.
         donates: whether the backward writes over what is saved.
         zeros: stand for gradients of outputs that nothing depends on.
+        sized: outputs whose gradients have sizes that change.
+        dynamic: see `Pair`.
     """
 
     forward: Region
@@ -72,6 +74,8 @@ class Route:
     absent: Absent
     donates: bool
     zeros: Zeros
+    sized: tuple[int, ...]
+    dynamic: tuple[tuple[int, set[int]], ...]
     pickers: dict[tuple[int, ...], Callable[[Sequence[Any]], Sequence[Any]] | None] = field(
         default_factory=dict
     )
@@ -86,55 +90,6 @@ class Route:
             picked = [0, *(0 if k - 1 in gone else k for k in self.gradients)]
             self.pickers[missing] = _picker(picked) if any(picked) else None
         return self.pickers[missing]
-
-
-class Zeros:
-    """Gradients of outputs that nothing depends on, such as logits beside a loss.
-
-    Large ones are made once, in memory that they share: a graph reads them where they are, where it would have
-    to copy new ones.
-
-    Args:
-        backward: the region that takes them.
-    """
-
-    def __init__(self, backward: Region) -> None:
-        self._backward = backward
-        self._memory: torch.Tensor | None = None
-        self._lasting: dict[int, torch.Tensor] = {}
-        self._seen: Callable[[], object] = lambda: None  # the graph whose outputs were looked at
-        self._returned = False  # an output of the backward lies in their memory
-
-    def of(self, i: int, tangent: Tangent) -> torch.Tensor:
-        """For the output with this number."""
-        zeros = self._lasting.get(i)
-        if zeros is not None:
-            return zeros
-        # what somebody else captures just now holds nothing before his graph runs
-        if tangent.nbytes >= LARGE and not self._returned and not self._backward.capturing:
-            self._lasting[i] = zeros = self._shared(tangent)
-            return zeros
-        device = self._backward.device
-        return torch.empty_strided(tangent.size, tangent.stride, dtype=tangent.dtype, device=device).zero_()
-
-    def _shared(self, tangent: Tangent) -> torch.Tensor:
-        """A view of as many zeros as were ever needed at once; earlier ones keep theirs."""
-        if self._memory is None or self._memory.nbytes < tangent.nbytes:
-            with self._backward.lasting_memory():
-                self._memory = torch.zeros(tangent.nbytes, dtype=torch.uint8, device=self._backward.device)
-        return self._memory[: tangent.nbytes].view(tangent.dtype).as_strided(tangent.size, tangent.stride)
-
-    def look(self, outputs: Sequence[Any]) -> None:
-        """After a run with them: where the caller gets them, each run needs its own."""
-        run = self._backward.last
-        if self._lasting and (run is None or run is not self._seen()):
-            self._seen = weakref.ref(run) if run is not None else lambda: None
-            memory = storages(list(self._lasting.values()))
-            if not set(memory).isdisjoint(storages(outputs)):
-                self._returned = True
-                self._lasting.clear()
-                self._memory = None
-            self._backward.standing = tuple(self._lasting.values())
 
 
 class Direct:
@@ -154,7 +109,10 @@ class Direct:
     def __call__(self, *args: Any) -> Any:
         route = self._route
         if route is not None and not autograd_is_watched():
-            return _apply(route, *args)
+            result = _apply(route, *args)
+            for i, dims in route.dynamic:
+                mark_dynamic(result[i], dims)
+            return result
         if self._looks and route is None:
             return self._look(args)
         return self._compiled(*args)
@@ -210,6 +168,7 @@ class _Regions(torch.autograd.Function):
         checked += [outputs[i].detach() for i in route.absent.saved]
         ctx.route, ctx.kept = route, [saved, checked]  # emptied, not replaced: compiled autograd proxies ctx
         ctx.versions = list(map(_version, checked))
+        ctx.sizes = {i: outputs[i].size() for i in route.sized}
         if route.constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in route.constant])
         return tuple(outputs[: route.returns])
@@ -239,7 +198,9 @@ class _Regions(torch.autograd.Function):
             return (None,) * (1 + len(route.gradients))
         zeros = route.zeros
         tangents = [
-            zeros.of(i, tangent) if (given := gradients[i]) is None else _coerced(given, tangent)
+            zeros.of(i, tangent, ctx.sizes.get(i))
+            if (given := gradients[i]) is None
+            else _coerced(given, tangent)
             for i, tangent in route.tangents
         ]
         inputs = list(route.arrange([*saved, *tangents]))
@@ -273,6 +234,8 @@ def _run(region: Region, inputs: list[Any]) -> list[Any]:
 
 def _coerced(gradient: Any, tangent: Tangent) -> Any:
     """A gradient in the layout that the backward was compiled for."""
+    if tangent.layout is not None:
+        return gradient.contiguous(memory_format=tangent.layout)
     if gradient.stride() == tangent.stride:
         return gradient
     return torch.empty_strided(
@@ -294,11 +257,18 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         return None
     if not isinstance(result, (tuple, list)) or len(result) != returns:
         return None
-    if not all(isinstance(x, torch.Tensor) for x in (*inputs, *outputs)):
-        return None  # AOTAutograd has None where an operator has no such result
-    picks = [_position(x, args) for x in inputs]
-    if None in picks or len(set(picks)) < len(picks) or not all(map(_plain, (*inputs, *args))):
+    if not all(isinstance(x, torch.Tensor) for x in outputs[:returns]):
         return None
+    if not all(type(x) is int or isinstance(x, torch.Tensor) for x in (*inputs, *outputs)):
+        return None  # AOTAutograd has None where an operator has no such result
+    picks = [_position(x, args) if isinstance(x, torch.Tensor) else i for i, x in enumerate(inputs)]
+    tensors = [x for x in (*inputs, *args) if type(x) is not int]
+    if None in picks or len(set(picks)) < len(picks) or not all(map(_plain, tensors)):
+        return None
+    if any(type(x) is int for x in args) and (
+        picks != list(range(len(args))) or _numbers_differ(inputs, args)
+    ):
+        return None  # which number is which cannot be told
     given = set(map(id, args))
     if not all(_same(x, y) and id(x) not in given for x, y in zip(result, outputs[:returns], strict=True)):
         return None
@@ -309,12 +279,14 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
     if len(tangents) != len(differentiable) or pair.gradients != len(inputs):
         return None
     expected = tuple(zip(differentiable, tangents, strict=True))
-    if not all(t.size == result[i].size() and t.dtype == result[i].dtype for i, t in expected):
+    if not all(t.layout or t.size == result[i].size() for i, t in expected):
+        return None
+    if not all(t.dtype == result[i].dtype for i, t in expected):
         return None
     order = [*saved, *(t.name for t in tangents)]
     if sorted(order) != sorted(pair.arriving) or len(set(order)) < len(order):
         return None
-    given_memory = {storage_key(x.untyped_storage()) for x in args}
+    given_memory = {storage_key(x.untyped_storage()) for x in args if type(x) is not int}
     if any(storage_key(x.untyped_storage()) in given_memory for x in result):
         return None  # an alias of an argument: it has to share its version
     back = {pick: j + 1 for j, pick in enumerate(picks)}
@@ -322,7 +294,11 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         forward=forward,
         backward=backward,
         pick=_picker([p for p in picks if p is not None]),
-        detached=tuple(i for i, p in enumerate(picks) if p is not None and inputs[i] is not args[p]),
+        detached=tuple(
+            i
+            for i, p in enumerate(picks)
+            if p is not None and inputs[i] is not args[p] and type(inputs[i]) is not int
+        ),
         returns=returns,
         constant=tuple(i for i, x in enumerate(result) if not x.requires_grad),
         viewed=tuple(i for i, x in enumerate(result) if x is not outputs[i]),
@@ -334,7 +310,14 @@ def _route(pair: Pair, args: Sequence[Any], seen: Seen, result: Any) -> Route | 
         absent=pair.absent,
         donates=pair.donates,
         zeros=Zeros(backward),
+        sized=tuple(i for i, t in expected if t.layout is not None),
+        dynamic=pair.dynamic,
     )
+
+
+def _numbers_differ(inputs: Sequence[Any], args: Sequence[Any]) -> bool:
+    """Whether numbers among the inputs are others than those at the same places of the call."""
+    return any(type(x) is int and x != y for x, y in zip(inputs, args, strict=True))
 
 
 def _plain(x: Any) -> bool:

@@ -25,19 +25,22 @@ from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed, batched, transform
 from pygraph_train.regions.unfit import Unfit, compile_truly, leave_recurrent_networks
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
+from pygraph_train.selection.break_even import BreakEven
 from pygraph_train.torch_private.aot import (
     BuildRegion,
     CompileKernels,
     TracedGraph,
     compile_with_aten,
     donates,
+    dynamic_results,
     forget_strides_of_last_outputs,
     grad_mode_changed,
     saved_and_checked,
+    suggest_memory_format,
 )
 from pygraph_train.torch_private.autograd import compiled_autograd_wanted
 from pygraph_train.torch_private.dispatch import has_symbols
-from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced
+from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced, without_second_wrapper
 from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.recompute import as_eager
@@ -93,6 +96,8 @@ def _compile_regions(
 ) -> Callable[..., Any]:
     measure = options.selection and options.engine != "emulated"  # which is slower by nature
     pair = Pair(options.indirection, measure)
+    if pair.way is None:
+        pair.worth = BreakEven(options.warmup_runs)
     region = functools.partial(_region, pair=pair, number=number, options=options, note=note)
     build = _looked_at(_with_absent(region, pair.absent), look)
     pair.direct = options.direct and not compiled_autograd_wanted()
@@ -100,7 +105,7 @@ def _compile_regions(
         compiled = compile_with_aten(gm, example_inputs, build)
     else:
         compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
-    compiled = Noting(compiled, pair.absent)
+    compiled = Noting(without_second_wrapper(compiled), pair.absent)
     return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
 
 
@@ -265,17 +270,17 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     (outputs,) = next(node for node in gm.graph.nodes if node.op == "output").args
     names = tuple(node.name for node in placeholders)
-    pair.direct &= all(isinstance(node.meta.get("val"), torch.Tensor) for node in placeholders)
+    pair.direct &= all(
+        isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt)) for node in placeholders
+    )
     if phase == "backward":
         pair.arriving, pair.gradients = names, len(outputs)
         pair.donates = donates()
         tangents = [node for node in placeholders if node.name.startswith("tangents")]
-        if has_symbols(node.meta.get("val") for node in tangents):
-            pair.direct = False
-        else:
-            pair.tangents = tuple(_tangent(node) for node in tangents)
+        pair.tangents = tuple(_tangent(node) for node in tangents)
     else:
         pair.outputs = tuple(map(str, outputs))
+        pair.dynamic = dynamic_results()
         pair.direct &= phase == "forward" and not grad_mode_changed()
         seen = {_memory(node) for node in outputs[:saved_from]} - {None}
         saved = [_memory(node) for node in outputs[saved_from:]]
@@ -295,6 +300,8 @@ def _returned_and_saved(gm: torch.fx.GraphModule, traced: TracedGraph) -> tuple[
 
 def _tangent(node: torch.fx.Node) -> Tangent:
     value = node.meta["val"]
+    if has_symbols([value]):
+        return Tangent(node.name, (), (), value.dtype, suggest_memory_format(value))
     return Tangent(node.name, tuple(value.size()), value.stride(), value.dtype)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +14,9 @@ T = TypeVar("T")
 Way = Literal["plain", "graph", "indirect"]
 
 SAMPLES = 4
+FEW = 2  # of shapes that take turns
+MOST_TRIALS = 4  # sets of shapes that get a graph before it is known whether it pays
+MOST_TIMED = 64  # runs that are timed before it is known which shapes come back
 TOLERANCE = 1.01  # a graph may take this much longer: noise
 GAIN = 0.02  # least share of the run that a graph must save on the device or on the host
 
@@ -35,12 +38,15 @@ class Cost:
 
 
 class Measurements:
-    """Measurements of one region.
+    """Measurements of one region: of the same shapes with a graph and without.
 
     Args:
         active: False measures nothing.
         synchronize: waits for the device.
         clock: seconds; for tests.
+
+    Attributes:
+        changing: whether the region has run with several sets of shapes.
     """
 
     samples = SAMPLES
@@ -49,35 +55,110 @@ class Measurements:
         self, active: bool, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.active = active
+        self.changing = False
+        self.clock = clock
         self._synchronize = synchronize
-        self._clock = clock
+        self._timed = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: the shapes that were measured do not come back."""
         self._costs: dict[Way, list[Cost]] = {"plain": [], "graph": [], "indirect": []}
-        self._skipped: set[Way] = {"plain"}  # the region drops its first plain run itself
+        self._candidates: dict[Hashable, list[Cost]] = {}  # runs without a graph, of shapes that have none
+        self._trials: dict[Hashable, dict[Way, list[Cost]]] = {}  # by shapes that have a graph
+        self._skipped: set[tuple[Way, Hashable]] = set()
 
-    def open(self, way: Way) -> bool:
+    @property
+    def looking(self) -> bool:
+        """Whether further shapes may get a graph to measure it."""
+        return self.active and len(self._trials) < (MOST_TRIALS if self.changing else 1)
+
+    @property
+    def adopted(self) -> bool:
+        """Whether some shapes have a graph to measure it."""
+        return bool(self._trials)
+
+    def open(self, way: Way, shapes: Hashable = ()) -> bool:
         """Whether a run in this way is to be measured."""
-        return self.active and len(self._costs[way]) < self.samples
+        own = self._trials.get(shapes)
+        return self.active and own is not None and len(own[way]) < self.samples and self.cost(way) is None
 
-    def time(self, way: Way, run: Callable[[], T]) -> T:
-        """Run once with nothing else on the device. The first replay after a capture is not counted."""
-        self._synchronize()
-        start = self._clock()
-        result = run()
-        returned = self._clock()
-        self._synchronize()
-        done = self._clock()
-        if way in self._skipped:
-            self._costs[way].append(Cost(done - start, returned - start))
-        else:
-            self._skipped.add(way)
+    def wants(self, shapes: Hashable, runs: int) -> bool:
+        """Whether a run without a graph is to be measured.
+
+        Args:
+            shapes: of this run.
+            runs: made on these shapes, this one included.
+        """
+        if runs < 2 or not self.looking or self.has(shapes):
+            return False
+        return self._timed < MOST_TIMED or runs > MOST_TIMED
+
+    def has(self, shapes: Hashable) -> bool:
+        """Whether these shapes were measured often enough without a graph."""
+        return shapes in self._trials or len(self._candidates.get(shapes, ())) >= self._least
+
+    @property
+    def _least(self) -> int:
+        return FEW if self.changing else self.samples
+
+    @property
+    def warm_runs(self) -> int:
+        """Runs of some shapes that it takes to measure them without a graph."""
+        return self._least + 1 if self.active else 0
+
+    def time_plain(self, shapes: Hashable, run: Callable[[], T]) -> T:
+        """As `time`, for a run without a graph of shapes that have none yet."""
+        self._timed += 1
+        result, cost = self._measure(run)
+        self._candidates.setdefault(shapes, []).append(cost)
         return result
 
+    def adopt(self, shapes: Hashable) -> None:
+        """These shapes get a graph: what it gains is measured on them."""
+        if self.active and shapes not in self._trials:
+            plain = self._candidates.pop(shapes, [])
+            self._trials[shapes] = {"plain": plain, "graph": [], "indirect": []}
+            self._costs["plain"] += plain
+
+    def typical(self) -> float | None:
+        """Seconds of a run without a graph, of whatever shapes were measured."""
+        found = [self._costs["plain"], *self._candidates.values()]
+        return min((cost.total for costs in found for cost in costs), default=None)
+
+    def time(self, way: Way, run: Callable[[], T], shapes: Hashable = ()) -> T:
+        """Run once with nothing else on the device. The first replay after a capture is not counted."""
+        self.adopt(shapes)
+        result, cost = self._measure(run)
+        if way == "plain" or (way, shapes) in self._skipped:
+            self._trials[shapes][way].append(cost)
+            self._costs[way].append(cost)
+        else:
+            self._skipped.add((way, shapes))
+        return result
+
+    def _measure(self, run: Callable[[], T]) -> tuple[T, Cost]:
+        self._synchronize()
+        start = self.clock()
+        result = run()
+        returned = self.clock()
+        self._synchronize()
+        return result, Cost(self.clock() - start, returned - start)
+
     def cost(self, way: Way) -> Cost | None:
-        """The fastest run, once there are enough samples: whatever disturbs a run makes it slower."""
-        costs = self._costs[way]
-        if len(costs) < self.samples:
+        """The fastest run, once there are enough samples: whatever disturbs a run makes it slower.
+
+        Of several sets of shapes it is the mean, over those that were measured in every way that is compared.
+        """
+        if len(self._costs[way]) < (self._least if way == "plain" else self.samples):
             return None
-        return Cost(min(c.total for c in costs), min(c.host for c in costs))
+        ways = [other for other, costs in self._costs.items() if costs]
+        trials = [own[way] for own in self._trials.values() if all(own[other] for other in ways)]
+        if sum(map(len, trials)) < (self._least if way == "plain" else self.samples):
+            return None
+        totals = [min(cost.total for cost in costs) for costs in trials]
+        hosts = [min(cost.host for cost in costs) for costs in trials]
+        return Cost(sum(totals) / len(trials), sum(hosts) / len(trials))
 
     def __getitem__(self, way: Way) -> Cost:
         cost = self.cost(way)

@@ -42,6 +42,7 @@ class BackendOptions:
             that can be captured. Always False under the emulation, which is slower by nature.
         warmup_runs: runs of a region before it may be captured (>= 1).
         max_signatures: sets of shapes of one region that keep graphs; the least recently used set is dropped (>= 1).
+            None: as many as find room in the device's memory.
         inductor: settings of Inductor for the regions, by the names that Inductor's own `options` have
             ("max_autotune", "combo_kernels", ...). The emulation has no use for them.
         on_failure: if a region cannot be captured, "fallback" runs it without a graph and gives the reason in the
@@ -59,12 +60,14 @@ class BackendOptions:
     indirection: Literal["auto", "device", "host", "copy"] = "auto"
     selection: bool = True
     warmup_runs: int = 3
-    max_signatures: int = 8
+    max_signatures: int | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
     on_failure: Literal["fallback", "raise"] = "fallback"
 
     def __post_init__(self) -> None:
         least = {"warmup_runs": 1, "max_signatures": 1}
+        if self.max_signatures is None:
+            del least["max_signatures"]
         check_values(self, _CHOICES, least, "option {}={!r} of backend 'pygraph'")
         if self.inductor:
             _check_settings(self.inductor)

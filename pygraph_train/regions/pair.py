@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
+
 from pygraph_train.graphs.memory import extent
 from pygraph_train.regions.absent import Absent
 from pygraph_train.regions.measurements import Cost, Way, choose
+from pygraph_train.selection.break_even import BreakEven
 
 if TYPE_CHECKING:
     from pygraph_train.regions.region import Region
@@ -16,6 +19,7 @@ __all__ = ["Pair", "Tangent"]
 WORTH_POINTING = 1 << 20  # bytes copied per step from which rewriting addresses may be cheaper
 EVEN = 1.003  # what differs by less takes the same time
 EVEN_DEVICE = 1.01  # and by this on the device alone, of which less is known
+HIDDEN_TIME = 0.25  # of what a graph saves the host: where the device takes longer, a loop hides the rest
 HIDDEN = 0.5  # of the device's time: a host that is done by then waits, whatever else the step has it do
 
 
@@ -31,12 +35,23 @@ def _is_better(pointing: Cost, copying: Cost) -> bool:
 
 
 class Tangent(NamedTuple):
-    """A gradient of an output as the backward was compiled for it: contiguous or not."""
+    """A gradient of an output as the backward was compiled for it: contiguous or not.
+
+    Where sizes change, `layout` is the order of its dimensions, and `size` and `stride` are empty.
+    """
 
     name: str
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
+    layout: torch.memory_format | None = None
+
+    def of_size(self, size: tuple[int, ...]) -> Tangent:
+        """The same for one size."""
+        if self.layout is None:
+            return self
+        like = torch.empty(size, dtype=self.dtype, device="meta", memory_format=self.layout)
+        return Tangent(self.name, size, like.stride(), self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -52,12 +67,14 @@ class Pair:
         measure: whether ways of running are compared.
 
     Attributes:
+        worth: tells which further shapes get graphs.
         way: what a replay measures just now; None when all is decided.
         lasting: names of what the forward saves that lies in memory of its own static inputs.
         handed_over: names of what the transformed forward saves on the device instead of the CPU.
         outputs: names of the forward's outputs.
         arriving: names of the backward's inputs: what the forward saved, and `tangents`.
         gradients: number of outputs of the backward.
+        dynamic: results whose sizes change, and their dimensions that do.
         kept: inputs of the forward that it saves, or views of them.
         shared: of what the forward saves, by position, that which lies in memory of the caller's outputs.
         donates: whether the backward writes over what the forward saved (AOTAutograd's donated buffers).
@@ -74,21 +91,43 @@ class Pair:
         self.arriving: tuple[str, ...] = ()
         self.tangents: tuple[Tangent, ...] = ()
         self.gradients = 0
+        self.dynamic: tuple[tuple[int, set[int]], ...] = ()
         self.kept: frozenset[int] = frozenset()
         self.shared: tuple[int, ...] = ()
         self.donates = False
         self.absent = Absent()
         self.direct = False
         self.way: Way | None = "graph" if measure else None
-        self._indirection = indirection
+        self.worth = BreakEven(None if measure else 1)
+        self._restarts = 0
+        self._asked = self._indirection = indirection
         if indirection == "auto" and not measure:
-            self._indirection = "copy"
+            self._asked = self._indirection = "copy"
 
     def prefer_for(self, nbytes: int) -> Literal["device", "host"] | None:
         """What should rewrite the addresses of inputs of that size; None copies them."""
-        if self._indirection == "auto":
+        if self._indirection == "copy":
+            return None
+        if self._asked == "auto" or self._indirection == "auto":
             return "device" if nbytes >= WORTH_POINTING else None
-        return None if self._indirection == "copy" else self._indirection
+        return self._indirection
+
+    def start_over(self, runs: int) -> bool:
+        """Measure other shapes, which came so often, where those that are measured do not come back.
+
+        Returns:
+            Whether it does: each time after twice as many runs.
+        """
+        regions = [r for r in (self.forward, self.backward) if r is not None]
+        least = max((r.warm_runs() for r in regions), default=1)
+        if runs <= 4 * least * 2**self._restarts:
+            return False
+        self._restarts += 1
+        self.way, self._indirection = "graph", self._asked
+        self.worth.forget()
+        for region in regions:
+            region.measure_again()
+        return True
 
     def settle(self) -> None:
         """Decide, once everything that belongs together was measured."""
@@ -111,8 +150,10 @@ class Pair:
             graph += backward.measurements["graph" if keep else "plain"]
             if not keep:
                 backward.give_up(why)
+                self.worth.dropped("backward")
         feeds = forward.feeds or (backward is not None and backward.feeds)
         keep, why = choose(plain, graph, feeds)
+        self.worth.saves(max(plain.total - graph.total, (plain.host - graph.host) * HIDDEN_TIME))
         if not keep:
             forward.give_up(why)  # without its graph the backward has none either
         kept = [r for r in regions if not r.plain_only]

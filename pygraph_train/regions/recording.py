@@ -10,7 +10,7 @@ import torch
 
 from pygraph_train.graphs import Engine, Graph
 from pygraph_train.graphs.engine import CaptureError, IndirectGraph, IndirectionUnavailable
-from pygraph_train.graphs.memory import bits, copy_elsewhere, span
+from pygraph_train.graphs.memory import copy_elsewhere, fingerprint, span
 from pygraph_train.graphs.prove import poison, prove
 from pygraph_train.regions.arena import Occupant, block_of
 from pygraph_train.torch_private.memory import borrow_memory, storages
@@ -91,7 +91,7 @@ def record(
         recorded.unserved = dict.fromkeys(order, str(unavailable))
         return recorded
     recorded.graph = indirect
-    unproven = _unproven(indirect, recorded, list(elsewhere.values()), consumed, mutated)
+    unproven = _unproven(engine, indirect, recorded, list(elsewhere.values()), consumed, mutated)
     for position, index in enumerate(order):
         if position in unproven:
             recorded.unserved[index] = "reading from its old address could not be ruled out"
@@ -115,10 +115,12 @@ def _capture_elsewhere(
         elsewhere = {i: copy_elsewhere(inputs[i]) for i in moving}
         others = {**stand_in, **elsewhere}
         with engine.scratch_pool():  # `inputs` keeps what this capture would free
-            graph, _ = engine.capture(
+            graph = engine.capture(
                 lambda: compiled([others.get(i, x) for i, x in enumerate(inputs)]), instantiate=False
-            )
+            )[0]
+        engine.outline(graph)  # its memory would come on top of that of the graph which stays
     except torch.OutOfMemoryError:
+        engine.trim()
         return None
     return graph, elsewhere
 
@@ -151,13 +153,22 @@ def _capture(
 
 
 class _Repeatable:
-    """Replays again and again: what a replay writes to, of what it reads, is put back first."""
+    """Replays again and again: what a replay writes to, of what it reads, is put back first.
 
-    def __init__(self, graph: IndirectGraph, written: Sequence[torch.Tensor]) -> None:
+    Args:
+        graph: replays.
+        written: what it reads and writes.
+        room: bytes that copies may take on the device.
+    """
+
+    def __init__(self, graph: IndirectGraph, written: Sequence[torch.Tensor], room: int) -> None:
         self.served = graph.served
         self.retarget = graph.retarget
         self._graph = graph
-        self._written = [(t, copy_elsewhere(t)) for t in written]
+        on_device = sum(t.nbytes for t in written) <= room
+        self._written = [
+            (t, copy_elsewhere(t) if on_device else span(t.detach()).to("cpu", copy=True)) for t in written
+        ]
 
     def replay(self) -> None:
         self.put_back()
@@ -165,10 +176,11 @@ class _Repeatable:
 
     def put_back(self) -> None:
         for tensor, values in self._written:
-            span(tensor).copy_(span(values))
+            span(tensor).copy_(span(values))  # the values may be on the host
 
 
 def _unproven(
+    engine: Engine,
     graph: IndirectGraph,
     recorded: Recorded,
     elsewhere: Sequence[torch.Tensor],
@@ -188,19 +200,20 @@ def _unproven(
         for i, x in tensors.items()
         if i not in buffers and x.numel() and (i in mutated or block_of(x) in mine)
     ]
-    repeatable = _Repeatable(graph, written)
+    memory = engine.memory()
+    repeatable = _Repeatable(graph, written, memory.peak - memory.reserved)
     own = [recorded.result[i] for i in sorted(recorded.fresh)]
 
     def results() -> list[torch.Tensor]:
         with torch.random.fork_rng(sorted({x.device.index for x in own if x.device.type == "cuda"})):
             repeatable.replay()
-        return [copy_elsewhere(x) for x in own]
+        return [fingerprint(x) for x in own]
 
     try:
         before = results()
         for tensor in elsewhere:
             poison(tensor)
-        if not all(torch.equal(bits(a), bits(b)) for a, b in zip(before, results(), strict=True)):
+        if not all(torch.equal(a, b) for a, b in zip(before, results(), strict=True)):
             return frozenset(graph.served)
         del before
         return prove(repeatable, list(buffers.values()), lambda: own)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from pygraph_train.regions.pair import Pair
 from pygraph_train.regions.recording import record
 from pygraph_train.regions.region_capture import Handing, RegionCapture
 from pygraph_train.report.backend_report import RegionRecord
+from pygraph_train.selection.break_even import Sightings
 from pygraph_train.torch_private.autograd import backward_keeps_graph
 from pygraph_train.torch_private.memory import storage_key, storages
 from pygraph_train.torch_private.tracing import parameters_go_unguarded
@@ -71,10 +73,14 @@ class RegionSpec:
 
 
 class _Key:
-    """What a region remembers of one set of shapes."""
+    """What a region remembers of one set of shapes that came back."""
 
-    def __init__(self) -> None:
-        self.runs = 0  # since it may be captured anew
+    __slots__ = ("blocked", "captures", "evicted", "misses", "paid", "runs", "shapes")
+
+    def __init__(self, shapes: tuple[Any, ...], runs: int) -> None:
+        self.shapes = shapes
+        self.runs = runs  # since it may be captured anew
+        self.paid = False  # its runs have paid for a graph
         self.evicted = 0  # so often its graphs went to make room for others
         self.misses = 0
         self.blocked = 0  # runs in a row that no graph could make
@@ -112,6 +118,8 @@ class Region:
         self._options = options
         self._pair = pair
         self._keys: OrderedDict[tuple[Any, ...], _Key] = OrderedDict()
+        self._sightings = Sightings(SHAPES)  # of shapes that did not come back often enough
+        self._most: float = options.max_signatures or math.inf
         weakref.finalize(self, arena.abandoned.append, self._keys).atexit = False
         self._constants: tuple[int, ...] | None = None
         self._moving: set[int] = set()
@@ -149,9 +157,12 @@ class Region:
         return self._call(inputs)
 
     def _call(self, inputs: list[Any]) -> Any:
-        if self.plain_only or self._arena.engine.capturing():
+        if self.plain_only or self._arena.engine.capturing() or not self._may_have_graph(inputs):
             self.record.plain_runs += 1
             self.last = None
+            if self._arena.abandoned and not self._arena.engine.capturing():
+                with self._arena.lock:
+                    self._arena.sweep()
             return self._run_compiled(inputs)
         with self._arena.lock:
             self._arena.follow_stream()
@@ -171,27 +182,56 @@ class Region:
                 blocked = self._arena.in_the_way(capture.occupants, capture.consumes)
                 if not blocked:
                     key.blocked = 0
-                    return self._replay(capture, inputs)
+                    return self._replay(capture, inputs, key)
         if self._may_capture(key, inputs, blocked):
             new = self._capture(key, inputs)
             if new is not None:
-                return self._replay(new, inputs)
-        return self._plain(inputs, time=key.runs > 1 and not key.captures)
+                return self._replay(new, inputs, key)
+        return self._plain(inputs, key)
 
-    def _key(self, inputs: list[Any]) -> _Key:
+    def _may_have_graph(self, inputs: list[Any]) -> bool:
+        """Whether these shapes have a graph, or come back often enough to be looked at. Hot path of all others."""
         if self._constants is None:
             self._constants = tuple(i for i, x in enumerate(inputs) if not isinstance(x, torch.Tensor))
             self._refuse_foreign(inputs)
-        values = tuple([inputs[i] for i in self._constants])
-        key = self._keys.get(values)
-        if key is None:
-            key = self._keys[values] = _Key()
+            if self.plain_only:
+                return False
+        shapes = tuple([inputs[i] for i in self._constants])
+        if shapes in self._keys:
+            return True
+        self.measurements.changing |= bool(self._keys) or len(self._sightings) > 1
+        measuring = self._pair.way == "graph" and self.measurements.looking
+        if self.spec.phase == "backward" and not self.alone:
+            fed = self.fed
+            if not measuring:
+                return fed and self._remember(shapes, 0)
+        else:
+            fed = False
+        runs = self._sightings.see(shapes)
+        if runs == 1 and self.spec.numbers and len(self._sightings) + len(self._keys) == NUMBERS + 1:
+            self._refuse_counter(self._constants)
+            if self.plain_only:
+                return False
+        if fed or (runs > 1 if measuring else self._pair.worth.pays(runs, 0)):
+            return self._remember(shapes, runs - 1)
+        return False
+
+    def _remember(self, shapes: tuple[Any, ...], runs: int) -> bool:
+        with self._arena.lock:
+            self._keys.setdefault(shapes, _Key(shapes, runs))
+            self._sightings.forget(shapes)
             while len(self._keys) > SHAPES:  # those that never came back must not pile up
                 self._drop(self._keys.popitem(last=False)[1])
-            if self.spec.numbers and len(self._keys) == NUMBERS + 1:
-                self._refuse_counter(self._constants)
+        return True
+
+    def _key(self, inputs: list[Any]) -> _Key:
+        assert self._constants is not None
+        shapes = tuple([inputs[i] for i in self._constants])
+        if shapes not in self._keys:  # another thread has made room
+            self._remember(shapes, 0)
+        key = self._keys[shapes]
         if len(self._keys) > 1:
-            self._keys.move_to_end(values)
+            self._keys.move_to_end(shapes)
         key.runs += 1
         return key
 
@@ -211,18 +251,20 @@ class Region:
     def _refuse_counter(self, constants: tuple[int, ...]) -> None:
         """A number that is another one in every run would need a graph for each."""
         places = [constants.index(i) for i in self.spec.numbers]
-        found = {tuple([values[place] for place in places]) for values in self._keys}
-        if len(found) == len(self._keys) and not any(k.captures or k.evicted for k in self._keys.values()):
+        seen: list[Any] = [*self._keys, *self._sightings.values()]
+        found = {tuple([values[place] for place in places]) for values in seen}
+        if len(found) == len(seen) and not any(k.captures or k.evicted for k in self._keys.values()):
             self.give_up("it computes with a number that is another one in every run, and a graph has one")
 
-    def _make_room(self) -> None:
-        used = [values for values, key in self._keys.items() if key.captures]
-        for values in used[: max(0, len(used) - self._options.max_signatures)]:
-            self._evict(self._keys[values])
+    def _make_room(self, most: float) -> None:
+        """Close the graphs of the shapes that were not used for longest, until so many sets of shapes have some."""
+        used = [key for key in self._keys.values() if key.captures]
+        for key in used[: int(max(0, len(used) - most))]:
+            self._evict(key)
 
     def _evict(self, key: _Key) -> None:
         self._drop(key)
-        key.evicted, key.runs, key.blocked = key.evicted + 1, 0, 0
+        key.evicted, key.runs, key.blocked, key.paid = key.evicted + 1, 0, 0, False
 
     def _drop(self, key: _Key) -> None:
         self._close(key, key.captures)
@@ -243,12 +285,13 @@ class Region:
                 backward.forget(capture.occupant)
             capture.close()
 
-    def _plain(self, inputs: list[Any], time: bool = False) -> Any:
+    def _plain(self, inputs: list[Any], key: _Key | None = None) -> Any:
         self.record.plain_runs += 1
         self.last = None
-        if not (time and self.measurements.open("plain")):
+        in_question = self._pair.way == "graph" and key is not None and not key.captures
+        if key is None or not in_question or not self.measurements.wants(key.shapes, key.runs):
             return self._run_compiled(inputs)
-        return self.measurements.time("plain", lambda: self._run_compiled(inputs))
+        return self.measurements.time_plain(key.shapes, lambda: self._run_compiled(inputs))
 
     def _run_compiled(self, inputs: list[Any]) -> Any:
         """As compiled. What a backward hands on of that which a forward's graph saved is copied.
@@ -268,13 +311,13 @@ class Region:
             outputs[i] = outputs[i].clone()
         return outputs
 
-    def _replay(self, capture: RegionCapture, inputs: list[Any]) -> list[Any]:
+    def _replay(self, capture: RegionCapture, inputs: list[Any], key: _Key) -> list[Any]:
         row = self.record
         row.replays += 1
         self.last = capture
         way = self._pair.way
-        if way is not None and self.measurements.open(way):
-            outputs = self.measurements.time(way, lambda: capture.replay(inputs))
+        if way is not None and self.measurements.open(way, key.shapes):
+            outputs = self.measurements.time(way, lambda: capture.replay(inputs), key.shapes)
         else:
             way, outputs = None, capture.replay(inputs)
         self._arena.ran(capture.occupants, capture.consumes)
@@ -298,10 +341,28 @@ class Region:
             return False
         if near and not blocked and not self._moved(key, near[-1], inputs):
             return False
+        if not self._pair.worth.within(self.record.captures, self.record.replays + self.record.plain_runs):
+            return False  # something closes its graphs again and again
         if fed:
-            return self._source_is_owned(inputs)
-        # shapes that take turns, more of them than are kept: longer and longer without a graph
-        return bool(blocked) or key.runs > self._warm_runs() * 4**key.evicted
+            unmeasured = self._pair.way is not None and not self.measurements.has(key.shapes)
+            return not unmeasured and self._source_is_owned(inputs)
+        return bool(blocked) or key.paid or self._pays(key)
+
+    def _pays(self, key: _Key) -> bool:
+        """Whether shapes without a graph came back often enough for one."""
+        worth, measurements = self._pair.worth, self.measurements
+        if self._pair.way is None:
+            # shapes that take turns, more of them than are kept: longer and longer without a graph
+            return worth.pays(key.runs, key.evicted)
+        if self._pair.way != "graph" or not measurements.looking:
+            self._pair.start_over(key.runs)  # what a graph gains is measured on other shapes just now
+            return False
+        if key.runs <= self.warm_runs() or not measurements.has(key.shapes):
+            return False
+        plain = measurements.typical()
+        if plain is None or measurements.adopted or not measurements.changing:
+            return True
+        return key.runs * plain >= self._arena.price  # at best the graph saves all of that
 
     def _of_same_source(self, key: _Key, inputs: list[Any]) -> list[RegionCapture]:
         """Backwards of the forward's graph that saved these inputs."""
@@ -343,10 +404,9 @@ class Region:
             self._pair.forward.capture_again()  # it is captured again with its next run, then this one
         return source.occupant.owned or self._lasting
 
-    def _warm_runs(self) -> int:
-        return max(
-            self._options.warmup_runs, self.measurements.samples + 1 if self.measurements.active else 0
-        )
+    def warm_runs(self) -> int:
+        """Runs of the first shapes before they are captured."""
+        return max(self._options.warmup_runs, self.measurements.warm_runs)
 
     def _moved(self, key: _Key, last: RegionCapture, inputs: list[Any]) -> bool:
         """An input of a captured region is elsewhere; if that goes on, it is one that moves."""
@@ -398,8 +458,16 @@ class Region:
         consumed = source.occupant if source is not None else None
         moving, settled = self._sort_inputs(inputs, source)
         prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
+        further = any(other.captures for other in self._keys.values() if other is not key)
+        if not further:
+            arena.engine.tidy()
+        started = self.measurements.clock()
+        if further and not arena.roomy():
+            arena.engine.tidy()
+        if further and arena.crowded():
+            self._make_room(sum(1 for other in self._keys.values() if other.captures) - 1)
         try:
-            with arena.allocating(self._lasting), ExitStack() as stack:
+            with arena.allocating(self._lasting), arena.growing(further), ExitStack() as stack:
                 owned = consumed is not None and consumed.owned
                 keeps = arena.before_capture(consumed, self._lasting)
                 if consumed is not None:  # the graph may hold what it reads
@@ -420,7 +488,11 @@ class Region:
             self._failed(error.reason, error)
         except torch.OutOfMemoryError as error:
             arena.engine.trim()
-            self._failed("the device has no memory left for the capture", error)
+            if further:
+                self._most = max(1, sum(1 for other in self._keys.values() if other.captures))
+                self._evict(key)
+            else:
+                self._failed("the device has no memory left for the capture", error)
         except Exception as error:  # the run without a graph shows whether it is the user's
             self._failed(f"{type(error).__name__} during capture: {error}", error)
         else:
@@ -440,7 +512,12 @@ class Region:
                 capture.point(prefer is not None, for_good=True)
             arena.add(capture.occupants)
             key.captures.append(capture)
-            self._make_room()
+            key.paid = True
+            seconds = self.measurements.clock() - started
+            self.measurements.adopt(key.shapes)
+            self._pair.worth.captured(self.spec.phase, seconds)
+            arena.paid(seconds)
+            self._make_room(self._most)
             self._note(capture, work.unserved)
             return capture
         return None
@@ -522,6 +599,12 @@ class Region:
         return self._arena.engine.lasting_memory()
 
     @property
+    def fed(self) -> bool:
+        """Whether the last run of its forward came from a graph."""
+        forward = self._pair.forward
+        return forward is not None and forward.last is not None
+
+    @property
     def serves(self) -> bool:
         """Whether a graph of this region can read moving inputs where they are."""
         return any(capture.serves for capture in self._captures())
@@ -547,6 +630,13 @@ class Region:
         """Close every graph; the next runs capture anew."""
         for key in self._keys.values():
             self._drop(key)
+
+    def measure_again(self) -> None:
+        """Close every graph; what they gain is measured on shapes that come now."""
+        self.capture_again()
+        self.measurements.forget()
+        for key in self._keys.values():
+            key.paid = False
 
     def _failed(self, reason: str, error: BaseException) -> None:
         if self._options.on_failure == "raise":

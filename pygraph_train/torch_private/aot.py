@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,10 +16,13 @@ __all__ = [
     "compiled_function",
     "compiled_function_of",
     "donates",
+    "dynamic_results",
     "forget_strides_of_last_outputs",
     "grad_mode_changed",
+    "mark_dynamic",
     "saved_and_checked",
     "saved_for_backward",
+    "suggest_memory_format",
     "tangent_places",
 ]
 
@@ -78,10 +82,35 @@ def grad_mode_changed() -> bool:
     return metadata is not None and metadata.grad_enabled_mutation is not None
 
 
+def dynamic_results() -> tuple[tuple[int, set[int]], ...]:
+    """Results of the function that is compiled now which have sizes that change, and these dimensions. (2.11, 2.13)"""
+    metadata = _forward_metadata()
+    infos = metadata.output_info if metadata is not None else ()
+    return tuple((i, info.dynamic_dims) for i, info in enumerate(infos) if info.dynamic_dims)
+
+
+def mark_dynamic(tensor: torch.Tensor, dims: set[int]) -> None:
+    """Tell Dynamo that these sizes of a compiled function's result change, as AOTAutograd does. (2.11, 2.13)"""
+    _marker()(tensor, dims)
+
+
+@functools.cache
+def _marker() -> Callable[[torch.Tensor, set[int]], None]:
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    newer = getattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices", None)
+    return newer or runtime_wrappers.maybe_mark_dynamic_helper  # type: ignore[attr-defined,no-any-return]
+
+
 def donates() -> bool:
     """Whether the backward that is compiled now may write to what was saved for it. (2.11, 2.13)"""
     metadata = _forward_metadata()
     return metadata is not None and bool(metadata.bw_donated_idxs)
+
+
+def suggest_memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The order of dimensions that AOTAutograd gives gradients of such a tensor where its sizes change. (2.11, 2.13)"""
+    return torch._prims_common.suggest_memory_format(tensor)
 
 
 class TracedGraph(NamedTuple):

@@ -41,6 +41,7 @@ __all__ = [
     "uncompiled_call",
     "untraced",
     "without_grad_mode",
+    "without_second_wrapper",
     "writes_to_inputs",
 ]
 
@@ -340,6 +341,13 @@ def untraced(fn: _F) -> _F:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.eval_frame.skip_code(_code(outside))
     return outside  # type: ignore[return-value]
+
+
+def without_second_wrapper(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What a compiler returned, for somebody who is called where Dynamo is off already. (2.11, 2.13)"""
+    from torch._dynamo.eval_frame import innermost_fn
+
+    return innermost_fn(compiled)  # type: ignore[no-any-return]
 
 
 def _code(fn: Any) -> types.CodeType:
