@@ -17,6 +17,7 @@ from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.room import Room
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
@@ -78,18 +79,28 @@ class Capturing:
         self._updates = updates
         self._decisions = decisions
         self._maker = maker
-        self._signatures = signatures
+        self._room = Room(training, signatures)
         self._leave_update_outside = leave_update_outside
         self._together = together
         self._captured = False
 
     def prepared(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
         """Make the step with the kernels that its capture will hold."""
-        result = self._prepared(step, variant, run)
+        result = self.timed(step, variant, run)
         variant.meets(LifeEvent.RAN)
         return result
 
-    def _prepared(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
+    def untimed(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
+        """Make a step of another shape with a kind of call's kernels."""
+        with self._updates.context(), self._maker.warm_up(fresh=step.position.fresh):
+            return run(self._call_of(variant))
+
+    def has_room(self, variant: Variant | None) -> bool:
+        """Whether another shape may have graphs now, or this one."""
+        return self._training.program.replication.ready() and self._room.is_there(variant)
+
+    def timed(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
+        """Make a step with the kernels of a kind of call, and time it."""
         training, call = self._training, self._call_of(variant)
 
         def marked(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,7 +138,9 @@ class Capturing:
         if isinstance(variant.trace, OpenedTrace):
             return CompiledUnits(variant.trace, program.replication.units(), compile_whole)
         compiler = program.replication.in_pieces(compile_whole)
-        return Trace(program.device, compiler=compiler, recorder=program.recorder)
+        return Trace(
+            program.device, compiler=compiler, recorder=program.recorder, dynamic=variant.trace.dynamic
+        )
 
     def compiled(
         self,
@@ -156,7 +169,7 @@ class Capturing:
         put_back = program.scaling.notes()
         try:
             with training.clock.compiling():
-                result = self._prepared(step, variant, run)
+                result = self.timed(step, variant, run)
         except BaseException as error:
             problem = compiler_problem(error) if isinstance(error, Exception) else None
             if problem is None:
@@ -173,7 +186,7 @@ class Capturing:
                 raise NotLegal(problem) from error
             variant.arm = self._decisions.arms(variant, self._updates.plans())[0]
             training.note(problem)
-            result = self._prepared(step, variant, run)
+            result = self.timed(step, variant, run)
             variant.meets(LifeEvent.NOT_COMPILED)
             return result
         variant.meets(LifeEvent.RAN)
@@ -248,7 +261,7 @@ class Capturing:
         Raises:
             NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
         """
-        started = time.perf_counter()
+        started, config = time.perf_counter(), self._training.config
         training, updates, position = self._training, self._updates, step.position
         if not self._captured:
             self._captured = True
@@ -268,12 +281,28 @@ class Capturing:
             raise NotLegal(
                 Problem(f"Python values of the training loop change again and again: {position.constants}")
             )
-        self._make_room(variant)
+        place, family, verify = variant.capture_key(position), variant.family, config.verify != "off"
+        if variant.lead is None:
+            self._room.make(variant)
+        elif family is not None:  # room was asked for when it had earned its captures
+            verify = verify and family.is_compared(place, config.verify)
+        self._room.capture_begins()
         capture, expected = self._maker.make(
-            variant, self._call_of(variant), args, kwargs, leaves, position, updates.preparation
+            variant,
+            self._call_of(variant),
+            args,
+            kwargs,
+            leaves,
+            position,
+            updates.preparation,
+            verify=verify,
         )
-        variant.captures[variant.capture_key(position)] = capture
+        self._room.capture_ended()
+        variant.captures[place] = capture
+        training.report.shapes.got_graph(variant.key)
         seconds = time.perf_counter() - started
+        if family is not None:
+            family.captured(place, seconds if training.engine.name == "cuda" else None)
         what = str(position if variant.arm.plan.fused else position.without_update())
         if variant.choice is None:
             training.report.runs_with(variant.arm.plan)
@@ -315,7 +344,7 @@ class Capturing:
         except Exception as error:  # nothing of the step was made: there may be no memory for a second run
             raise NotLegal(problem_of(error)) from error
         put_back = training.program.replication.notes()
-        result = replay()
+        result = self._timed(variant, replay)
         left = [*capture.gradients.final, *training.program.left_behind()]
         found = Fingerprint.of(capture.loss, left)
         difference = expected.compare(found, bits=training.engine.name == "emulated")
@@ -324,8 +353,12 @@ class Capturing:
         training.report.compared(seconds, audit=capture.verified)
         training.clock.interrupted()
         capture.audits.took(seconds, first=not capture.verified)
+        if variant.family is not None and training.engine.name == "cuda":
+            variant.family.costs.compared = seconds
         problem = None
         if difference is not None:
+            if variant.family is not None:
+                variant.family.differed = True
             which = f"replay {variant.replays}" if capture.verified else "the first replay"
             problem = Problem(
                 f"{which} of {step.position} differs from the step without a graph: {difference}",
@@ -344,26 +377,18 @@ class Capturing:
         training.clock.undone()
         raise NotLegal(problem)
 
-    def _make_room(self, variant: Variant) -> None:
-        """Release the least recently used captures above `max_signatures`.
-
-        Raises:
-            NotLegal: all of them were used a moment ago, and capturing again and again costs more than it gives.
-        """
-        most = self._training.config.max_signatures
-        holders = [v for v in self._signatures.variants() if v.captures and v is not variant]
-        if len(holders) < most:
-            return
-        oldest = min(holders, key=lambda v: v.last_used)
-        if self._training.step - oldest.last_used < 4 * most:
-            raise NotLegal(
-                Problem(
-                    f"{most} other input signatures are in use",
-                    fix="Raise PyGraphConfig.max_signatures, or pad batches to fewer shapes",
-                )
-            )
-        oldest.forget_captures()
-        oldest.inputs = None
+    def _timed(self, variant: Variant, replay: Callable[[], R]) -> R:
+        """Make a replay that is compared, and so waited for. What it takes decides which shapes get graphs."""
+        engine, family = self._training.engine, variant.family
+        if family is None or engine.name != "cuda":
+            return replay()
+        engine.synchronize()
+        started = time.perf_counter()
+        result = replay()
+        engine.synchronize()
+        seconds, known = time.perf_counter() - started, family.costs.replay
+        family.costs.replay = seconds if known is None else min(seconds, known)
+        return result
 
 
 def _moved(variant: Variant, capture: Capture, tensors: Sequence[Tensor]) -> str | None:

@@ -14,7 +14,9 @@ from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import Storages
 from pygraph_train.selection.arms import NOTHING, Arm
+from pygraph_train.selection.returns import Returns
 from pygraph_train.step.choice import Choice
+from pygraph_train.step.families import Families, Family
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage, StageLengths, next_life
 from pygraph_train.step.outputs import Outputs
@@ -83,6 +85,8 @@ class Variant:
         replays, last_used: how often it was replayed, and in which step last.
         moves: how often captures were thrown away because something had moved.
         writes_parameters: whether forward changes parameters in place.
+        family: of kinds of calls that differ in sizes alone.
+        lead: whose trace it shares, and whose plan it follows. None for a kind of call with a trace of its own.
     """
 
     trace: Trace
@@ -102,6 +106,23 @@ class Variant:
     last_used: int = 0
     moves: int = 0
     writes_parameters: bool = False
+    family: Family | None = None
+    lead: Variant | None = None
+
+    def member(self, key: Key) -> Variant:
+        """A kind of call with other sizes that this one's trace holds for. Nothing has to be found out for it."""
+        return Variant(
+            self.trace,
+            self.lengths._replace(prepared=1),
+            key,
+            Life(Stage.PREPARED),
+            used=self.used,
+            anchored=self.anchored,
+            arm=self.arm,
+            writes_parameters=self.writes_parameters,
+            family=self.family,
+            lead=self,
+        )
 
     def is_for(self, leaves: Sequence[Any]) -> bool:
         """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""
@@ -120,8 +141,23 @@ class Variant:
         """Where the capture is that serves this position under the present arm."""
         return (position, self.arm.plan.fused, self.arm.compiled)
 
+    def replayed(self, step: int) -> None:
+        """Note a replay in this training step. Hot path."""
+        self.last_used = step
+        self.replays += 1
+        if self.family is not None:
+            self.family.replays += 1
+            self.family.steps_without_inductor += self.lead is not None
+
+    def follow(self) -> None:
+        """Run with the plan that was found to be the best one for other shapes. Hot path."""
+        if self.family is not None:
+            self.arm = self.family.arm_for(self.arm)
+
     def seen_in_warmup(self, seconds: float) -> None:
         """Note a step that ran without a graph."""
+        if self.family is not None and (self.trace.dynamic or not self.arm.compiled):
+            self.family.ran_without_graph(seconds, compiled=self.arm.compiled)
         self.warmup_seconds = min(seconds, self.warmup_seconds or seconds)
 
     def keep_captures_of(self, arm: Arm) -> None:
@@ -147,11 +183,15 @@ class Signature:
 
     Attributes:
         life: until it has a variant, and when it gets no more of them.
+        family: of signatures that differ in sizes alone; None where each one is on its own.
+        returns: how often it has come without a graph, where its family has a trace for it.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
     """
 
     key: Key
     life: Life
+    family: Family | None = None
+    returns: Returns = field(default_factory=Returns)
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
     no_graphs: Choice | None = None
@@ -162,10 +202,16 @@ class Signatures:
 
     Args:
         lengths: of the lives of calls.
+        families: of signatures that differ in sizes alone; None where each one is on its own.
+        met: called for each new one.
     """
 
-    def __init__(self, lengths: StageLengths) -> None:
+    def __init__(
+        self, lengths: StageLengths, families: Families | None, met: Callable[[], None] = lambda: None
+    ) -> None:
         self.lengths = lengths
+        self.families = families
+        self._met = met
         self._first: Signature | None = None
         self._by_key: OrderedDict[Key, Signature] = OrderedDict()
         self.get = self._by_key.get
@@ -174,16 +220,36 @@ class Signatures:
         """The signature with this key, a new one if need be."""
         signature = self._by_key.get(key)
         if signature is None:
-            signature = self._by_key[key] = Signature(
-                key, Life(Stage.FIRST_LOOK if self._first is None else Stage.MET)
-            )
+            stage = Stage.FIRST_LOOK if self._first is None else Stage.MET
+            family = None if self.families is None else self.families.meet(key)
+            self._met()
+            signature = self._by_key[key] = Signature(key, Life(stage), family)
             self._first = self._first or signature
-            while len(self._by_key) > _MOST_SIGNATURES:  # shapes that never come back leave no trace
-                oldest = next(k for k, s in self._by_key.items() if s is not self._first)
-                for variant in self._by_key.pop(oldest).variants:
-                    variant.forget_captures()
+            if len(self._by_key) > _MOST_SIGNATURES:  # shapes that never come back leave no trace
+                self._forget_oldest()
         self._by_key.move_to_end(key)
         return signature
+
+    def _forget_oldest(self) -> None:
+        """Of those that were met long ago, one without graphs if there is any: replays do not come by here."""
+        for _ in range(len(self._by_key)):
+            oldest = next(iter(self._by_key.values()))
+            if oldest is not self._first and not any(v.captures for v in oldest.variants):
+                break
+            self._by_key.move_to_end(oldest.key)
+        oldest = next(s for s in self._by_key.values() if s is not self._first)
+        for variant in self._by_key.pop(oldest.key).variants:
+            variant.forget_captures()
+
+    def drop(self, variant: Variant, *, doubled: bool = True) -> None:
+        """Forget a kind of call, its graphs included: its shape has to earn them anew, for the doubled price."""
+        variant.forget_captures()
+        signature = self._by_key.get(variant.key)
+        if signature is not None:
+            signature.variants = [other for other in signature.variants if other is not variant]
+            signature.returns.steps = 0
+            if doubled:
+                signature.returns.dropped()
 
     def is_first(self, signature: Signature) -> bool:
         """Whether it is the first one of the run, which stands for the others."""
