@@ -304,4 +304,4 @@ class Advancing:
     def consider_compiling(self, variant: Variant) -> None:
         """A variant that is used a lot deserves the kernels that were asked for after all."""
         if variant.compiled is None and self._decisions.compiles and self._training.config.compile is True:
-            self._shapes.wants_inductor(variant.lead or variant)
+            self._shapes.wants_inductor(variant)

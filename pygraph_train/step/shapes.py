@@ -227,12 +227,22 @@ class Shapes:
         lead.meets(LifeEvent.WANTS_INDUCTOR)
         return self._capturing.compiled(step, lead, args, kwargs, run)
 
-    def wants_inductor(self, lead: Variant) -> None:
-        """A kind of call, and those that follow it, are to have Inductor's kernels."""
+    def wants_inductor(self, variant: Variant) -> None:
+        """A kind of call is to have Inductor's kernels, and with it those that it shares a trace with."""
+        lead, family = variant.lead or variant, variant.family
+        if family is not None and family.leads and lead.one_of_many:  # the latest trace is for all shapes
+            lead = family.leads[0]
         lead.choice, lead.compile_next = None, True
         lead.forget_captures()
-        for other in [v for v in self._signatures.variants() if v.lead is lead]:
-            self._signatures.drop(other, doubled=False)
+        for other in list(self._signatures.variants()):
+            eager = other.compiled is None and not other.trace.dynamic
+            if other.lead is lead or (
+                family is not None and other.family is family and lead.trace.dynamic and eager
+            ):
+                family = other.family
+                self._signatures.drop(other, doubled=False)
+                if family is not None:
+                    family.drop(other)
 
     def failed(self, variant: Variant, problem: Problem) -> None:
         """A capture has failed, or its first replay was another step than the one without a graph."""

@@ -124,6 +124,11 @@ class Variant:
             lead=self,
         )
 
+    @property
+    def one_of_many(self) -> bool:
+        """Whether its trace is for one of several shapes: Inductor's kernels should rather be for all of them."""
+        return self.family is not None and self.family.shapes > 1 and not self.trace.dynamic
+
     def is_for(self, leaves: Sequence[Any]) -> bool:
         """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""
         return all(leaves[i] is self.trace.latest_tensors[k] for i, k in self.anchored)
