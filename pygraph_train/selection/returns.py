@@ -13,6 +13,10 @@ from dataclasses import dataclass
 __all__ = ["Costs", "Returns", "is_sampled"]
 
 
+_ENOUGH = 2
+"""Captures that have to be measured before their cost decides."""
+
+
 @dataclass
 class Costs:
     """What is known of the steps and the captures of one family of shapes. Seconds, None where nothing was measured.
@@ -20,14 +24,29 @@ class Costs:
     Attributes:
         plain: a step without a graph.
         replay: a step from a graph.
-        capture: another capture, with all that belongs to it.
-        compared: what the comparison of a first replay adds.
+        capture: another capture: the shortest one so far.
+        compared: what the comparison of a first replay adds: the shortest one so far.
+        captures: that were measured. The first ones set things up that all others use.
     """
 
     plain: float | None = None
     replay: float | None = None
     capture: float | None = None
     compared: float | None = None
+    captures: int = 0
+
+    def captured(self, seconds: float) -> None:
+        """A capture took so long."""
+        self.captures += 1
+        self.capture = seconds if self.capture is None else min(seconds, self.capture)
+
+    def compares(self, seconds: float) -> None:
+        """The comparison of a first replay took so long."""
+        self.compared = seconds if self.compared is None else min(seconds, self.compared)
+
+    def replayed(self, seconds: float) -> None:
+        """A step from a graph took so long."""
+        self.replay = seconds if self.replay is None else min(seconds, self.replay)
 
     def steps(self, unmeasured: int, *, compared: bool) -> float:
         """After how many steps without a graph a capture has been paid for; infinity where replays gain nothing.
@@ -36,7 +55,7 @@ class Costs:
             unmeasured: the answer as long as something is not measured.
             compared: whether the first replay is compared with a step without a graph.
         """
-        if self.plain is None or self.replay is None or self.capture is None:
+        if self.plain is None or self.replay is None or self.capture is None or self.captures < _ENOUGH:
             return unmeasured
         gain = self.plain - self.replay
         price = self.capture + ((self.compared or 0.0) if compared else 0.0)

@@ -122,7 +122,7 @@ class Advancing:
             return Ran(self._watched(step, signature, variant, args, kwargs, leaves, run))
         self._updates.prepare()
         if variant.lead is not None:
-            variant.arm = self._shapes.arm_of(variant)
+            variant.arm = self._shapes.arm_of(variant, args, kwargs)
         elif variant.choice is None:
             variant.arm = self._decisions.arms(variant, self._updates.plans())[0]
             if not variant.arm.plan.forward_backward:  # an earlier run knew better than to capture

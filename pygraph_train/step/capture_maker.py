@@ -28,7 +28,7 @@ from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.refusals import BATCH_IN_STATE, history, problem_of
 from pygraph_train.tracing.signature import flatten
 from pygraph_train.tracing.trace import Trace
-from pygraph_train.verification import Audits, Fingerprint, HostCopy, ScratchState
+from pygraph_train.verification import AuditLedger, Audits, Fingerprint, HostCopy, ScratchState
 
 __all__ = ["CaptureMaker"]
 
@@ -178,13 +178,20 @@ class CaptureMaker:
             rebound=rebound,
             verified=not verify,
             hook_registrations=hook_registrations(),
-            audits=Audits(self._config.verify, time.perf_counter(), reference),
+            audits=self._audits(variant, reference),
             sync=position.sync,
             written=written,
             sharded=replication.sharded,
             number=0 if self._together is None else self._together.number,
         )
         return capture, expected
+
+    def _audits(self, variant: Variant, reference: float) -> Audits:
+        """Graphs of shapes that share a trace share the time for their audits."""
+        now, family = time.perf_counter(), None if variant.lead is None else variant.family
+        if family is not None and family.audits is None:
+            family.audits = AuditLedger(now)
+        return Audits(self._config.verify, now, reference, None if family is None else family.audits)
 
     def _last_comparison(self, variant: Variant) -> float:
         """What an audit of a capture will take, which was not compared itself."""

@@ -354,7 +354,7 @@ class Capturing:
         training.clock.interrupted()
         capture.audits.took(seconds, first=not capture.verified)
         if variant.family is not None and training.engine.name == "cuda":
-            variant.family.costs.compared = seconds
+            variant.family.costs.compares(seconds)
         problem = None
         if difference is not None:
             if variant.family is not None:
@@ -386,8 +386,7 @@ class Capturing:
         started = time.perf_counter()
         result = replay()
         engine.synchronize()
-        seconds, known = time.perf_counter() - started, family.costs.replay
-        family.costs.replay = seconds if known is None else min(seconds, known)
+        family.costs.replayed(time.perf_counter() - started)
         return result
 
 

@@ -9,6 +9,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import Arm
 from pygraph_train.selection.returns import Costs, is_sampled
 from pygraph_train.tracing.signature import Dims, Key, Sizes, family_of
+from pygraph_train.verification import AuditLedger
 
 if TYPE_CHECKING:
     from pygraph_train.step.variants import CaptureKey, Variant
@@ -45,6 +46,7 @@ class Family:
         told: whether it was said that there are no more traces.
         ended: why no further shape gets a graph.
         differed: whether a replay differed from the step without a graph: no capture goes unchecked any more.
+        audits: what the audits of its graphs have cost, but for those of kinds of calls with traces of their own.
         steps_without_inductor: of other shapes than the first one.
         timed_compiled: steps with Inductor's kernels that were timed, without the one in which it compiled.
     """
@@ -60,6 +62,7 @@ class Family:
         self.told = False
         self.ended: Problem | None = None
         self.differed = False
+        self.audits: AuditLedger | None = None
         self.steps_without_inductor = 0
         self.timed_compiled = -1
         self._compiled: float | None = None
@@ -140,7 +143,7 @@ class Family:
         """A capture was made, and took so long."""
         self._captures[place] += 1
         if seconds is not None:
-            self.costs.capture = seconds
+            self.costs.captured(seconds)
 
     def failed(self, problem: Problem) -> None:
         """A capture of a shape has failed."""

@@ -125,13 +125,14 @@ class Shapes:
         self, signature: Signature, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether the shape may have a trace of its own, once it has come back. If not, a row says why, once."""
-        if signature.variants or self._signatures.is_first(signature) or family.may_trace():
+        if self._signatures.is_first(signature) or family.may_trace():
             return True
         if not family.told:
             family.told = True
             program = self._training.program
             with program.context():
-                why = family.compared[0].trace.why_not(program.function(), args, kwargs)
+                traces = [other.trace for other in family.compared]
+                why = traces[0].why_not(program.function(), args, kwargs) if traces else Problem("its size")
             self._training.note(
                 Problem(
                     f"the step was traced for {family.traces + 1} shapes of batches, and no trace is for the next one: "
@@ -157,11 +158,11 @@ class Shapes:
         signature.returns.dropped()
         return False
 
-    def arm_of(self, variant: Variant) -> Arm:
+    def arm_of(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arm:
         """What a kind of call runs with that follows a lead."""
         lead, family = variant.lead, variant.family
         assert lead is not None and family is not None
-        if variant.compiled is None and lead.compiled is not None:
+        if variant.compiled is None and self._holds(lead, args, kwargs):
             variant.compiled = lead.compiled
             variant.forget_captures()
         arms = self._decisions.arms(variant, self._updates.plans())
