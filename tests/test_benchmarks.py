@@ -101,13 +101,13 @@ def test_fallback_cost(tmp_path):
 @pytest.mark.slow
 def test_changing_shapes(tmp_path):
     pytest.importorskip("transformers")
-    options = ("--arms", "eager,graphed-eager", "--steps", "120", "--timeout-s", "60")
+    options = ("--cases", "5", "--arms", "eager,graphed-eager", "--steps", "80", "--timeout-s", "60")
     record = run("benchmarks.changing_shapes", tmp_path / "shapes.json", *options)
-    assert record["timing_claim"] is False and len(record["rows"]) == 6
-    for eager, graphed in zip(record["rows"][::2], record["rows"][1::2], strict=True):
-        assert eager["error"] is None and graphed["error"] is None, (eager["error"], graphed["error"])
-        assert graphed["first_losses"] == eager["first_losses"] and graphed["last_loss"] == eager["last_loss"]
-        assert graphed["case"] == "new" or graphed["replays"] > 40
+    assert record["timing_claim"] is False
+    eager, graphed = record["rows"]
+    assert eager["error"] is None and graphed["error"] is None, (eager["error"], graphed["error"])
+    assert graphed["first_losses"] == eager["first_losses"] and graphed["last_loss"] == eager["last_loss"]
+    assert graphed["replays"] > 30 and graphed["shapes"]["met"] >= 4
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import Diary, Net, adamw, batches, both, loss_of
+from training import CONFIG, Diary, Net, adamw, batches, both, loss_of
 
-from pygraph_train import StepReport
+from pygraph_train import GraphedStep, StepReport
+from pygraph_train.step import shapes
 from pygraph_train.step.capture_maker import CaptureMaker
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.families import Family
 from pygraph_train.tracing.trace import Trace
 
 
@@ -399,3 +403,41 @@ def test_lightning_trains_on_changing_lengths() -> None:
     assert callback.report().steps_replayed >= 25, str(callback.report())
     assert all(map(torch.equal, losses, graphed))
     assert all(torch.equal(state[name], after[name]) for name in state)
+
+
+@pytest.mark.slow
+@pytest.mark.passes_without_graphs("no shape comes back")
+def test_lengths_that_never_return_run_with_kernels_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `torch.compile`: Inductor compiles once, if `compile=True` asks for it."""
+    made = Decisions.__init__
+
+    def with_inductor(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.compiles = True  # on the CPU as well
+
+    monkeypatch.setattr(Decisions, "__init__", with_inductor)
+    monkeypatch.setattr(Family, "compiled_is_faster", lambda self: True)
+    monkeypatch.setattr(shapes, "STEPS_BEFORE_COMPILING", 10)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    twin = copy.deepcopy(model)
+    optimizer, other = adamw(model), adamw(twin)
+    step = GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG, compile=True)
+    x, y = batches(1, size=200)[0]
+    with traces() as found:
+        for length in range(3, 60):
+            loss = step((x[:length], y[:length]))
+            other.zero_grad()
+            expected = loss_of(twin)((x[:length], y[:length]))
+            expected.backward()
+            other.step()
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=1e-5)
+    compiled = found[-1]
+    assert len(found) == 3, "the first length, all lengths, and all lengths with Inductor's kernels"
+    assert compiled.dynamic and compiled.holds(
+        step._runner._training.program.function(), ((x[:77], y[:77]),), {}
+    )
+    assert step.report().compile_seconds > 0 and not step.report().captures
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+    step.close()

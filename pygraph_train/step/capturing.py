@@ -93,7 +93,7 @@ class Capturing:
     def untimed(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
         """Make a step of another shape with a kind of call's kernels."""
         with self._updates.context(), self._maker.warm_up(fresh=step.position.fresh):
-            return run(self._call_of(variant))
+            return run(variant.compiled or self._call_of(variant))
 
     def has_room(self, variant: Variant | None) -> bool:
         """Whether another shape may have graphs now, or this one."""

@@ -88,7 +88,12 @@ class Shapes:
             return None
         lead = self._lead_for(family, args, kwargs, leaves)
         if lead is None:
+            family.steps_without_inductor += 1
             if variant is not None or self._may_trace(signature, family, args, kwargs):
+                if self._wants_inductor(family) and signature.life.stage is Stage.MET:
+                    signature.life = Life(
+                        Stage.FIRST_LOOK
+                    )  # no shape comes back, and one trace is for all of them
                 return variant
             self._training.report.shapes.ran_as_rare()
             return WithoutGraph(None)
@@ -193,8 +198,7 @@ class Shapes:
         family = lead.family
         assert family is not None
         if lead.compiled is None:
-            enough = family.steps_without_inductor >= STEPS_BEFORE_COMPILING
-            if not lead.compile_next and not (enough and self._training.config.compile is True):
+            if not lead.compile_next and not self._wants_inductor(family):
                 return self._ungraphed.plainly(run)
             return self._compiled(step, lead, args, kwargs, run)
         if not self._holds(lead, args, kwargs):
@@ -204,6 +208,11 @@ class Shapes:
         if family.compiled_is_faster():
             return self._capturing.untimed(step, lead, run)
         return self._ungraphed.plainly(run)
+
+    def _wants_inductor(self, family: Family) -> bool:
+        """Whether Inductor's kernels were asked for, and enough steps ran without them to be worth its time."""
+        wanted = self._training.config.compile is True and self._decisions.compiles
+        return wanted and family.steps_without_inductor >= STEPS_BEFORE_COMPILING
 
     def _holds(self, lead: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the compiled trace is for this call: Inductor may have set further guards."""
