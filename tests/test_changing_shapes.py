@@ -18,6 +18,7 @@ from pygraph_train.step import shapes
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family
+from pygraph_train.step.inputs import InputMemory, StaticInputs
 from pygraph_train.tracing.trace import Trace
 
 
@@ -441,3 +442,20 @@ def test_lengths_that_never_return_run_with_kernels_for_all_lengths(monkeypatch:
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
     step.close()
+
+
+def test_input_buffers_of_the_largest_shape_serve_smaller_ones() -> None:
+    memory = InputMemory()
+    made = [
+        StaticInputs([torch.arange(n), torch.ones(n, 3)[:, ::2], torch.ones(n + 1)[1:]], [True] * 3, memory)
+        for n in (16, 8, 12, 20)
+    ]
+    first, *smaller, larger = ([t.untyped_storage().data_ptr() for t in inputs.tensors] for inputs in made)
+    assert len(set(first)) == 3 and all(place == first for place in smaller)
+    assert not set(first) & set(larger)
+    for n, inputs in zip((16, 8, 12, 20), made, strict=True):
+        leaves = [torch.arange(n) * 2, torch.full((n, 3), 0.5)[:, ::2], torch.arange(n + 1.0)[1:]]
+        inputs.load(leaves)
+        for buffer, leaf in zip(inputs.tensors, leaves, strict=True):
+            assert torch.equal(buffer, leaf) and buffer.stride() == leaf.stride()
+            assert buffer.data_ptr() % 16 == leaf.data_ptr() % 16

@@ -121,7 +121,9 @@ class CaptureMaker:
         try:
             with self.stage():
                 if variant.inputs is None:
-                    variant.inputs = StaticInputs(leaves, variant.used)
+                    shared = None if variant.lead is None else variant.family
+                    memory = None if shared is None else shared.inputs
+                    variant.inputs = StaticInputs(leaves, variant.used, memory)
                 written = variant.maybe_written(reads)
                 if written is not None and variant.inputs.lie_in(written, leaves):
                     raise NotLegal(BATCH_IN_STATE)

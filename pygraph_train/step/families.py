@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import Arm
 from pygraph_train.selection.returns import Costs, is_sampled
+from pygraph_train.step.inputs import InputMemory
 from pygraph_train.tracing.signature import Dims, Key, Sizes, family_of
 from pygraph_train.verification import AuditLedger
 
@@ -45,6 +46,7 @@ class Family:
         costs: of steps and captures.
         told: whether it was said that there are no more traces.
         ended: why no further shape gets a graph.
+        inputs: where the graphs of shapes that share a trace read their batches.
         differed: whether a replay differed from the step without a graph: no capture goes unchecked any more.
         audits: what the audits of its graphs have cost, but for those of kinds of calls with traces of their own.
         steps_without_inductor: of other shapes than the first one.
@@ -61,6 +63,7 @@ class Family:
         self.costs = Costs()
         self.told = False
         self.ended: Problem | None = None
+        self.inputs = InputMemory()
         self.differed = False
         self.audits: AuditLedger | None = None
         self.steps_without_inductor = 0
