@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import Arm
@@ -93,6 +94,14 @@ class Family:
     def may_trace(self) -> bool:
         """Whether another trace has a chance to be worth its time."""
         return self.traces < _MOST_TRACES + self.replays // _REPLAYS_PER_TRACE
+
+    def may_trace_narrow(self, leaves: Sequence[Any]) -> bool:
+        """Whether a shape may have a trace: one with a changing size of 0 or 1 only where replays have paid for it.
+
+        Dynamo makes constants of these sizes, so such a trace serves few shapes or one.
+        """
+        narrow = any(leaves[i].shape[dim] < 2 for i, dims in self._dynamic.items() for dim in dims)
+        return not narrow or self.traces <= self.replays // _REPLAYS_PER_TRACE
 
     def traced(self, variant: Variant) -> None:
         """A trace is being made for this kind of call."""

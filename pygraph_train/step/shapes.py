@@ -89,7 +89,8 @@ class Shapes:
         lead = self._lead_for(family, args, kwargs, leaves)
         if lead is None:
             family.steps_without_inductor += 1
-            if variant is not None or self._may_trace(signature, family, args, kwargs):
+            own = variant is not None or self._signatures.is_first(signature)
+            if own or (family.may_trace_narrow(leaves) and self._may_trace(family, args, kwargs)):
                 if self._wants_inductor(family) and signature.life.stage is Stage.MET:
                     signature.life = Life(
                         Stage.FIRST_LOOK
@@ -126,11 +127,9 @@ class Shapes:
                     return lead
         return None
 
-    def _may_trace(
-        self, signature: Signature, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether the shape may have a trace of its own, once it has come back. If not, a row says why, once."""
-        if self._signatures.is_first(signature) or family.may_trace():
+    def _may_trace(self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a shape may have a trace of its own, once it has come back. If not, a row says why, once."""
+        if family.may_trace():
             return True
         if not family.told:
             family.told = True
