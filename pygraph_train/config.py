@@ -76,7 +76,8 @@ class PyGraphConfig:
             "device" and "host" rewrite the addresses in the graph, and "auto" measures.
         verify: which replays are compared with the same step without a graph. "off": none. "first": the first
             replay of each capture. "sample": also later replays, at growing intervals, in at most 0.2% of the
-            time. "always": every replay, for debugging; this doubles the cost of a step.
+            time; where shapes share a trace, only the 1st, 2nd, 4th, 8th, ... capture is compared at once.
+            "always": every replay, for debugging; this doubles the cost of a step.
         engine: "cuda" needs a CUDA device. "emulated" replays a CPU tape with the rules of CUDA graphs; it is
             slower than plain training, and serves tests and demonstrations. "off" uses no graphs. "auto" is "cuda"
             if there is a CUDA device, and "off" otherwise.

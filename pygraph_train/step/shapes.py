@@ -92,9 +92,8 @@ class Shapes:
             own = variant is not None or self._signatures.is_first(signature)
             if own or (family.may_trace_narrow(leaves) and self._may_trace(family, args, kwargs)):
                 if self._wants_inductor(family) and signature.life.stage is Stage.MET:
-                    signature.life = Life(
-                        Stage.FIRST_LOOK
-                    )  # no shape comes back, and one trace is for all of them
+                    # no shape comes back, and one trace is for all of them
+                    signature.life = Life(Stage.FIRST_LOOK)
                 return variant
             self._training.report.shapes.ran_as_rare()
             return WithoutGraph(None)

@@ -153,14 +153,15 @@ def family_of(key: Key) -> tuple[Key, Sizes]:
     return tuple(known), tuple(sizes)
 
 
-def _order(size: Sequence[int], stride: Sequence[int]) -> tuple[bool, tuple[int, ...]]:
-    """Whether elements lie side by side, and the dimensions, the outermost in memory first."""
+def _order(size: Sequence[int], stride: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
+    """Whether elements lie side by side, whether some are the same, and the dimensions, the outermost first."""
     expected, usual = 1, True  # a dimension of size 1 may have any stride
     for n, step in zip(reversed(size), reversed(stride), strict=True):
         usual &= n == 1 or step == expected
         expected *= max(n, 1)  # as torch counts them
     dims = range(len(size))
-    return usual, tuple(dims if usual else sorted(dims, key=lambda dim: -stride[dim]))
+    expanded = not usual and any(n > 1 and step == 0 for n, step in zip(size, stride, strict=True))
+    return usual, expanded, tuple(dims if usual else sorted(dims, key=lambda dim: -stride[dim]))
 
 
 def alignment(tensor: Tensor) -> int:

@@ -153,7 +153,7 @@ def test_inductor_compiles_for_all_lengths() -> None:
         losses, report = graphed(model, data, compile=True)
     torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=2e-2, atol=2e-2)
     assert any(c.compiled for c in report.captures), str(report.verbose())
-    assert len(found) <= 4, "the traces, and those that Inductor has compiled"
+    assert len(set(map(id, found))) <= 4, "the traces, and those that Inductor has compiled"
     assert report.steps_replayed >= 400, str(report.verbose())
 
 
