@@ -79,12 +79,13 @@ class Family:
     def meet(self, sizes: Sizes) -> None:
         """Another shape of it was met."""
         self.shapes += 1
-        if sizes == self._first_sizes:
-            return
-        for i, (size, first) in enumerate(zip(sizes, self._first_sizes, strict=True)):
+        for i, size in enumerate(sizes):
+            first = self._first_sizes[i]
             if size != first:
-                other = {dim for dim, (n, before) in enumerate(zip(size, first, strict=True)) if n != before}
-                self._dynamic[i] = self._dynamic.get(i, frozenset()) | other
+                known = self._dynamic.get(i, frozenset())
+                for dim, n in enumerate(size):
+                    if n != first[dim] and dim not in known:
+                        known = self._dynamic[i] = known | {dim}
 
     @property
     def dynamic(self) -> Dims:

@@ -237,13 +237,16 @@ class Signatures:
 
     def _forget_oldest(self) -> None:
         """Of those that were met long ago, one without graphs if there is any: replays do not come by here."""
-        for _ in range(len(self._by_key)):
-            oldest = next(iter(self._by_key.values()))
-            if oldest is not self._first and not any(v.captures for v in oldest.variants):
+        for _ in range(_MOST_SIGNATURES):
+            key, oldest = next(iter(self._by_key.items()))
+            graphed = oldest.variants and any(v.captures for v in oldest.variants)
+            if oldest is not self._first and not graphed:
                 break
-            self._by_key.move_to_end(oldest.key)
-        oldest = next(s for s in self._by_key.values() if s is not self._first)
-        for variant in self._by_key.pop(oldest.key).variants:
+            self._by_key.move_to_end(key)
+        else:
+            key, oldest = next(item for item in self._by_key.items() if item[1] is not self._first)
+        del self._by_key[key]
+        for variant in oldest.variants:
             variant.forget_captures()
 
     def drop(self, variant: Variant, *, doubled: bool = True) -> None:
