@@ -34,7 +34,7 @@ class StepOptions(TypedDict, total=False):
     fuse: AutoOnOff
     compile: bool | Literal["auto"]
     warmup_steps: int
-    max_signatures: int
+    max_signatures: int | None
     indirection: Literal["auto", "device", "host", "copy"]
     verify: Literal["off", "first", "sample", "always"]
     engine: Literal["auto", "cuda", "emulated", "off"]
@@ -70,12 +70,14 @@ class PyGraphConfig:
             before the library watches one. In a loop of your own (Accelerate, Fabric, transformers, manual
             optimization) each forward and each backward runs `warmup_steps` times before its graph is made.
         max_signatures: the number of variants that keep captures (>= 1). The captures of the least recently used
-            variant are released.
+            variant are released. None keeps as many as memory has room for, and 8 where each variant needs a trace
+            of its own (several processes, manual optimization, loops of your own).
         indirection: how the graphs of regions get inputs at new addresses: "copy" copies them into fixed buffers,
             "device" and "host" rewrite the addresses in the graph, and "auto" measures.
         verify: which replays are compared with the same step without a graph. "off": none. "first": the first
             replay of each capture. "sample": also later replays, at growing intervals, in at most 0.2% of the
-            time. "always": every replay, for debugging; this doubles the cost of a step.
+            time; where shapes share a trace, only the 1st, 2nd, 4th, 8th, ... capture is compared at once.
+            "always": every replay, for debugging; this doubles the cost of a step.
         engine: "cuda" needs a CUDA device. "emulated" replays a CPU tape with the rules of CUDA graphs; it is
             slower than plain training, and serves tests and demonstrations. "off" uses no graphs. "auto" is "cuda"
             if there is a CUDA device, and "off" otherwise.
@@ -98,7 +100,7 @@ class PyGraphConfig:
     fuse: AutoOnOff = "auto"
     compile: bool | Literal["auto"] = "auto"
     warmup_steps: int = 3
-    max_signatures: int = 8
+    max_signatures: int | None = None
     indirection: Literal["auto", "device", "host", "copy"] = "auto"
     verify: Literal["off", "first", "sample", "always"] = "sample"
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
@@ -107,7 +109,10 @@ class PyGraphConfig:
     log_metrics: bool = False
 
     def __post_init__(self) -> None:
-        check_values(self, _CHOICES, {"warmup_steps": 2, "max_signatures": 1}, "PyGraphConfig.{}={!r}")
+        least = (
+            {"warmup_steps": 2} if self.max_signatures is None else {"warmup_steps": 2, "max_signatures": 1}
+        )
+        check_values(self, _CHOICES, least, "PyGraphConfig.{}={!r}")
         if self.cache_dir is not None:
             _check_directory(self.cache_dir)
         if self.fuse == "on":

@@ -14,7 +14,7 @@ from torch import Tensor
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.sharding import local_tensor
 
-__all__ = ["Audits", "Fingerprint", "HostCopy", "PlainRuns", "ScratchState"]
+__all__ = ["AuditLedger", "Audits", "Fingerprint", "HostCopy", "PlainRuns", "ScratchState"]
 
 _SAMPLES = 256
 
@@ -234,6 +234,19 @@ def _close(expected: Tensor, found: Tensor, rtol: float, atol: Tensor | float) -
     return bool(same.all())
 
 
+@dataclass
+class AuditLedger:
+    """What the audits of one graph, or of several graphs together, have cost.
+
+    Attributes:
+        since: seconds, of the clock of the audits: when the first graph was made.
+        spent: seconds.
+    """
+
+    since: float
+    spent: float = 0.0
+
+
 class Audits:
     """When a graph whose first replay was right is compared with a plain step once more.
 
@@ -244,6 +257,7 @@ class Audits:
         verify: see `PyGraphConfig`.
         now: seconds, of any clock that goes on.
         reference: seconds that the step without the graph took, which the first replay was compared with.
+        ledger: of graphs that share the time for their audits; None for a graph on its own.
 
     Attributes:
         left: replays until `due` is to be asked. The caller counts them down.
@@ -252,12 +266,13 @@ class Audits:
     SHARE = 0.002
     FIRST = 64
 
-    def __init__(self, verify: str, now: float, reference: float = 0.0) -> None:
+    def __init__(
+        self, verify: str, now: float, reference: float = 0.0, ledger: AuditLedger | None = None
+    ) -> None:
         self._verify = verify
         self._every = {"always": 0, "sample": self.FIRST}.get(verify, sys.maxsize)
         self.left = self._every
-        self._since = now
-        self._spent = 0.0
+        self._ledger = AuditLedger(now) if ledger is None else ledger
         self._last = reference
 
     def due(self, now: float) -> bool:
@@ -265,7 +280,8 @@ class Audits:
         if self.left > 0:
             return False
         next_one = 1.5 * self._last  # it may take longer than the one before
-        if self._verify == "always" or self._spent + next_one <= self.SHARE * (now - self._since):
+        ledger = self._ledger
+        if self._verify == "always" or ledger.spent + next_one <= self.SHARE * (now - ledger.since):
             return True
         self.left = self._every
         return False
@@ -276,7 +292,7 @@ class Audits:
             self._last += seconds
         else:
             self._last = seconds
-            self._spent += seconds
+            self._ledger.spent += seconds
             self._every *= 2
         self.left = self._every
 

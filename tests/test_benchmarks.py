@@ -99,6 +99,18 @@ def test_fallback_cost(tmp_path):
 
 
 @pytest.mark.slow
+def test_changing_shapes(tmp_path):
+    pytest.importorskip("transformers")
+    options = ("--cases", "5", "--arms", "eager,graphed-eager", "--steps", "80", "--timeout-s", "60")
+    record = run("benchmarks.changing_shapes", tmp_path / "shapes.json", *options)
+    assert record["timing_claim"] is False
+    eager, graphed = record["rows"]
+    assert eager["error"] is None and graphed["error"] is None, (eager["error"], graphed["error"])
+    assert graphed["first_losses"] == eager["first_losses"] and graphed["last_loss"] == eager["last_loss"]
+    assert graphed["replays"] > 30 and graphed["shapes"]["met"] >= 4
+
+
+@pytest.mark.slow
 def test_accelerate_step(tmp_path):
     pytest.importorskip("accelerate")
     options = ("--models", "mlp", "--modes", "eager,pygraph,graphed-step", "--timeout-s", "0")

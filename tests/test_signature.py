@@ -11,7 +11,7 @@ import pytest
 import torch
 from training import differs, frozen
 
-from pygraph_train.tracing.signature import flatten, key_of, leaf_paths, map_leaves
+from pygraph_train.tracing.signature import family_of, flatten, flattened, key_of, leaf_paths, map_leaves
 
 pytestmark = pytest.mark.quick
 
@@ -125,3 +125,22 @@ def test_keys_do_not_depend_on_values():
 
 def test_frozen_copies_are_equal():
     assert differs(frozen([T, {"a": 1}]), frozen([T, {"a": 1}])) is None
+
+
+def test_keys_of_one_family_differ_in_sizes_alone() -> None:
+    def family(*leaves: Any) -> Any:
+        return family_of(key_of(*flattened((leaves, {}))))[0]
+
+    x = torch.ones(4, 6)
+    assert family(x) == family(torch.ones(5, 7)) == family(torch.ones(1, 7)) == family(torch.ones(0, 7))
+    others = [
+        x.t(),
+        x[:, :3],
+        x.double(),
+        x.clone().requires_grad_(),
+        torch.ones(4, 6, 1),
+        x[:1].expand(4, 6),
+    ]
+    assert len({family(x), *map(family, others)}) == 1 + len(others)
+    assert family(x, x) != family(x, x.clone()) and family(x, 1) != family(x, 1.0)
+    assert family_of(key_of(*flattened(((x, 3), {}))))[1] == ((4, 6), ())

@@ -14,6 +14,7 @@ from pygraph_train.report.headline import Headline
 from pygraph_train.report.plans import ArmRow, PhaseRow, arms_of, phases_of
 from pygraph_train.report.printing import as_rich, as_text
 from pygraph_train.report.progress import Progress
+from pygraph_train.report.shapes import ShapeCounts
 from pygraph_train.report.table import peak_memory_mib, rows_of
 from pygraph_train.selection.arms import NOTHING, Arm, Phase, Plan
 from pygraph_train.selection.controller import Controller, Switch
@@ -78,6 +79,7 @@ class StepReport:
     verify_seconds: float = 0.0
     audits: int = 0
     captures: list[CaptureRecord] = field(default_factory=list)
+    shapes: ShapeCounts = field(default_factory=ShapeCounts)
     fallbacks: list[Fallback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ungraphed_seconds: list[float] = field(default_factory=list, repr=False)
@@ -345,6 +347,7 @@ class StepReport:
             "compile_seconds": self.compile_seconds,
             "verify_seconds": self.verify_seconds,
             "audits": self.audits,
+            "shapes": self.shapes.to_dict(),
             "captures": [dataclasses.asdict(c) for c in self.captures],
             "capture_seconds": sum(c.seconds for c in self.captures),
             "optimizer_steps_replayed": self.optimizer_steps_replayed,

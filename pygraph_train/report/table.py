@@ -32,6 +32,8 @@ def rows_of(report: StepReport, above: Headline | None) -> list[tuple[str, str]]
     ]
     if report.steps:
         rows.append(("from graphs", counts_of(report.progress())))
+    if report.shapes.rare_steps or (verbose and report.shapes.met > 1):
+        rows.append(("shapes", str(report.shapes)))
     rows += _speed(report, verbose=verbose)
     if (
         report.why_nothing

@@ -16,6 +16,7 @@ from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent, Stage, next_life
 from pygraph_train.step.program import Call
 from pygraph_train.step.refusing import Refusing
+from pygraph_train.step.shapes import Shapes, WithoutGraph
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
@@ -23,7 +24,7 @@ from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Signatures, Variant
 from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.gradient_hooks import backward_hook
-from pygraph_train.tracing.refusals import unsupported_leaf
+from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
 from pygraph_train.verification import Fingerprint
 
 __all__ = ["REPLAYS_BEFORE_COMPILING", "Advancing"]
@@ -69,6 +70,7 @@ class Advancing:
         self._refusing = refusing
         self._watching = watching
         self._capturing = capturing
+        self._shapes = Shapes(training, updates, decisions, signatures, ungraphed, capturing)
         self._replay = replay
         self._together = together
         self._begun = False
@@ -93,6 +95,12 @@ class Advancing:
         if not self._begun:
             self._begun = True
             self._ask_for_reasons()
+        served: Variant | WithoutGraph | None = variant
+        if signature.family is not None and self._refusing.off is None:
+            served = self._shapes.served(step, signature, variant, args, kwargs, leaves)
+        if isinstance(served, WithoutGraph):
+            return Ran(self._shapes.without_graph(step, served.lead, args, kwargs, run))
+        variant = served
         life = signature.life if variant is None else variant.life
         if self._refusing.off is not None or life.stage is Stage.REFUSED:
             step.given_up = True
@@ -113,7 +121,9 @@ class Advancing:
         if variant.life.stage in _TRACED:
             return Ran(self._watched(step, signature, variant, args, kwargs, leaves, run))
         self._updates.prepare()
-        if variant.choice is None:
+        if variant.lead is not None:
+            variant.arm = self._shapes.arm_of(variant, args, kwargs)
+        elif variant.choice is None:
             variant.arm = self._decisions.arms(variant, self._updates.plans())[0]
             if not variant.arm.plan.forward_backward:  # an earlier run knew better than to capture
                 variant.choice = self.compare_plans(variant)
@@ -147,6 +157,11 @@ class Advancing:
                     return Ran(capturing.prepared(step, variant, run))
                 if not self._all_capture(variant, step):
                     return Ran(capturing.prepared(step, variant, run))
+                if variant.trace.dynamic and variant.lead is None and not capturing.has_room(variant):
+                    self._signatures.drop(
+                        variant
+                    )  # its trace goes on serving others, and its shape has to earn a graph
+                    return Ran(self._ungraphed.plainly(run))
                 with self._making():
                     capture, expected = capturing.capture(step, variant, args, kwargs, leaves)
                 if capture.verified:  # with verify="off"
@@ -157,7 +172,12 @@ class Advancing:
                 return self._replay(variant, capture, leaves)
             return self._compared(step, variant, capture, args, kwargs, leaves, expected)
         except NotLegal as refused:
-            self._refusing.calls(step, signature, variant, refused.problem)
+            if variant.lead is not None and refused.problem is OUT_OF_MEMORY:
+                step.give_up()
+                self._signatures.drop(variant)  # it was known for long that this may happen: no failure
+            else:
+                self._refusing.calls(step, signature, variant, refused.problem)
+                self._shapes.failed(variant, refused.problem)
         return Ran(self._ungraphed.plainly(run))
 
     def audited(
@@ -224,7 +244,9 @@ class Advancing:
         result, problem = self._watching(step, variant, args, kwargs, leaves, run)
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
-            variant.trace = self._training.program.new_trace()
+            variant.trace = self._training.program.new_trace(variant.trace.dynamic)
+        elif problem is not None and variant.trace.dynamic:
+            self._shapes.refused(variant)
         elif problem is not None:
             self._refusing.calls(step, signature, variant, problem)
         return result
@@ -265,7 +287,11 @@ class Advancing:
         if problem is not None:
             self._refusing.calls(step, signature, None, problem)
             return None
-        variant = Variant(program.new_trace(), self._signatures.lengths, signature.key)
+        family = signature.family
+        trace = program.new_trace(None if family is None else family.dynamic)
+        variant = Variant(trace, self._signatures.lengths, signature.key, family=family)
+        if family is not None:
+            family.traced(variant)
         first = self._signatures.is_first(signature)
         variant.compile_next = training.config.compile is True and self._decisions.compiles and first
         signature.variants.insert(0, variant)
@@ -278,5 +304,4 @@ class Advancing:
     def consider_compiling(self, variant: Variant) -> None:
         """A variant that is used a lot deserves the kernels that were asked for after all."""
         if variant.compiled is None and self._decisions.compiles and self._training.config.compile is True:
-            variant.choice, variant.compile_next = None, True
-            variant.forget_captures()
+            self._shapes.wants_inductor(variant)

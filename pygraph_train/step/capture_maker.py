@@ -11,11 +11,10 @@ from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph, NumbersNotFound
-from pygraph_train.graphs.memory import Storages
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.inputs import StaticInputs
-from pygraph_train.step.moving import LoadedTensors, may_be_loaded
+from pygraph_train.step.moving import LoadedTensors, homes
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call
@@ -30,7 +29,7 @@ from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.refusals import BATCH_IN_STATE, history, problem_of
 from pygraph_train.tracing.signature import flatten
 from pygraph_train.tracing.trace import Trace
-from pygraph_train.verification import Audits, Fingerprint, HostCopy, ScratchState
+from pygraph_train.verification import Fingerprint, HostCopy, ScratchState
 
 __all__ = ["CaptureMaker"]
 
@@ -70,11 +69,14 @@ class CaptureMaker:
         leaves: list[Any],
         position: PositionInAccumulation,
         optimizer: OptimizerPreparation | None,
+        *,
+        verify: bool,
     ) -> tuple[Capture, Fingerprint | None]:
         """Capture the step under the variant's arm.
 
         Args:
             call: how the step's function is run.
+            verify: whether its first replay is compared with the step without a graph.
         Returns:
             The capture, and what its first replay must reproduce (None without verification).
         Raises:
@@ -82,8 +84,9 @@ class CaptureMaker:
             NumbersNotFound: the same, but it can be captured if the optimizer's numbers stay in the graph.
         """
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
+        moving = {} if self._program.replication.sharded else variant.movable()
         with self.stage():
-            kept, loaded = self._homes(variant, reads)
+            kept, loaded = homes(moving, reads, self.anchors, blind=self._config.verify == "off")
         with nullcontext() if loaded is None else loaded.at_home(reads):
             return self._make(
                 variant,
@@ -93,34 +96,11 @@ class CaptureMaker:
                 leaves,
                 position,
                 optimizer,
+                verify=verify or loaded is not None,  # no other run shows that the step only reads these
                 reads=reads,
                 kept=kept,
                 loaded=loaded,
             )
-
-    def _homes(self, variant: Variant, reads: Sequence[Tensor]) -> tuple[list[Tensor], LoadedTensors | None]:
-        """What the loop gives other memory between steps: tensors to be brought home, and homes of those to be loaded.
-
-        What can be neither is captured where it lies.
-        """
-        kept: list[Tensor] = []
-        places: list[int] = []
-        blind = self._config.verify == "off"  # no run shows what the step writes
-        if self._program.replication.sharded or variant.trace.rebound:
-            return kept, None
-        passed = {k for _, k in variant.anchored}
-        here = [k for k in variant.moving if k not in passed]
-        rest = Storages(t for k, t in enumerate(reads) if k not in variant.moving and not t.requires_grad)
-        for k in here:
-            tensor = reads[k]
-            if not variant.moving[k] and self.anchors.may_keep(tensor):
-                kept.append(tensor)
-            elif not blind and may_be_loaded(tensor) and not rest.hold(tensor):
-                places.append(k)
-        try:
-            return kept, LoadedTensors(places, reads) if places else None
-        except Exception as error:  # there may be no memory
-            raise NotLegal(problem_of(error)) from error
 
     def _make(
         self,
@@ -132,6 +112,7 @@ class CaptureMaker:
         position: PositionInAccumulation,
         optimizer: OptimizerPreparation | None,
         *,
+        verify: bool,
         reads: Sequence[Tensor],
         kept: list[Tensor],
         loaded: LoadedTensors | None,
@@ -178,7 +159,9 @@ class CaptureMaker:
         try:
             with self.stage():
                 if variant.inputs is None:
-                    variant.inputs = StaticInputs(leaves, variant.used)
+                    shared = None if variant.lead is None else variant.family
+                    memory = None if shared is None else shared.inputs
+                    variant.inputs = StaticInputs(leaves, variant.used, memory)
                 fixed = reads if loaded is None else loaded.without(reads)
                 written = variant.maybe_written(fixed)
                 if written is not None and variant.inputs.lie_in(written, leaves):
@@ -192,7 +175,7 @@ class CaptureMaker:
                         if not trace.holds(program.function(), static_args, static_kwargs):
                             raise NotLegal(trace.why_not(program.function(), static_args, static_kwargs))
             expected, started = None, time.perf_counter()
-            if self._config.verify != "off":
+            if verify:
                 only_read = nullcontext() if loaded is None else loaded.only_read(reads)
                 expected = self.reference(
                     variant,
@@ -204,7 +187,7 @@ class CaptureMaker:
                     sync=position.sync,
                     around=only_read,
                 )
-            reference = time.perf_counter() - started
+            reference = time.perf_counter() - started if verify else variant.last_comparison()
             watched = optimizer.state.none_is_made() if optimizer is not None and updates else nullcontext()
             exchanges = position.sync
             with self.stage(), self._context(), watched, replication.capturing():
@@ -245,9 +228,9 @@ class CaptureMaker:
             pick_leaves=picker([i for i, t in enumerate(reads) if t.requires_grad]),
             addresses=[local_tensor(t).data_ptr() for t in fixed],
             rebound=rebound,
-            verified=self._config.verify == "off",
+            verified=not verify,
             hook_registrations=hook_registrations(),
-            audits=Audits(self._config.verify, time.perf_counter(), reference),
+            audits=variant.audits(self._config.verify, time.perf_counter(), reference),
             sync=position.sync,
             written=written,
             sharded=replication.sharded,

@@ -17,8 +17,10 @@ from pygraph_train.step.comparing import Comparing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent
+from pygraph_train.step.moving import MEMORY_IN_USE, moves
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.room import Room
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
@@ -53,11 +55,6 @@ _HYPERPARAMETERS_CHANGE = (
     "(betas or momentum under OneCycleLR, for example)"
 )
 
-_MEMORY_IN_USE = Problem(
-    "memory of a tensor that is assigned (`.data = ...`) is in use elsewhere again and again",
-    fix="Assign a copy of the value (.clone()), and keep no views of the tensor",
-)
-
 
 class Capturing:
     """Prepares, compiles, captures and compares.
@@ -85,7 +82,7 @@ class Capturing:
         self._updates = updates
         self._decisions = decisions
         self._maker = maker
-        self._signatures = signatures
+        self._room = Room(training, signatures)
         self._leave_update_outside = leave_update_outside
         self._together = together
         self._captured = False
@@ -93,11 +90,21 @@ class Capturing:
 
     def prepared(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
         """Make the step with the kernels that its capture will hold."""
-        result = self._prepared(step, variant, run)
+        result = self.timed(step, variant, run)
         variant.meets(LifeEvent.RAN)
         return result
 
-    def _prepared(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
+    def untimed(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
+        """Make a step of another shape with a kind of call's kernels."""
+        with self._updates.context(), self._maker.warm_up(fresh=step.position.fresh):
+            return run(variant.compiled or self._call_of(variant))
+
+    def has_room(self, variant: Variant | None) -> bool:
+        """Whether another shape may have graphs now, or this one."""
+        return self._training.program.replication.ready() and self._room.is_there(variant)
+
+    def timed(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
+        """Make a step with the kernels of a kind of call, and time it."""
         training, call = self._training, self._call_of(variant)
 
         def marked(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,7 +142,9 @@ class Capturing:
         if isinstance(variant.trace, OpenedTrace):
             return CompiledUnits(variant.trace, program.replication.units(), compile_whole)
         compiler = program.replication.in_pieces(compile_whole)
-        return Trace(program.device, compiler=compiler, recorder=program.recorder)
+        return Trace(
+            program.device, compiler=compiler, recorder=program.recorder, dynamic=variant.trace.dynamic
+        )
 
     def compiled(
         self,
@@ -164,7 +173,7 @@ class Capturing:
         put_back = program.scaling.notes()
         try:
             with training.clock.compiling():
-                result = self._prepared(step, variant, run)
+                result = self.timed(step, variant, run)
         except BaseException as error:
             problem = compiler_problem(error) if isinstance(error, Exception) else None
             if problem is None:
@@ -181,7 +190,7 @@ class Capturing:
                 raise NotLegal(problem) from error
             variant.arm = self._decisions.arms(variant, self._updates.plans())[0]
             training.note(problem)
-            result = self._prepared(step, variant, run)
+            result = self.timed(step, variant, run)
             variant.meets(LifeEvent.NOT_COMPILED)
             return result
         variant.meets(LifeEvent.RAN)
@@ -228,7 +237,7 @@ class Capturing:
                     variant.moving[place] = other or variant.moving.get(place, False)
             if variant.moves > allowed:
                 name = readable(variant.trace.inputs[min(places)], program.function()) if places else ""
-                raise NotLegal(_MEMORY_IN_USE if not places else _moves(name))
+                raise NotLegal(MEMORY_IN_USE if not places else moves(name))
         elif not updates.state_is_that_of(capture):
             variant.forget_captures()
             updates.made = 0
@@ -256,7 +265,7 @@ class Capturing:
         Raises:
             NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
         """
-        started = time.perf_counter()
+        started, config = time.perf_counter(), self._training.config
         training, updates, position = self._training, self._updates, step.position
         if not self._captured:
             self._captured = True
@@ -276,7 +285,12 @@ class Capturing:
             raise NotLegal(
                 Problem(f"Python values of the training loop change again and again: {position.constants}")
             )
-        self._make_room(variant)
+        place, family, verify = variant.capture_key(position), variant.family, config.verify != "off"
+        if variant.lead is None:
+            self._room.make(variant)
+        elif family is not None:  # room was asked for when it had earned its captures
+            verify = verify and family.is_compared(place, config.verify)
+        self._room.capture_begins()
         make = functools.partial(
             self._maker.make,
             variant,
@@ -286,6 +300,7 @@ class Capturing:
             leaves,
             position,
             updates.preparation,
+            verify=verify,
         )
         try:
             capture, expected = make()
@@ -294,8 +309,12 @@ class Capturing:
             log.info("pygraph: hyperparameters stay in the graph of the step: %s", error)
             updates.preparation.numbers_stay()
             capture, expected = make()
-        variant.captures[variant.capture_key(position)] = capture
+        self._room.capture_ended()
+        variant.captures[place] = capture
+        training.report.shapes.got_graph(variant.key)
         seconds = time.perf_counter() - started
+        if family is not None:
+            family.captured(place, seconds if training.engine.name == "cuda" else None)
         what = str(position if variant.arm.plan.fused else position.without_update())
         if variant.choice is None:
             training.report.runs_with(variant.arm.plan)
@@ -305,31 +324,3 @@ class Capturing:
         training.clock.interrupted()
         log.info("pygraph: captured %s in %.2f s (%d nodes)", what, seconds, capture.graph.nodes)
         return capture, expected
-
-    def _make_room(self, variant: Variant) -> None:
-        """Release the least recently used captures above `max_signatures`.
-
-        Raises:
-            NotLegal: all of them were used a moment ago, and capturing again and again costs more than it gives.
-        """
-        most = self._training.config.max_signatures
-        holders = [v for v in self._signatures.variants() if v.captures and v is not variant]
-        if len(holders) < most:
-            return
-        oldest = min(holders, key=lambda v: v.last_used)
-        if self._training.step - oldest.last_used < 4 * most:
-            raise NotLegal(
-                Problem(
-                    f"{most} other input signatures are in use",
-                    fix="Raise PyGraphConfig.max_signatures, or pad batches to fewer shapes",
-                )
-            )
-        oldest.forget_captures()
-        oldest.inputs = None
-
-
-def _moves(name: str) -> Problem:
-    return Problem(
-        f"{name} lives at a new address again and again",
-        fix=f"Write new values into {name} (`copy_`) in place of replacing it, and keep no views of it",
-    )

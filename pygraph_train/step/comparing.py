@@ -96,7 +96,7 @@ class Comparing:
 
         bits, stands = self._same_arithmetic(capture), True
         runs = PlainRuns(expected)
-        result = replay()
+        result = self._timed(variant, replay)
         try:
             found = self._left_by(capture)
             difference = expected.compare(found, bits=bits)
@@ -121,8 +121,12 @@ class Comparing:
         training.report.compared(seconds, audit=capture.verified)
         training.clock.interrupted()
         capture.audits.took(seconds, first=not capture.verified)
+        if variant.family is not None and training.engine.name == "cuda":
+            variant.family.costs.compares(seconds)
         problem = None
         if difference is not None:
+            if variant.family is not None:
+                variant.family.differed = True
             which = f"replay {variant.replays}" if capture.verified else "the first replay"
             problem = Problem(
                 f"{which} of {step.position} differs from the step without a graph: {difference}",
@@ -137,6 +141,18 @@ class Comparing:
         if stands:
             undo()
         raise NotLegal(problem)
+
+    def _timed(self, variant: Variant, replay: Callable[[], R]) -> R:
+        """Make a replay that is compared, and so waited for. What it takes decides which shapes get graphs."""
+        engine, family = self._training.engine, variant.family
+        if family is None or engine.name != "cuda":
+            return replay()
+        engine.synchronize()
+        started = time.perf_counter()
+        result = replay()
+        engine.synchronize()
+        family.costs.replayed(time.perf_counter() - started)
+        return result
 
     def _left_by(self, capture: Capture) -> Fingerprint:
         """What the last replay has left."""

@@ -93,9 +93,10 @@ class Decisions:
         plans = [plan for plan in plans if not plan.regions]
         arms = [Arm(plan) for plan in plans]
         if variant is not None and self.compiles and compile is not False:
-            if compile is True and (variant.compile_next or variant.compiled is not None):
+            wanted = variant.compile_next and not variant.one_of_many
+            if compile is True and (wanted or variant.compiled is not None):
                 arms = [Arm(plan, compiled=plan.forward_backward) for plan in plans]
-            elif compile == "auto" and plans and plans[0].forward_backward:
+            elif compile == "auto" and plans and plans[0].forward_backward and not variant.one_of_many:
                 arms.append(Arm(plans[0], compiled=True))
         fused = bool(plans) and plans[0].forward_backward
         first = not fused and not (cuda and compile == "auto")  # Inductor has to pay

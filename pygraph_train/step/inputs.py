@@ -12,9 +12,27 @@ from pygraph_train.graphs.memory import Storages
 from pygraph_train.torch_private.memory import copy_all
 from pygraph_train.tracing.signature import alignment, flatten, map_leaves
 
-__all__ = ["StaticInputs", "Transfer"]
+__all__ = ["InputMemory", "StaticInputs", "Transfer"]
 
 T = TypeVar("T")
+
+
+class InputMemory:
+    """Memory for the buffers of several shapes. Each replay fills its own before it reads them, so they may overlap.
+
+    The memory of the largest shape so far serves smaller ones.
+    """
+
+    def __init__(self) -> None:
+        self._of_leaf: dict[int, torch.UntypedStorage] = {}
+
+    def storage(self, place: int, size: int, device: torch.device) -> torch.UntypedStorage:
+        """Memory of at least `size` bytes for the leaf at this place."""
+        known = self._of_leaf.get(place)
+        if known is None or known.nbytes() < size or known.device != device:
+            known = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+            self._of_leaf[place] = known
+        return known
 
 
 class StaticInputs:
@@ -25,9 +43,12 @@ class StaticInputs:
     Args:
         leaves: example leaves; tensors give shape, dtype, strides and device.
         used: which leaves the step reads; the others are neither allocated nor copied.
+        memory: shared with other shapes; None for memory of their own.
     """
 
-    def __init__(self, leaves: Sequence[Any], used: Sequence[bool]) -> None:
+    def __init__(
+        self, leaves: Sequence[Any], used: Sequence[bool], memory: InputMemory | None = None
+    ) -> None:
         read = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and used[i]]
         first = {id(leaves[i]): i for i in reversed(read)}
         self._index = sorted(first.values())
@@ -35,7 +56,8 @@ class StaticInputs:
         self._written = [_written_once(leaves[i]) for i in self._index]
         self._expands = any(size is not None for size in self._written)
         self.tensors: list[Tensor] = [
-            _buffer_like(_part(leaves[i], size)) for i, size in zip(self._index, self._written, strict=True)
+            _buffer_like(_part(leaves[i], size), i, memory)
+            for i, size in zip(self._index, self._written, strict=True)
         ]
 
     def tree(self, args: Any) -> Any:
@@ -100,9 +122,14 @@ def _part(leaf: Tensor, size: tuple[int, ...] | None) -> Tensor:
     return leaf if size is None else leaf.as_strided(size, leaf.stride())
 
 
-def _buffer_like(leaf: Tensor) -> Tensor:
-    """Memory of its own with the leaf's shape, strides and alignment: kernels were chosen for these."""
+def _buffer_like(leaf: Tensor, place: int, memory: InputMemory | None) -> Tensor:
+    """A tensor with the leaf's shape, strides and alignment: kernels were chosen for these."""
     odd = alignment(leaf)
+    if memory is not None and leaf.numel():
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
+        storage = memory.storage(place, odd + extent * leaf.element_size(), leaf.device)
+        buffer = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        return buffer.set_(storage, odd // leaf.element_size(), leaf.shape, leaf.stride())  # type: ignore[arg-type]
     if not odd or leaf.numel() == 0:
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     extent = 1 + sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True))

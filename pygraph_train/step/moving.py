@@ -11,7 +11,7 @@ graph reads fixed addresses, so such a tensor has a home, and there are two ways
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,10 +19,16 @@ from torch import Tensor, nn
 
 from pygraph_train.graphs.memory import ALIGNMENT, Storages, bits, copy_elsewhere
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.step.rebinding import Anchors
 from pygraph_train.torch_private.memory import copy_all, storage_key, tensor_version
+from pygraph_train.tracing.refusals import problem_of
 
-__all__ = ["LoadedTensors", "may_be_loaded"]
+__all__ = ["MEMORY_IN_USE", "LoadedTensors", "homes", "may_be_loaded", "moves"]
 
+MEMORY_IN_USE = Problem(
+    "memory of a tensor that is assigned (`.data = ...`) is in use elsewhere again and again",
+    fix="Assign a copy of the value (.clone()), and keep no views of the tensor",
+)
 _RETURNED = Problem(
     "a result of the step shares memory with a tensor that the loop replaces between steps",
     fix="Return a copy of it (.clone())",
@@ -33,10 +39,50 @@ _WRITTEN = Problem(
 )
 
 
+def moves(name: str) -> Problem:
+    """A tensor moves, and no copy can stand for it."""
+    return Problem(
+        f"{name} lives at a new address again and again",
+        fix=f"Write new values into {name} (`copy_`) in place of replacing it, and keep no views of it",
+    )
+
+
 def may_be_loaded(tensor: Tensor) -> bool:
     """Whether a copy can stand for a tensor that a step reads: nobody asks for its gradient, and it is plain memory."""
     plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_inference()
     return plain and not tensor.requires_grad and tensor.grad_fn is None
+
+
+def homes(
+    moving: Mapping[int, bool], reads: Sequence[Tensor], anchors: Anchors, *, blind: bool
+) -> tuple[list[Tensor], LoadedTensors | None]:
+    """What the loop gives other memory: tensors to be brought home, and homes of those to be loaded.
+
+    A tensor that can be neither is captured where it lies.
+
+    Args:
+        moving: places in `reads`; True where it is another tensor from time to time.
+        reads: all that the step reads.
+        anchors: bring tensors home.
+        blind: whether no run shows what the step writes.
+    Raises:
+        NotLegal: there is no memory for the homes.
+    """
+    if not moving:
+        return [], None
+    kept: list[Tensor] = []
+    places: list[int] = []
+    rest = Storages(t for k, t in enumerate(reads) if k not in moving and not t.requires_grad)
+    for k, other in moving.items():
+        tensor = reads[k]
+        if not other and anchors.may_keep(tensor):
+            kept.append(tensor)
+        elif not blind and may_be_loaded(tensor) and not rest.hold(tensor):
+            places.append(k)
+    try:
+        return kept, LoadedTensors(places, reads) if places else None
+    except Exception as error:
+        raise NotLegal(problem_of(error)) from error
 
 
 class LoadedTensors:

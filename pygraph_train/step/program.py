@@ -13,6 +13,7 @@ from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.parallel.replication import Replication
 from pygraph_train.problems import Problem
 from pygraph_train.tracing.opened_trace import OpenedTrace
+from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Call", "StepOfLoss", "StepProgram", "plain_call"]
@@ -44,8 +45,12 @@ class StepProgram(UpdateProgram, Protocol):
     """Whether `function` makes backwards and updates itself. `forward` makes the whole step then, and `backward` and
     `update` do nothing; gradients are what they were when the step began."""
 
-    def new_trace(self) -> Trace:
-        """A trace for one kind of call of `function`."""
+    def new_trace(self, dynamic: Dims | None = None) -> Trace:
+        """A trace for one kind of call of `function`.
+
+        Args:
+            dynamic: see `Trace`. A program whose trace is bound to sizes has none.
+        """
 
     def emptied(self, trace: Trace, owned: list[Tensor]) -> list[Tensor]:
         """Parameters whose gradients a step that begins an accumulation drops before anything reads them.
@@ -87,11 +92,11 @@ class StepOfLoss:
     replication: Replication
     recorder: str | tuple[str, ...] | None
 
-    def new_trace(self) -> Trace:
+    def new_trace(self, dynamic: Dims | None = None) -> Trace:
         """A trace for one kind of call. Modules with hooks of torch's own are opened for it."""
         if self.replication.sharded:
             return OpenedTrace(self.device, self.replication.opened, recorder=self.recorder)
-        return Trace(self.device, recorder=self.recorder)
+        return Trace(self.device, recorder=self.recorder, dynamic=dynamic)
 
     def emptied(self, trace: Trace, owned: list[Tensor]) -> list[Tensor]:
         """All of them: the loop calls `zero_grad`."""

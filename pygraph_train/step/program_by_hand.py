@@ -23,6 +23,7 @@ from pygraph_train.torch_private.cuda import told_whether_capturing
 from pygraph_train.tracing.obstacles import gradients_asked, gradients_read
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import of_step_by_hand
+from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["ProgramByHand", "called_parts"]
@@ -86,7 +87,7 @@ class ProgramByHand:
             self._present = PositionInAccumulation(constants=(present,))
         return self._present
 
-    def new_trace(self) -> OpenedTrace:
+    def new_trace(self, dynamic: Dims | None = None) -> OpenedTrace:
         """A trace of the function with stand-ins for everything that Dynamo cannot follow."""
         return _WatchedTrace(self)
 

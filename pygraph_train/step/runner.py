@@ -18,6 +18,7 @@ from pygraph_train.step.advancing import REPLAYS_BEFORE_COMPILING, Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.families import Families
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import StageLengths
 from pygraph_train.step.lookup import Lookup
@@ -73,7 +74,7 @@ class StepRunner:
         decisions = Decisions(
             program, config, engine, report, training.times, steps_left, on_decision, self._release
         )
-        signatures = Signatures(StageLengths(met=config.warmup_steps, watched=config.warmup_steps))
+        signatures = _signatures(training)
         together = None if program.replication.group is None else Together(training, program.replication)
         maker = CaptureMaker(training, updates.context, together)
         self._together, self._lookup = together, Lookup(program, updates, maker.anchors)
@@ -154,10 +155,11 @@ class StepRunner:
                 variant.arm = choice.arm
                 settled_without = choice.controller.settled and not variant.arm.plan.forward_backward
                 signature.no_graphs = choice if settled_without else None
-            if not variant.arm.plan.forward_backward:
-                step.arm = variant.arm
-                return Ran(self._ungraphed.as_its_arm_says(step, run))
+        elif variant.lead is not None:
+            variant.follow()
         step.arm = variant.arm
+        if not variant.arm.plan.forward_backward and (choice or variant.lead) is not None:
+            return Ran(self._ungraphed.as_its_arm_says(step, run))
         capture = variant.captures.get(variant.capture_key(step.position))
         if capture is not None and not capture.gradients.fit():
             return Ran(self._ungraphed.plainly(run))  # emptied in the middle of an accumulation
@@ -172,7 +174,7 @@ class StepRunner:
                     return Ran(self._ungraphed.plainly(run))
                 return self._advance.audited(step, signature, variant, capture, args, kwargs, leaves, run)
             step.replayed = True
-            if variant.choice is None:
+            if variant.choice is None and variant.lead is None:
                 variant.choice = self._advance.compare_plans(variant)
             return self._replay(variant, capture, leaves)
         return self._advance(step, signature, variant, args, kwargs, leaves, run)
@@ -193,8 +195,7 @@ class StepRunner:
         if capture.number:
             self._training.program.replication.replayed(sync=capture.sync)
         capture.audits.left -= 1
-        variant.last_used = self._training.step
-        variant.replays += 1
+        variant.replayed(self._training.step)
         self._training.replays += 1
         self._training.clock.replayed(self._training.step)
         self._present.came_from_graph(updated=capture.updates)
@@ -241,3 +242,11 @@ class StepRunner:
         self._regions.close()
         self._refusing.close()
         let_go(self._training.engine)
+
+
+def _signatures(training: TrainingRun) -> Signatures:
+    """What is known of calls. One trace serves many shapes where one process traces the step itself."""
+    program, warmup = training.program, training.config.warmup_steps
+    apart = program.by_hand or program.replication.group is not None or program.replication.sharded
+    lengths = StageLengths(met=warmup, watched=warmup)
+    return Signatures(lengths, None if apart else Families(), training.report.shapes.meets)

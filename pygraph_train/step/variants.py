@@ -15,7 +15,9 @@ from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import Storages
 from pygraph_train.identity import identities
 from pygraph_train.selection.arms import NOTHING, Arm
+from pygraph_train.selection.returns import Returns
 from pygraph_train.step.choice import Choice
+from pygraph_train.step.families import Families, Family
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage, StageLengths, next_life
 from pygraph_train.step.moving import LoadedTensors
@@ -25,7 +27,7 @@ from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
-from pygraph_train.verification import Audits
+from pygraph_train.verification import AuditLedger, Audits
 
 __all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant", "moved", "picker", "same_memory"]
 
@@ -96,6 +98,8 @@ class Variant:
         moves: how often captures were thrown away because something had moved.
         writes_parameters: whether forward changes parameters in place.
         moving: which of `trace.inputs` the loop has given other memory; True where it is another tensor then.
+        family: of kinds of calls that differ in sizes alone.
+        lead: whose trace it shares, and whose plan it follows. None for a kind of call with a trace of its own.
     """
 
     trace: Trace
@@ -116,10 +120,38 @@ class Variant:
     moves: int = 0
     writes_parameters: bool = False
     moving: dict[int, bool] = field(default_factory=dict)
+    family: Family | None = None
+    lead: Variant | None = None
+
+    def member(self, key: Key) -> Variant:
+        """A kind of call with other sizes that this one's trace holds for. Nothing has to be found out for it."""
+        return Variant(
+            self.trace,
+            self.lengths._replace(prepared=1),
+            key,
+            Life(Stage.PREPARED),
+            used=self.used,
+            anchored=self.anchored,
+            arm=self.arm,
+            writes_parameters=self.writes_parameters,
+            moving=self.moving,
+            family=self.family,
+            lead=self,
+        )
+
+    @property
+    def one_of_many(self) -> bool:
+        """Whether its trace is for one of several shapes: Inductor's kernels should rather be for all of them."""
+        return self.family is not None and self.family.shapes > 1 and not self.trace.dynamic
 
     def is_for(self, leaves: Sequence[Any]) -> bool:
         """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""
         return all(leaves[i] is self.trace.latest_tensors[k] for i, k in self.anchored)
+
+    def movable(self) -> dict[int, bool]:
+        """Those of `moving` that a capture may follow: not what is passed as well, and not what the step rebinds."""
+        passed = {k for _, k in self.anchored}
+        return {} if self.trace.rebound else {k: other for k, other in self.moving.items() if k not in passed}
 
     def load(self, capture: Capture, leaves: Sequence[Any]) -> None:
         """Copy what a replay reads from elsewhere into the memory of the graph. Hot path; the trace holds."""
@@ -141,12 +173,38 @@ class Variant:
         """Go on in life."""
         self.life = next_life(self.life, event, self.lengths)
 
+    def audits(self, verify: str, now: float, reference: float) -> Audits:
+        """When its next capture is compared again. Graphs of shapes that share a trace share the time for that."""
+        family = None if self.lead is None else self.family
+        if family is not None and family.audits is None:
+            family.audits = AuditLedger(now)
+        return Audits(verify, now, reference, None if family is None else family.audits)
+
+    def last_comparison(self) -> float:
+        """Seconds that an audit of a capture will take, which was not compared itself."""
+        return 0.0 if self.family is None else self.family.costs.compared or 0.0
+
     def capture_key(self, position: PositionInAccumulation) -> CaptureKey:
         """Where the capture is that serves this position under the present arm."""
         return (position, self.arm.plan.fused, self.arm.compiled)
 
+    def replayed(self, step: int) -> None:
+        """Note a replay in this training step. Hot path."""
+        self.last_used = step
+        self.replays += 1
+        if self.family is not None:
+            self.family.replays += 1
+            self.family.steps_without_inductor += self.lead is not None
+
+    def follow(self) -> None:
+        """Run with the plan that was found to be the best one for other shapes. Hot path."""
+        if self.family is not None:
+            self.arm = self.family.arm_for(self.arm)
+
     def seen_in_warmup(self, seconds: float) -> None:
         """Note a step that ran without a graph."""
+        if self.family is not None and (self.trace.dynamic or not self.arm.compiled):
+            self.family.ran_without_graph(seconds, compiled=self.arm.compiled)
         self.warmup_seconds = min(seconds, self.warmup_seconds or seconds)
 
     def keep_captures_of(self, arm: Arm) -> None:
@@ -172,11 +230,15 @@ class Signature:
 
     Attributes:
         life: until it has a variant, and when it gets no more of them.
+        family: of signatures that differ in sizes alone; None where each one is on its own.
+        returns: how often it has come without a graph, where its family has a trace for it.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
     """
 
     key: Key
     life: Life
+    family: Family | None = None
+    returns: Returns = field(default_factory=Returns)
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
     no_graphs: Choice | None = None
@@ -187,10 +249,16 @@ class Signatures:
 
     Args:
         lengths: of the lives of calls.
+        families: of signatures that differ in sizes alone; None where each one is on its own.
+        met: called for each new one.
     """
 
-    def __init__(self, lengths: StageLengths) -> None:
+    def __init__(
+        self, lengths: StageLengths, families: Families | None, met: Callable[[], None] = lambda: None
+    ) -> None:
         self.lengths = lengths
+        self.families = families
+        self._met = met
         self._first: Signature | None = None
         self._by_key: OrderedDict[Key, Signature] = OrderedDict()
         self.get = self._by_key.get
@@ -199,16 +267,39 @@ class Signatures:
         """The signature with this key, a new one if need be."""
         signature = self._by_key.get(key)
         if signature is None:
-            signature = self._by_key[key] = Signature(
-                key, Life(Stage.FIRST_LOOK if self._first is None else Stage.MET)
-            )
+            stage = Stage.FIRST_LOOK if self._first is None else Stage.MET
+            family = None if self.families is None else self.families.meet(key)
+            self._met()
+            signature = self._by_key[key] = Signature(key, Life(stage), family)
             self._first = self._first or signature
-            while len(self._by_key) > _MOST_SIGNATURES:  # shapes that never come back leave no trace
-                oldest = next(k for k, s in self._by_key.items() if s is not self._first)
-                for variant in self._by_key.pop(oldest).variants:
-                    variant.forget_captures()
+            if len(self._by_key) > _MOST_SIGNATURES:  # shapes that never come back leave no trace
+                self._forget_oldest()
         self._by_key.move_to_end(key)
         return signature
+
+    def _forget_oldest(self) -> None:
+        """Of those that were met long ago, one without graphs if there is any: replays do not come by here."""
+        for _ in range(_MOST_SIGNATURES):
+            key, oldest = next(iter(self._by_key.items()))
+            graphed = oldest.variants and any(v.captures for v in oldest.variants)
+            if oldest is not self._first and not graphed:
+                break
+            self._by_key.move_to_end(key)
+        else:
+            key, oldest = next(item for item in self._by_key.items() if item[1] is not self._first)
+        del self._by_key[key]
+        for variant in oldest.variants:
+            variant.forget_captures()
+
+    def drop(self, variant: Variant, *, doubled: bool = True) -> None:
+        """Forget a kind of call, its graphs included: its shape has to earn them anew, for the doubled price."""
+        variant.forget_captures()
+        signature = self._by_key.get(variant.key)
+        if signature is not None:
+            signature.variants = [other for other in signature.variants if other is not variant]
+            signature.returns.steps = 0
+            if doubled:
+                signature.returns.dropped()
 
     def is_first(self, signature: Signature) -> bool:
         """Whether it is the first one of the run, which stands for the others."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import Problem
+from pygraph_train.torch_private.dynamic_shapes import is_size_of_tensor
 from pygraph_train.torch_private.dynamo import dynamo_side_effects, placeholder_source
 from pygraph_train.torch_private.guards import gradients_asked_for
 from pygraph_train.tracing.reasons import first_use, innermost, line_of, read_on_host, readable
@@ -60,7 +61,7 @@ def on_host(
                         first_use(node),
                         f"Register the tensor as a buffer, or move it to {device.type}",
                     )
-            elif value is not None:
+            elif value is not None and not is_size_of_tensor(node):  # each size has a capture of its own
                 name = readable(placeholder_source(node) or node.name, fn)
                 yield Problem(f"{name} is a Python number that changes from step to step", first_use(node))
         elif node.op == "call_method" and node.target in ("item", "tolist"):

@@ -22,6 +22,7 @@ __all__ = [
     "DISPATCH_MODE",
     "FUNCTION_MODE",
     "GLOBAL_HOOK",
+    "OUT_OF_MEMORY",
     "SAVED_TENSORS_HOOKS",
     "compiler_problem",
     "history",
@@ -52,6 +53,9 @@ BATCH_IN_STATE = Problem(
     "a tensor of the batch lies in memory that the step may write (it is a view of a buffer of the "
     "model), and a graph would read the values from before the step",
     fix="Pass a clone of the tensor",
+)
+OUT_OF_MEMORY = Problem(
+    "out of memory during the capture", fix="Use a smaller batch, so that the graph's memory fits"
 )
 ANOMALY = Problem(
     "anomaly detection reads every gradient on the host", fix="Turn anomaly detection off (detect_anomaly)"
@@ -116,9 +120,7 @@ def problem_of(error: Exception) -> Problem:
         where = error.where or _place_in_graph(error.__cause__)
         return Problem(error.reason, where, _READ_LATER if "on the host" in error.reason else "")
     if isinstance(error, torch.OutOfMemoryError):
-        return Problem(
-            "out of memory during the capture", fix="Use a smaller batch, so that the graph's memory fits"
-        )
+        return OUT_OF_MEMORY
     first = (str(error).strip().splitlines() or [""])[0]
     return Problem(
         f"the capture failed with {type(error).__name__}: {first}", user_location(error.__traceback__)

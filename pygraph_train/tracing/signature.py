@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 __all__ = [
     "ALIGNMENT",
+    "Dims",
     "Key",
+    "Sizes",
     "alignment",
     "batch_expressions",
+    "family_of",
     "flatten",
     "flattened",
     "key_of",
@@ -28,6 +31,13 @@ ALIGNMENT = 16
 
 Key = tuple[Any, ...]
 """Hashable: equal keys mean equal structure, tensor metadata and types of the other leaves."""
+
+
+Sizes = tuple[tuple[int, ...], ...]
+"""Of each leaf; () where it is no tensor."""
+
+Dims = Mapping[int, frozenset[int]]
+"""Dimensions of leaves, by the position of the leaf."""
 
 
 def flatten(tree: Any, leaves: list[Any]) -> Any:
@@ -127,6 +137,32 @@ def _leaf_key(leaf: Any) -> Any:
         return (type(leaf), leaf.layout)  # they have no strides, and are refused anyhow
     # kernels choose their loads, and with them the order of sums, by the alignment of what they read
     return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad, alignment(leaf))
+
+
+def family_of(key: Key) -> tuple[Key, Sizes]:
+    """What keys have in common that differ in sizes alone, and the sizes. Strides and alignment follow from sizes."""
+    structure, *leaves = key
+    known, sizes = [structure], []
+    for leaf in leaves:
+        of_tensor = isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)
+        if of_tensor:
+            size, dtype, stride, device, requires_grad, _ = leaf
+            known.append((dtype, device, requires_grad, _order(size, stride)))
+        else:
+            known.append(leaf)
+        sizes.append(tuple(leaf[0]) if of_tensor else ())
+    return tuple(known), tuple(sizes)
+
+
+def _order(size: Sequence[int], stride: Sequence[int]) -> tuple[bool, bool, tuple[int, ...]]:
+    """Whether elements lie side by side, whether some are the same, and the dimensions, the outermost first."""
+    expected, usual = 1, True  # a dimension of size 1 may have any stride
+    for n, step in zip(reversed(size), reversed(stride), strict=True):
+        usual &= n == 1 or step == expected
+        expected *= max(n, 1)  # as torch counts them
+    dims = range(len(size))
+    expanded = not usual and any(n > 1 and step == 0 for n, step in zip(size, stride, strict=True))
+    return usual, expanded, tuple(dims if usual else sorted(dims, key=lambda dim: -stride[dim]))
 
 
 def alignment(tensor: Tensor) -> int:

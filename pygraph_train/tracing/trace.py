@@ -10,7 +10,7 @@ import dataclasses
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.torch_private.dynamic_shapes import sizes_are_symbols
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
     dynamo_refusal,
@@ -31,6 +32,7 @@ from pygraph_train.torch_private.guards import asked_expression, guard_failures,
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written
+from pygraph_train.tracing.reading import Read, owner_of, reader
 from pygraph_train.tracing.reasons import (
     compiler_failed,
     forget_frames,
@@ -42,7 +44,7 @@ from pygraph_train.tracing.reasons import (
 )
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
-from pygraph_train.tracing.signature import batch_expressions
+from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
 
 __all__ = ["Compiler", "Trace", "guard_constants", "held_weakly"]
@@ -50,46 +52,6 @@ __all__ = ["Compiler", "Trace", "guard_constants", "held_weakly"]
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
 """Compiles a graph of Dynamo's for these inputs, and appends what it could not do to the list."""
-
-_Read = Callable[[dict[str, Any], dict[str, Any]], Any]
-
-
-def _reader(namespace: dict[str, Any], *groups: Iterable[str]) -> _Read:
-    """One function that reads all of Dynamo's own source expressions: a call for each would be slow.
-
-    What several of them start with (a module's parameters) is read once. It returns a tuple for each group.
-    """
-    lines: list[str] = []
-    known: dict[str, str] = {}
-
-    def name_of(expression: str) -> str:
-        owner, last = _owner(expression)
-        if not owner:
-            return expression
-        if owner not in known:
-            place = name_of(owner)
-            known[owner] = f"v{len(known)}"
-            lines.append(f"    {known[owner]} = {place}\n")
-        return known[owner] + last
-
-    tuples = [f"({''.join(name_of(e) + ', ' for e in expressions)})" for expressions in groups]
-    scope = dict(namespace)
-    exec(f"def read(L, G):\n{''.join(lines)}    return {', '.join(tuples)},\n", scope)
-    read: _Read = scope["read"]
-    return read
-
-
-_ACCESS = re.compile(r"\.\w+|\['[^'\\]*'\]|\[\d+\]")
-
-
-def _owner(expression: str) -> tuple[str, str]:
-    """`L['fn'].net.weight` is read from `L['fn'].net` with `.weight`; ("", "") where that is not so simple."""
-    if not expression.startswith(("L[", "G[")):
-        return "", ""
-    parts = _ACCESS.findall(expression)
-    if len(parts) < 2 or expression[0] + "".join(parts) != expression:
-        return "", ""
-    return expression[: -len(parts[-1])], parts[-1]
 
 
 def _fresh_code() -> types.FunctionType:
@@ -141,7 +103,7 @@ def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Trace:
-    """One function under Dynamo, for one signature of its arguments.
+    """One function under Dynamo, for one signature of its arguments, or for some that differ in sizes.
 
     Call it as `trace(fn, args, kwargs)`: it runs `fn` for real through Dynamo's graph. `problem` is set
     as soon as something is found that forbids replaying.
@@ -151,6 +113,7 @@ class Trace:
         compiler: of the traced graph; None runs it with eager kernels.
         recorder: suffixes of the Python expressions of objects that the step may write to because the
             caller reproduces it on replay (Lightning's log records), or None.
+        dynamic: which sizes of the arguments' leaves the trace is not bound to. Its guards say for which it holds.
     """
 
     runs_graph = True
@@ -162,8 +125,10 @@ class Trace:
         *,
         compiler: Compiler | None = None,
         recorder: str | tuple[str, ...] | None = None,
+        dynamic: Dims | None = None,
     ) -> None:
         self.device = device
+        self.dynamic = dynamic or {}
         self._compiler = compiler
         self.problem: Problem | None = None
         self.inputs: list[str] = []
@@ -180,7 +145,7 @@ class Trace:
         """What the function makes on the host in each call, and was made when it was traced."""
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
-        self._read: _Read = lambda L, G: ((), (), ())
+        self._read: Read = lambda L, G: ((), (), ())
         self._recorder = recorder
         self._fn: Any = None
         self._is_of_batch = batch_expressions((), {})
@@ -216,7 +181,8 @@ class Trace:
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
         try:
-            with dynamo_step_config(*(weights_are_flat() if self.runs_graph else ())):
+            flat = weights_are_flat() if self.runs_graph else ()
+            with dynamo_step_config(*flat), sizes_are_symbols(self._symbols(args, kwargs)):
                 result = self._call(fn, args, kwargs)
         except dynamo_refusal() as error:
             problem = problem_of_break(error)
@@ -245,9 +211,15 @@ class Trace:
             self.problem = stale or Problem("the step needs a new trace although its inputs look the same")
         return result
 
+    def _symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, frozenset[int]]]:
+        if self.traced or not self.dynamic:
+            return []
+        _, leaves = flattened((args, kwargs))
+        return [(leaves[i], dims) for i, dims in self.dynamic.items()]
+
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
         """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
-        self._read = _reader(self._code.__globals__, self.inputs, self._modules, self._asked)
+        self._read = reader(self._code.__globals__, self.inputs, self._modules, self._asked)
         self._watch = ModuleWatch(*self._read(frame, self._code.__globals__))
         self._guards = entry.guard_manager  # not the entry: torch._dynamo.reset() frees it
 
@@ -288,7 +260,7 @@ class Trace:
     ) -> list[tuple[str, Tensor]]:
         """The tensors of the arguments that the step reads, each with how the user would write it."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        read = _reader(self._code.__globals__, self._arguments)
+        read = reader(self._code.__globals__, self._arguments)
         names = [readable(expression, fn) for expression in self._arguments]
         return list(zip(names, read(frame, self._code.__globals__)[0], strict=True))
 
@@ -354,7 +326,7 @@ class Trace:
         for guard, ours in zip(guards, watched, strict=True):
             if ours and guard.has_value and isinstance(guard.value, nn.Module):
                 self._modules[guarded_expression(guard)] = None
-        asked = [is_asked(guard) and _owner(asked_expression(guard))[1] != "" for guard in guards]
+        asked = [is_asked(guard) and owner_of(asked_expression(guard))[1] != "" for guard in guards]
         self._asked |= dict.fromkeys(asked_expression(guard) for guard in compress(guards, asked))
         return [not (ours or known) for ours, known in zip(watched, asked, strict=True)]
 

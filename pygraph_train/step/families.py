@@ -1,0 +1,184 @@
+"""Families: kinds of calls that differ in the sizes of their tensors alone, and have what was found out in common."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pygraph_train.problems import Problem
+from pygraph_train.selection.arms import Arm
+from pygraph_train.selection.returns import Costs, is_sampled
+from pygraph_train.step.inputs import InputMemory
+from pygraph_train.tracing.signature import Dims, Key, Sizes, family_of
+from pygraph_train.verification import AuditLedger
+
+if TYPE_CHECKING:
+    from pygraph_train.step.variants import CaptureKey, Variant
+
+__all__ = ["Families", "Family"]
+
+_MOST_FAMILIES = 64
+"""Kinds of batches remembered; the oldest are forgotten."""
+
+_MOST_LEADS = 4
+"""Traces that new shapes are tried with."""
+
+_MOST_TRACES = 3
+"""Traces of one family after the first one, before replays have to pay for more."""
+
+_REPLAYS_PER_TRACE = 50
+"""Replays that pay for one more."""
+
+_MOST_FAILURES = 3
+"""Shapes whose captures fail, after which no other shape is tried."""
+
+
+class Family:
+    """What shapes of one kind of batch share.
+
+    Attributes:
+        shapes: how many were met.
+        leads: kinds of calls whose traces serve other shapes, the latest first.
+        compared: kinds of calls with traces of their own, the latest first. Their plans are compared, for all shapes.
+        static: whether a trace for many shapes was refused: each shape needs a trace of its own.
+        traces: made after the first one.
+        replays: of all shapes.
+        costs: of steps and captures.
+        told: whether it was said that there are no more traces.
+        ended: why no further shape gets a graph.
+        inputs: where the graphs of shapes that share a trace read their batches.
+        differed: whether a replay differed from the step without a graph: no capture goes unchecked any more.
+        audits: what the audits of its graphs have cost, but for those of kinds of calls with traces of their own.
+        steps_without_inductor: of other shapes than the first one.
+        timed_compiled: steps with Inductor's kernels that were timed, without the one in which it compiled.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.shapes = 0
+        self.leads: list[Variant] = []
+        self.compared: list[Variant] = []
+        self.static = False
+        self.traces = -1
+        self.replays = 0
+        self.costs = Costs()
+        self.told = False
+        self.ended: Problem | None = None
+        self.inputs = InputMemory()
+        self.differed = False
+        self.audits: AuditLedger | None = None
+        self.steps_without_inductor = 0
+        self.timed_compiled = -1
+        self._compiled: float | None = None
+        self._eager: float | None = None
+        self._failures = 0
+        self._first_sizes = sizes
+        self._dynamic: dict[int, frozenset[int]] = {}
+        self._captures: Counter[CaptureKey] = Counter()
+
+    def meet(self, sizes: Sizes) -> None:
+        """Another shape of it was met."""
+        self.shapes += 1
+        for i, size in enumerate(sizes):
+            first = self._first_sizes[i]
+            if size != first:
+                known = self._dynamic.get(i, frozenset())
+                for dim, n in enumerate(size):
+                    if n != first[dim] and dim not in known:
+                        known = self._dynamic[i] = known | {dim}
+
+    @property
+    def dynamic(self) -> Dims:
+        """Which sizes have been seen to change. Empty where a trace for many shapes cannot be had."""
+        return {} if self.static else dict(self._dynamic)
+
+    def may_trace(self) -> bool:
+        """Whether another trace has a chance to be worth its time."""
+        return self.traces < _MOST_TRACES + self.replays // _REPLAYS_PER_TRACE
+
+    def may_trace_narrow(self, leaves: Sequence[Any]) -> bool:
+        """Whether a shape may have a trace: one with a changing size of 0 or 1 only where replays have paid for it.
+
+        Dynamo makes constants of these sizes, so such a trace serves few shapes or one.
+        """
+        narrow = any(leaves[i].shape[dim] < 2 for i, dims in self._dynamic.items() for dim in dims)
+        return not narrow or self.traces <= self.replays // _REPLAYS_PER_TRACE
+
+    def traced(self, variant: Variant) -> None:
+        """A trace is being made for this kind of call."""
+        self.traces += 1
+        self.compared.insert(0, variant)
+        del self.compared[_MOST_LEADS:]
+        if variant.trace.dynamic:
+            self.leads.insert(0, variant)
+            del self.leads[_MOST_LEADS:]
+
+    def drop(self, variant: Variant) -> None:
+        """Nothing is to be learned from this kind of call any more."""
+        self.leads = [lead for lead in self.leads if lead is not variant]
+        self.compared = [other for other in self.compared if other is not variant]
+
+    def arm_for(self, arm: Arm) -> Arm:
+        """What a shape runs with that has graphs of this one. Hot path."""
+        settled = self.settled()
+        if settled is None or settled.plan == arm.plan:
+            return arm
+        return Arm(settled.plan, arm.compiled) if settled.plan.forward_backward else settled
+
+    def settled(self) -> Arm | None:
+        """The plan that a comparison has settled on, for shapes that compare none themselves."""
+        for variant in self.compared:
+            if variant.choice is not None and variant.choice.controller.settled:
+                return variant.choice.controller.best
+        return None
+
+    def ran_without_graph(self, seconds: float, *, compiled: bool) -> None:
+        """A step without a graph was timed."""
+        if not compiled:
+            self._eager = seconds if self._eager is None else min(self._eager, seconds)
+        elif self.timed_compiled < 0:  # Inductor has compiled in it
+            self.timed_compiled = 0
+            return
+        else:
+            self.timed_compiled += 1
+            self._compiled = seconds if self._compiled is None else min(self._compiled, seconds)
+        self.costs.plain = min(s for s in (self._eager, self._compiled) if s is not None)
+
+    def compiled_is_faster(self) -> bool:
+        """Whether Inductor's kernels without a graph are faster than eager ones."""
+        return self._compiled is not None and self._eager is not None and self._compiled < self._eager
+
+    def is_compared(self, place: CaptureKey, verify: str) -> bool:
+        """Whether the first replay of the next capture of this kind is compared with a step without a graph."""
+        return verify != "sample" or self.differed or is_sampled(self._captures[place] + 1)
+
+    def captured(self, place: CaptureKey, seconds: float | None) -> None:
+        """A capture was made, and took so long."""
+        self._captures[place] += 1
+        if seconds is not None:
+            self.costs.captured(seconds)
+
+    def failed(self, problem: Problem) -> None:
+        """A capture of a shape has failed."""
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES and not self.replays:
+            self.ended = problem
+
+
+class Families:
+    """All families that were met, up to a number of them."""
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[Key, Family] = OrderedDict()
+
+    def meet(self, key: Key) -> Family:
+        """The family of a shape that is met."""
+        known, sizes = family_of(key)
+        family = self._by_key.get(known)
+        if family is None:
+            family = self._by_key[known] = Family(sizes)
+            if len(self._by_key) > _MOST_FAMILIES:
+                self._by_key.popitem(last=False)
+        self._by_key.move_to_end(known)
+        family.meet(sizes)
+        return family

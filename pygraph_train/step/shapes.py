@@ -1,0 +1,275 @@
+"""Batches of changing shapes: one trace serves many shapes, and a shape has a graph when it has paid for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from pygraph_train.problems import Problem
+from pygraph_train.selection.arms import Arm
+from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.families import Family
+from pygraph_train.step.flight import StepInFlight
+from pygraph_train.step.lifecycle import Life, LifeEvent, Stage
+from pygraph_train.step.program import Call
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.ungraphed import UngraphedSteps
+from pygraph_train.step.updates import Updates
+from pygraph_train.step.variants import Signature, Signatures, Variant
+from pygraph_train.tracing.trace import Trace
+
+__all__ = ["Shapes", "WithoutGraph"]
+
+R = TypeVar("R")
+
+STEPS_BEFORE_COMPILING = 100
+"""Steps without Inductor's kernels, of shapes other than the first one, that prove that these are worth their time."""
+
+_TIMED = 3
+"""Steps with Inductor's kernels and without a graph that are timed."""
+
+_EARLY = (Stage.FIRST_LOOK, Stage.SECOND_LOOK, Stage.WATCHED)
+
+
+class WithoutGraph(NamedTuple):
+    """The step has no graph: its shape is rare so far.
+
+    Attributes:
+        lead: whose trace holds for it, None where no trace does.
+    """
+
+    lead: Variant | None
+
+
+class Shapes:
+    """Says what a step of another shape is for.
+
+    Args:
+        training, updates, decisions, signatures, ungraphed, capturing: of the runner.
+    """
+
+    def __init__(
+        self,
+        training: TrainingRun,
+        updates: Updates,
+        decisions: Decisions,
+        signatures: Signatures,
+        ungraphed: UngraphedSteps,
+        capturing: Capturing,
+    ) -> None:
+        self._training = training
+        self._updates = updates
+        self._decisions = decisions
+        self._signatures = signatures
+        self._ungraphed = ungraphed
+        self._capturing = capturing
+
+    def served(
+        self,
+        step: StepInFlight,
+        signature: Signature,
+        variant: Variant | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+    ) -> Variant | WithoutGraph | None:
+        """What is known of a shape from others: the kind of call that its step counts for, None where it is on its own.
+
+        Args:
+            signature: of the shape.
+            variant: of its own, None where there is none.
+        """
+        family = signature.family
+        if family is None or (variant is not None and not _is_unused(variant)):
+            return variant
+        if family.ended is not None:
+            signature.life = Life(Stage.REFUSED)
+            return None
+        lead = self._lead_for(family, args, kwargs, leaves)
+        if lead is None:
+            family.steps_without_inductor += 1
+            own = variant is not None or self._signatures.is_first(signature)
+            if own or (family.may_trace_narrow(leaves) and self._may_trace(family, args, kwargs)):
+                if self._wants_inductor(family) and signature.life.stage is Stage.MET:
+                    # no shape comes back, and one trace is for all of them
+                    signature.life = Life(Stage.FIRST_LOOK)
+                return variant
+            self._training.report.shapes.ran_as_rare()
+            return WithoutGraph(None)
+        if lead.life.stage in _EARLY:
+            return lead
+        if variant is not None:  # it was on its own way to a trace, which nobody needs any more
+            signature.variants.remove(variant)
+            family.drop(variant)
+        if not self._has_earned(step, signature, family, lead):
+            signature.returns.steps += 1
+            family.steps_without_inductor += 1
+            self._training.report.shapes.ran_as_rare()
+            return WithoutGraph(lead)
+        member = lead.member(signature.key)
+        member.last_used = self._training.step
+        signature.variants.insert(0, member)
+        return member
+
+    def _lead_for(
+        self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    ) -> Variant | None:
+        """Whose trace holds for this call."""
+        if not family.leads:
+            return None
+        program = self._training.program
+        with program.context():
+            for lead in family.leads:
+                known = lead.trace.traced and lead.trace.problem is None
+                if known and lead.trace.holds(program.function(), args, kwargs) and lead.is_for(leaves):
+                    return lead
+        return None
+
+    def _may_trace(self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a shape may have a trace of its own, once it has come back. If not, a row says why, once."""
+        if family.may_trace():
+            return True
+        if not family.told:
+            family.told = True
+            program = self._training.program
+            with program.context():
+                traces = [other.trace for other in family.compared]
+                why = traces[0].why_not(program.function(), args, kwargs) if traces else Problem("its size")
+            self._training.note(
+                Problem(
+                    f"the step was traced for {family.traces + 1} shapes of batches, and no trace is for the next one: "
+                    f"{why.reason}",
+                    why.where,
+                    "Pad batches to fewer shapes, or let no Python of the step depend on the sizes",
+                )
+            )
+        return False
+
+    def _has_earned(self, step: StepInFlight, signature: Signature, family: Family, lead: Variant) -> bool:
+        """Whether a graph for this shape is worth its price, and has room."""
+        settled = family.settled()
+        if settled is not None and not settled.plan.forward_backward:
+            return False
+        place = lead.capture_key(step.position)
+        compared = family.is_compared(place, self._training.config.verify)
+        least = max(1, self._signatures.lengths.met)
+        if not signature.returns.earned(family.costs.steps(least, compared=compared)):
+            return False
+        if self._capturing.has_room(None):
+            return True
+        signature.returns.dropped()
+        return False
+
+    def arm_of(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arm:
+        """What a kind of call runs with that follows a lead."""
+        lead, family = variant.lead, variant.family
+        assert lead is not None and family is not None
+        if variant.compiled is None and self._holds(lead, args, kwargs):
+            variant.compiled = lead.compiled
+            variant.forget_captures()
+        arms = self._decisions.arms(variant, self._updates.plans())
+        settled = family.settled()
+        if settled is not None and (settled in arms or not settled.plan.forward_backward):
+            return settled
+        compiled = settled is not None and settled.compiled
+        fused = (arm for arm in arms if arm.plan.forward_backward and arm.compiled >= compiled)
+        return next(fused, arms[0])
+
+    def without_graph(
+        self,
+        step: StepInFlight,
+        lead: Variant | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Call], R],
+    ) -> R:
+        """Make a step of a shape that has no graph: with the kernels that were compiled for all shapes if they are
+        faster, else as it is."""
+        settled = None if lead is None or lead.family is None else lead.family.settled()
+        if settled is not None and not settled.plan.forward_backward:
+            self._updates.prepare()
+            step.arm = settled
+            return self._ungraphed.as_its_arm_says(step, run)
+        if lead is None or not self._decisions.compiles:
+            return self._ungraphed.plainly(run)
+        family = lead.family
+        assert family is not None
+        if lead.compiled is None:
+            if not lead.compile_next and not self._wants_inductor(family):
+                return self._ungraphed.plainly(run)
+            return self._compiled(step, lead, args, kwargs, run)
+        if not self._holds(lead, args, kwargs):
+            return self._ungraphed.plainly(run)
+        if family.timed_compiled < _TIMED:
+            return self._capturing.timed(step, lead, run)
+        if family.compiled_is_faster():
+            return self._capturing.untimed(step, lead, run)
+        return self._ungraphed.plainly(run)
+
+    def _wants_inductor(self, family: Family) -> bool:
+        """Whether Inductor's kernels were asked for, and enough steps ran without them to be worth its time."""
+        wanted = self._training.config.compile is True and self._decisions.compiles
+        return wanted and family.steps_without_inductor >= STEPS_BEFORE_COMPILING
+
+    def _holds(self, lead: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the compiled trace is for this call: Inductor may have set further guards."""
+        program = self._training.program
+        with program.context():
+            return isinstance(lead.compiled, Trace) and lead.compiled.holds(program.function(), args, kwargs)
+
+    def _compiled(
+        self,
+        step: StepInFlight,
+        lead: Variant,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Call], R],
+    ) -> R:
+        """Let Inductor compile the step, for all shapes that its trace holds for. Graphs of other kernels go."""
+        self._updates.prepare()
+        self.wants_inductor(lead)
+        lead.arm = self._decisions.arms(lead, self._updates.plans())[0]
+        if not lead.arm.compiled:
+            return self._ungraphed.plainly(run)
+        lead.meets(LifeEvent.WANTS_INDUCTOR)
+        return self._capturing.compiled(step, lead, args, kwargs, run)
+
+    def wants_inductor(self, variant: Variant) -> None:
+        """A kind of call is to have Inductor's kernels, and with it those that it shares a trace with."""
+        lead, family = variant.lead or variant, variant.family
+        if family is not None and family.leads and lead.one_of_many:  # the latest trace is for all shapes
+            lead = family.leads[0]
+        lead.choice, lead.compile_next = None, True
+        lead.forget_captures()
+        for other in list(self._signatures.variants()):
+            eager = other.compiled is None and not other.trace.dynamic
+            if other.lead is lead or (
+                family is not None and other.family is family and lead.trace.dynamic and eager
+            ):
+                family = other.family
+                self._signatures.drop(other, doubled=False)
+                if family is not None:
+                    family.drop(other)
+
+    def failed(self, variant: Variant, problem: Problem) -> None:
+        """A capture has failed, or its first replay was another step than the one without a graph."""
+        if variant.lead is not None and variant.family is not None:
+            variant.family.failed(problem)
+
+    def refused(self, variant: Variant) -> None:
+        """A trace for many shapes is not legal: each shape gets a trace of its own now, as far as these go."""
+        family = variant.family
+        assert family is not None
+
+        family.static = True
+        family.drop(variant)
+        self._signatures.drop(variant, doubled=False)
+
+
+def _is_unused(variant: Variant) -> bool:
+    """Whether a kind of call is on its way to a trace for one shape, and has got nowhere yet."""
+    own = variant.lead is None and not variant.trace.dynamic and variant.choice is None
+    return (
+        own and not variant.captures and variant.compiled is None and variant.life.stage is not Stage.REFUSED
+    )

@@ -1,0 +1,52 @@
+"""Sizes of tensors that Dynamo keeps as symbols, so that one trace is for many shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["is_size_of_tensor", "sizes_are_symbols"]
+
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+"""What `maybe_mark_dynamic` leaves on a tensor; 2.11 has the first one only."""
+
+
+@contextmanager
+def sizes_are_symbols(marks: Sequence[tuple[Tensor, Iterable[int]]]) -> Iterator[None]:
+    """Context: what Dynamo traces inside it is for any size of these dimensions. (2.11, 2.13)
+
+    A size that the traced Python depends on gets a guard, and may become a constant. The marks are attributes of
+    the tensors, and are taken off again.
+
+    Args:
+        marks: tensors, each with dimensions.
+    """
+    before = [
+        (tensor, {name: getattr(tensor, name) for name in _MARKS if hasattr(tensor, name)})
+        for tensor, _ in marks
+    ]
+    try:
+        for (tensor, dims), (_, own) in zip(marks, before, strict=True):
+            if _MARKS[0] in own:  # of the user's: it is the same set again afterwards
+                setattr(tensor, _MARKS[0], set(own[_MARKS[0]]))
+            torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
+        yield
+    finally:
+        for tensor, own in before:
+            for name in _MARKS:
+                if name in own:
+                    setattr(tensor, name, own[name])
+                elif hasattr(tensor, name):
+                    delattr(tensor, name)
+
+
+def is_size_of_tensor(node: torch.fx.Node) -> bool:
+    """Whether an input of a graph of Dynamo's is a size of a tensor, or a stride. (2.11, 2.13)"""
+    from torch._dynamo.source import TensorPropertySource
+
+    grapharg = node.meta.get("grapharg")
+    symbol = isinstance(node.meta.get("example_value"), torch.SymInt)
+    return symbol and isinstance(getattr(grapharg, "source", None), TensorPropertySource)
