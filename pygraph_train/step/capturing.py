@@ -48,6 +48,11 @@ MOST_RETRACES = 3
 REPLAYS_PER_RETRACE = 50
 """Replays that pay for one more."""
 
+_COMPILED_BRANCH = (
+    "the step asks whether it is compiled ({}), and reads values on the host where it is not. Its graph has the branch "
+    "of compiled code, whose results may differ in the last bits"
+)
+
 _STATE_CHANGES = "the optimizer runs outside of the graph: its state is replaced again and again"
 
 _HYPERPARAMETERS_CHANGE = (
@@ -272,6 +277,8 @@ class Capturing:
             training.announce(f"capturing the training step as {variant.arm.plan}")
         for text in dict.fromkeys(variant.trace.made_once):
             training.report.note(text)
+        if variant.trace.compiled_branch is not None and not variant.arm.compiled:
+            training.report.note(_COMPILED_BRANCH.format(variant.trace.compiled_branch))
         if variant.arm.plan.fused:
             assert updates.preparation is not None
             reason = updates.preparation.reason  # a hook was registered in mid-run

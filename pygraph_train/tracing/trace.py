@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.torch_private.compiling import nothing_compiles
 from pygraph_train.torch_private.dynamic_shapes import sizes_are_symbols
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
@@ -143,6 +144,10 @@ class Trace:
         """What the compilation could not do."""
         self.made_once: tuple[str, ...] = ()
         """What the function makes on the host in each call, and was made when it was traced."""
+        self.compiled_branch: str | None = None
+        """Where the function asked whether it is compiled, and could be traced only as if it were."""
+        self._asks_compiling: list[str] = []
+        self._as_plain = compiler is None and self.runs_graph
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
         self._read: Read = lambda L, G: ((), (), ())
@@ -172,17 +177,32 @@ class Trace:
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` through Dynamo.
 
+        With eager kernels the function takes the branches that it takes without Dynamo. Where it cannot be traced then
+        (transformers reads masks on the host), it takes those of compiled code.
+
         Raises:
             NotLegal: the function cannot be traced as one graph; nothing was executed.
         """
+        try:
+            return self._through_dynamo(fn, args, kwargs)
+        except NotLegal:
+            if not (self._as_plain and self._asks_compiling) or self._compiles:
+                raise
+            self._as_plain, self.compiled_branch = False, self._asks_compiling[0]
+            self._go_through_dynamo(_fresh_code())
+        return self._through_dynamo(fn, args, kwargs)
+
+    def _through_dynamo(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         self._fn, self._is_of_batch = fn, batch_expressions(args, kwargs)
         before, stale = self._compiles, None
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
         try:
-            flat = weights_are_flat() if self.runs_graph else ()
-            with dynamo_step_config(*flat), sizes_are_symbols(self._symbols(args, kwargs)):
+            changes = list(weights_are_flat() if self.runs_graph else ())
+            if self._as_plain:
+                changes.append(nothing_compiles(self._asks_compiling))
+            with dynamo_step_config(*changes), sizes_are_symbols(self._symbols(args, kwargs)):
                 result = self._call(fn, args, kwargs)
         except dynamo_refusal() as error:
             problem = problem_of_break(error)

@@ -1,0 +1,67 @@
+"""Steps that ask whether they are compiled compute what they compute without the library, as transformers' masks do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from replays import text_of
+from torch import Tensor, nn
+from training import Diary, Net, batches, both, line_of, loss_of, sgd
+
+from pygraph_train.tracing.trace import Trace
+
+CPU = torch.device("cpu")
+
+
+def scaled_if(question: Any) -> Any:
+    return lambda x: x * 3 if question() else x * 2
+
+
+@pytest.mark.parametrize(
+    "question",
+    [torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting],
+)
+def test_a_trace_with_eager_kernels_takes_the_branch_of_plain_training(question: Any) -> None:
+    trace, step, x = Trace(CPU), scaled_if(question), torch.ones(3)
+    assert torch.equal(trace(step, (x,), {}), x * 2)
+    assert torch.equal(trace(step, (x,), {}), x * 2)
+    assert trace.problem is None and trace.compiled_branch is None
+
+
+def test_a_trace_for_a_compiler_takes_the_branch_of_compiled_code() -> None:
+    trace, x = Trace(CPU, compiler=lambda graph, inputs, left: graph.forward), torch.ones(3)
+    assert torch.equal(trace(scaled_if(torch.compiler.is_compiling), (x,), {}), x * 3)
+
+
+def reads_unless_compiled(x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling() and x.sum() > 0:
+        return x * 2
+    return x * 3
+
+
+def test_a_branch_that_reads_the_host_gives_way_to_that_of_compiled_code() -> None:
+    trace, x = Trace(CPU), torch.ones(3)
+    assert torch.equal(trace(reads_unless_compiled, (x,), {}), x * 3)
+    assert trace.compiled_branch == line_of(reads_unless_compiled, "is_compiling")
+    assert torch.equal(trace(reads_unless_compiled, (x,), {}), x * 3)
+    assert trace.problem is None
+
+
+def test_a_step_that_asks_is_replayed_as_in_plain_training() -> None:
+    class Asking(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y * 1.5 if torch.compiler.is_compiling() else y
+
+    def script(diary: Diary) -> None:
+        model: nn.Module = Asking()
+        optimizer = sgd(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+    report = both(script, replays=20, plan="{F B O}")
+    assert "asks whether it is compiled" not in text_of(report)
