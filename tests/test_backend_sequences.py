@@ -172,8 +172,8 @@ class World:
                         p -= 0.01 * p.grad
 
 
-def a_batch(rng: random.Random) -> torch.Tensor:
-    rows = 7 if rng.random() < 0.2 else 6
+def a_batch(rng: random.Random, sizes: tuple[int, ...] = ()) -> torch.Tensor:
+    rows = rng.choice(sizes) if sizes else 7 if rng.random() < 0.2 else 6
     return torch.randn(1, 6).expand(rows, 6) if rng.random() < 0.15 else torch.randn(rows, 6)
 
 
@@ -181,6 +181,25 @@ def a_batch(rng: random.Random) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [Normed, TwoRegions, ThreeRegions, SavesItsInput, InReusedMemory, Large])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_sequences(hostile: Arena, seed: int, kind: type[nn.Module]) -> None:  # noqa: F811
+    a_random_sequence(hostile, seed, kind)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("kind", [Normed, TwoRegions, ThreeRegions, SavesItsInput, InReusedMemory, Large])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_sequences_of_changing_shapes(hostile: Arena, seed: int, kind: type[nn.Module]) -> None:  # noqa: F811
+    most = random.Random(seed).choice([None, 1, 2])
+    a_random_sequence(hostile, 300 + seed, kind, (3, 4, 6, 8), operations=70, max_signatures=most)
+
+
+def a_random_sequence(
+    hostile: Arena,  # noqa: F811
+    seed: int,
+    kind: type[nn.Module],
+    sizes: tuple[int, ...] = (),
+    operations: int = OPERATIONS,
+    **more: Any,
+) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = kind()
@@ -189,10 +208,10 @@ def test_random_sequences(hostile: Arena, seed: int, kind: type[nn.Module]) -> N
         "direct": rng.random() < 0.8,
         "phases": rng.choice(["both", "both", "both", "forward", "backward"]),
     }
-    ours = World(model, compiled(model, **options))
+    ours = World(model, compiled(model, **options, **more))
     plain = copy.deepcopy(model)
     theirs = World(plain, plain)
-    for i in range(OPERATIONS):
+    for i in range(operations):
         what = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         if what == "collect garbage":
             gc.collect()
@@ -206,7 +225,7 @@ def test_random_sequences(hostile: Arena, seed: int, kind: type[nn.Module]) -> N
                 rng.choice(graphed).give_up("for the test")
         else:
             given = (
-                a_batch(rng),
+                a_batch(rng, sizes),
                 rng.choice(LOSSES),
                 rng.choice([True, True, False, None]),
                 rng.randrange(100),
