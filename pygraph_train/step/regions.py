@@ -124,7 +124,7 @@ class Regions:
             "engine": engine.name,
             "phases": config.region_phases,
             "indirection": config.indirection,
-            "max_signatures": config.max_signatures or 8,
+            "max_signatures": config.max_signatures,
         }
         self._announce = announce
         self._tell_compiled = compiled
