@@ -116,7 +116,7 @@ class Loop:
                 "phases": config.region_phases,
                 "indirection": config.indirection,
                 "warmup_runs": config.warmup_steps,
-                "max_signatures": config.max_signatures or 8,
+                "max_signatures": config.max_signatures,
                 "on_failure": config.on_failure,
             }
 
