@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,6 +94,31 @@ def test_every_number_of_fused_kernels_may_change_on_every_step(name, alone):
             shrink(optimizer.param_groups[0], 1.004 if index % 3 else 0.99)
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
+
+    compare(script, alone)
+
+
+@FOLLOWS
+@PLANS
+def test_a_weight_decay_schedule_in_a_numpy_array(alone):
+    """As vision models that teach themselves have it: one group is regularized, the other one never."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1]},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+        rates, decays = np.linspace(1e-2, 1e-4, 60), np.linspace(0.04, 0.4, 60)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            for group in optimizer.param_groups:
+                group["lr"] = rates[index]
+            optimizer.param_groups[0]["weight_decay"] = decays[index]
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+            diary.write("types", [str(type(v)) for g in optimizer.param_groups for v in g.values()])
 
     compare(script, alone)
 

@@ -123,7 +123,7 @@ class LiveNumbers:
         marks = list(zip(self._places, self._marks, strict=True))
         sets = [[mark for place, mark in marks if place.group == group] for group in sorted(self._stepped)]
         places = [place for group in sorted(self._stepped) for place in self._places if place.group == group]
-        followed = _Following(graph, graph.numbers(sets, self._kernels), self, places)
+        followed = _Following(graph, graph.numbers(sets, self._kernels), self._optimizer, self, places)
         try:
             followed.write()  # a graph that takes no numbers is found out now
         except RuntimeError as error:
@@ -149,21 +149,29 @@ class _Following:
     """A graph whose numbers follow the optimizer's groups."""
 
     def __init__(
-        self, graph: Graph, writer: NumberWriter, numbers: LiveNumbers, places: Sequence[NumberPlace]
+        self,
+        graph: Graph,
+        writer: NumberWriter,
+        optimizer: Optimizer,
+        numbers: LiveNumbers,
+        places: Sequence[NumberPlace],
     ) -> None:
         self.nodes = graph.nodes
         self._graph = graph
         self._writer = writer
         self._numbers = numbers
         self._places = places
-        self._written: list[Any] = []
+        self._optimizer = optimizer
+        self._keys = list(dict.fromkeys((place.group, place.key) for place in places))
+        self._held: list[Any] = []
 
     def write(self) -> None:
         """Give the graph the hyperparameters of now, if they are others than before. Hot path."""
-        values = list(map(self._numbers.value, self._places))
-        if values != self._written:
-            self._writer.write(values)
-            self._written = values
+        groups = self._optimizer.param_groups
+        held = [groups[group][key] for group, key in self._keys]
+        if held != self._held:
+            self._writer.write([float(self._numbers.value(place)) for place in self._places])
+            self._held = held
 
     def replay(self) -> None:
         """Run the captured work with the hyperparameters of now."""
@@ -183,9 +191,16 @@ class _Baked:
     def __init__(self, hyperparameters: tuple[Any, ...], opened: dict[int, set[int | None]]) -> None:
         self._opened = opened
         self._values = self._without_open(hyperparameters)
+        self._last = hyperparameters
 
     def __eq__(self, now: object) -> bool:
-        return isinstance(now, tuple) and self._without_open(now) == self._values
+        """Hot path: hyperparameters of most steps are those of the step before."""
+        if now == self._last:
+            return True
+        if not isinstance(now, tuple) or self._without_open(now) != self._values:
+            return False
+        self._last = now
+        return True
 
     def _without_open(self, hyperparameters: tuple[Any, ...]) -> list[Any]:
         values = list(hyperparameters)
@@ -208,7 +223,7 @@ _OPEN = object()
 
 
 def _may_change(value: Any) -> bool:
-    return type(value) is float and 0 < value < math.inf
+    return isinstance(value, float) and 0 < value < math.inf  # NumPy's float64 is one as well
 
 
 def _open(optimizer: Optimizer, entries: Iterable[tuple[int, int, str]]) -> Iterator[NumberPlace]:
