@@ -17,6 +17,7 @@ from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
@@ -27,6 +28,7 @@ from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.refusals import compiler_problem, problem_of
+from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, ScratchState
 
@@ -89,8 +91,10 @@ class Capturing:
         variant.meets(LifeEvent.RAN)
         return result
 
-    def _prepared(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
-        training, call = self._training, self._call_of(variant)
+    def _prepared(
+        self, step: StepInFlight, variant: Variant, run: Callable[[Call], R], call: Call | None = None
+    ) -> R:
+        training, call = self._training, call or self._call_of(variant)
 
         def marked(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = call(fn, args, kwargs)
@@ -119,6 +123,14 @@ class Capturing:
             return variant.compiled
         return variant.trace if self._training.engine.name == "cuda" else plain_call
 
+    def _silent_call_of(self, variant: Variant) -> Call:
+        """How the step is run where no step is made: it leaves Python as it is."""
+        compiled = variant.arm.compiled and variant.compiled is not None
+        trace = variant.compiled if compiled else variant.trace
+        if isinstance(trace, ReproducingTrace) and trace.reproduces:
+            return SilentCall(trace)
+        return self._call_of(variant)
+
     def _to_be_compiled(self, variant: Variant) -> Trace | CompiledUnits:
         """How the step is run with Inductor's kernels. The first run compiles them."""
         from pygraph_train.regions.inductor import compile_whole  # which imports much
@@ -127,7 +139,7 @@ class Capturing:
         if isinstance(variant.trace, OpenedTrace):
             return CompiledUnits(variant.trace, program.replication.units(), compile_whole)
         compiler = program.replication.in_pieces(compile_whole)
-        return Trace(program.device, compiler=compiler, recorder=program.recorder)
+        return ReproducingTrace(program.device, compiler=compiler, recorder=program.recorder)
 
     def compiled(
         self,
@@ -173,7 +185,9 @@ class Capturing:
                 raise NotLegal(problem) from error
             variant.arm = self._decisions.arms(variant, self._updates.plans())[0]
             training.note(problem)
-            result = self._prepared(step, variant, run)
+            # where only the backward has failed, Python has what the step writes
+            written = isinstance(compiled, ReproducingTrace) and compiled.reproduces and compiled.runs > 0
+            result = self._prepared(step, variant, run, self._silent_call_of(variant) if written else None)
             variant.meets(LifeEvent.NOT_COMPILED)
             return result
         variant.meets(LifeEvent.RAN)
@@ -269,8 +283,9 @@ class Capturing:
                 Problem(f"Python values of the training loop change again and again: {position.constants}")
             )
         self._make_room(variant)
+        leaves = PythonWrites(training.program).loaded(variant, args, kwargs, leaves)
         capture, expected = self._maker.make(
-            variant, self._call_of(variant), args, kwargs, leaves, position, updates.preparation
+            variant, self._silent_call_of(variant), args, kwargs, leaves, position, updates.preparation
         )
         variant.captures[variant.capture_key(position)] = capture
         seconds = time.perf_counter() - started
@@ -303,7 +318,7 @@ class Capturing:
         try:
             if expected is None:
                 # with the batch itself: what loads the graph's inputs is compared as well
-                call, updates, sync = self._call_of(variant), capture.updates, step.position.sync
+                call, updates, sync = self._silent_call_of(variant), capture.updates, step.position.sync
                 expected = maker.reference(
                     variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
                 )

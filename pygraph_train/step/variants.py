@@ -21,6 +21,7 @@ from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Audits
@@ -60,6 +61,8 @@ class Capture:
     """What its forward may write, and copies of the batch must not be taken of. None where it writes nothing."""
     number: int = 0
     """Of a capture that the ranks of a training have made together."""
+    writer: ReproducingTrace | None = None
+    """What makes the step's writes to Python after a replay. None where there are none."""
 
 
 @dataclass

@@ -31,6 +31,7 @@ from pygraph_train.torch_private.guards import asked_expression, guard_failures,
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written
+from pygraph_train.tracing.reading import Read, owner_of, reader
 from pygraph_train.tracing.reasons import (
     compiler_failed,
     forget_frames,
@@ -44,51 +45,11 @@ from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
 
-__all__ = ["Compiler", "Trace", "guard_constants", "held_weakly"]
+__all__ = ["Compiler", "Trace", "appended", "guard_constants", "held_weakly", "settled"]
 
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
 """Compiles a graph of Dynamo's for these inputs, and appends what it could not do to the list."""
-
-_Read = Callable[[dict[str, Any], dict[str, Any]], Any]
-
-
-def _reader(namespace: dict[str, Any], *groups: Iterable[str]) -> _Read:
-    """One function that reads all of Dynamo's own source expressions: a call for each would be slow.
-
-    What several of them start with (a module's parameters) is read once. It returns a tuple for each group.
-    """
-    lines: list[str] = []
-    known: dict[str, str] = {}
-
-    def name_of(expression: str) -> str:
-        owner, last = _owner(expression)
-        if not owner:
-            return expression
-        if owner not in known:
-            place = name_of(owner)
-            known[owner] = f"v{len(known)}"
-            lines.append(f"    {known[owner]} = {place}\n")
-        return known[owner] + last
-
-    tuples = [f"({''.join(name_of(e) + ', ' for e in expressions)})" for expressions in groups]
-    scope = dict(namespace)
-    exec(f"def read(L, G):\n{''.join(lines)}    return {', '.join(tuples)},\n", scope)
-    read: _Read = scope["read"]
-    return read
-
-
-_ACCESS = re.compile(r"\.\w+|\['[^'\\]*'\]|\[\d+\]")
-
-
-def _owner(expression: str) -> tuple[str, str]:
-    """`L['fn'].net.weight` is read from `L['fn'].net` with `.weight`; ("", "") where that is not so simple."""
-    if not expression.startswith(("L[", "G[")):
-        return "", ""
-    parts = _ACCESS.findall(expression)
-    if len(parts) < 2 or expression[0] + "".join(parts) != expression:
-        return "", ""
-    return expression[: -len(parts[-1])], parts[-1]
 
 
 def _fresh_code() -> types.FunctionType:
@@ -111,6 +72,7 @@ def guard_constants(tree: Any) -> None:
         if tree:  # any use of the value will do
             return
     elif isinstance(tree, (bool, int, float, complex)):
+        settled(tree)
         if tree == tree:  # a use of the value, and also of one on the device that Dynamo knows nothing of
             return
     elif isinstance(tree, (list, tuple)):
@@ -125,6 +87,15 @@ def guard_constants(tree: Any) -> None:
     elif dataclasses.is_dataclass(tree):
         for field in dataclasses.fields(tree):
             guard_constants(getattr(tree, field.name))
+
+
+def settled(number: object) -> None:
+    """Inside a traced function: let a guard stand for a number that is an input of the graph."""
+
+
+def appended() -> tuple[tuple[Any, Any], ...]:
+    """At the end of a traced function: what it has appended to lists that it does not look at, each with its list."""
+    return ()
 
 
 def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,6 +125,10 @@ class Trace:
 
     runs_graph = True
     """Whether calls run what Dynamo has traced, and not the function itself."""
+    reproduces = False
+    """Whether the step writes to Python, and Dynamo's code makes the writes: see `ReproducingTrace`."""
+    carried: Sequence[str] = ()
+    """Expressions of tensors that the step reads and replaces."""
 
     def __init__(
         self,
@@ -179,7 +154,7 @@ class Trace:
         """What the function makes on the host in each call, and was made when it was traced."""
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
-        self._read: _Read = lambda L, G: ((), (), ())
+        self._read: Read = lambda L, G: ((), (), ())
         self._recorder = recorder
         self._fn: Any = None
         self._compiles = 0
@@ -187,6 +162,7 @@ class Trace:
         self._guards: Any = None
         self._modules: dict[str, None] = {}
         self._asked: dict[str, None] = {}
+        self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
         self._go_through_dynamo(_fresh_code())
 
@@ -214,7 +190,7 @@ class Trace:
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
         try:
-            with dynamo_step_config(*(weights_are_flat() if self.runs_graph else ())):
+            with dynamo_step_config(*(weights_are_flat() if self.runs_graph else ()), *self._further):
                 result = self._call(fn, args, kwargs)
         except dynamo_refusal() as error:
             problem = problem_of_break(error)
@@ -239,13 +215,13 @@ class Trace:
                 self.problem = self.problem or Problem(
                     f"the step reads a tensor that pygraph-train cannot find again: {error}"
                 )
-        elif self._compiles > before and self.problem is None:
+        elif self._compiles > max(before, 1) and self.problem is None:
             self.problem = stale or Problem("the step needs a new trace although its inputs look the same")
         return result
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
         """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
-        self._read = _reader(self._code.__globals__, self.inputs, self._modules, self._asked)
+        self._read = reader(self._code.__globals__, self.inputs, self._modules, self._asked)
         self._watch = ModuleWatch(*self._read(frame, self._code.__globals__))
         self._guards = entry.guard_manager  # not the entry: torch._dynamo.reset() frees it
 
@@ -286,7 +262,7 @@ class Trace:
     ) -> list[tuple[str, Tensor]]:
         """The tensors of the arguments that the step reads, each with how the user would write it."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        read = _reader(self._code.__globals__, self._arguments)
+        read = reader(self._code.__globals__, self._arguments)
         names = [readable(expression, fn) for expression in self._arguments]
         return list(zip(names, read(frame, self._code.__globals__)[0], strict=True))
 
@@ -316,13 +292,17 @@ class Trace:
         if self.problem is None:
             host = on_host(graph, self.device, self._fn, constants.nodes)
             drawn = draws_of_cudnn(graph, self.device)
-            self.problem = next(chain(written(self._fn, self._recorder), host, drawn), None)
+            self.problem = next(chain(self._written(), host, drawn), None)
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
         if self._compiler is not None:
             return self._compiler(graph, example_inputs, self.left)
         return as_eager(graph).forward
+
+    def _written(self) -> Iterable[Problem]:
+        """Writes to Python that a replay would not make."""
+        return written(self._fn, self._recorder)
 
     def _read_inputs(self, graph: torch.fx.GraphModule) -> None:
         for node in graph.graph.nodes:
@@ -353,7 +333,7 @@ class Trace:
         for guard, ours in zip(guards, watched, strict=True):
             if ours and guard.has_value and isinstance(guard.value, nn.Module):
                 self._modules[guarded_expression(guard)] = None
-        asked = [is_asked(guard) and _owner(asked_expression(guard))[1] != "" for guard in guards]
+        asked = [is_asked(guard) and owner_of(asked_expression(guard))[1] != "" for guard in guards]
         self._asked |= dict.fromkeys(asked_expression(guard) for guard in compress(guards, asked))
         return [not (ours or known) for ours, known in zip(watched, asked, strict=True)]
 
