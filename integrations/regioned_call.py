@@ -20,11 +20,11 @@ from pygraph_train.step.outside import what_watches
 from pygraph_train.torch_private.autocast import State, present
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
-    dynamo_side_effects,
     set_compiled_call,
     uncompiled_call,
 )
 from pygraph_train.torch_private.hooks import global_module_hook_tables
+from pygraph_train.torch_private.side_effects import dynamo_side_effects
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.dry_trace import DryTrace
 from pygraph_train.tracing.reasons import compiler_failed, innermost
@@ -207,13 +207,12 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
             places = uncounted_changes(gm)
             compiled = counted_as_eager(backend.pygraph(gm, inputs, **kwargs), places)
             return explained(compiled, activations, name)
-        _, _, stack = kept[0]
         return eager(
             gm,
             Problem(
                 f"{begins(name)}: it stores an activation that leads to its results, and compiled code has no "
                 "gradient of this activation",
-                innermost(stack),
+                innermost(kept[0].stack),
                 "Store activation.detach(), unless you need its gradient",
             ),
         )

@@ -454,15 +454,38 @@ def test_python_number_that_depends_on_what_is_put_off() -> None:
     assert "returns a Python number" in illegal(body)
 
 
-def test_a_list_that_grows_is_found_by_tracing() -> None:
-    seen = []
+def test_a_list_that_grows_grows_after_replays() -> None:
+    seen: list[Any] = []
 
     def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
         optimizer.zero_grad()
         loss = loss_of(model, batch)
         accelerator.backward(loss)
         optimizer.step()
+        seen.append(loss.detach())
+        return loss
+
+    def script(script: Script) -> None:
+        model, optimizer, loader, schedule = setup(script)
+        seen.clear()
+        step = script.graphed(lambda batch: body(script.accelerator, model, optimizer, schedule, batch))
+        for batch in loader:
+            script.write("result", step(batch))
+            script.write("seen", list(seen))
+        script.write_state(model, optimizer)
+
+    whole(both(script, replays=20))
+
+
+def test_a_list_that_is_read_is_found_by_tracing() -> None:
+    seen: list[Any] = []
+
+    def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
+        optimizer.zero_grad()
         seen.append(1)
+        loss = loss_of(model, batch) + 0 * len(seen)
+        accelerator.backward(loss)
+        optimizer.step()
         return loss
 
     assert "is written by the step, and replay runs no Python" in illegal(body)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 pl = pytest.importorskip("lightning.pytorch")
 
+import torchmetrics  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
     LambdaCallback,
     ModelCheckpoint,
@@ -595,3 +596,32 @@ def test_fit_again_then_validate_test_and_predict():
 )
 def test_parity_under_options_of_ours(config):
     parity(config=config, replays=36, plan="{F B O}")
+
+
+def test_what_training_step_writes_to_python():
+    """Beside what it logs: counters, a list, an average, a metric object."""
+
+    class Writes(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.losses, self.mean = 0, [], torch.zeros(())
+            self.metric = torchmetrics.MeanMetric(nan_strategy="disable")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.seen += 1
+            value = loss["loss"] if isinstance(loss, dict) else loss
+            self.losses.append(value.detach())
+            self.mean = 0.9 * self.mean + value.detach()
+            self.metric.update(value.detach())
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            written.append([self.seen, list(self.losses), self.mean, self.metric.compute()])
+            self.losses.clear()
+            self.metric.reset()
+
+    written: list[Any] = []
+    parity(Writes, replays=20, plan="{F B O}", max_epochs=4)
+    assert len(written) == 8
+    assert differs(frozen(written[:4]), frozen(written[4:])) is None

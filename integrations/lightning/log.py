@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _get_de
 from torch import Tensor
 
 from pygraph_train.parallel.replication import Replication
-from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.problems import NotLegal, Problem, defined_at
 from pygraph_train.tracing.trace import guard_constants
 
 __all__ = ["LogBook", "Record", "Recorder"]
@@ -180,7 +180,8 @@ class LogBook:
             if metric is None or entry is None or metric.meta.enable_graph:
                 raise NotLegal(
                     Problem(
-                        f"self.log({record.name!r}, ...) in training_step logs a value that only Python can add up"
+                        f"self.log({record.name!r}, ...) in training_step logs a value that only Python can add up",
+                        defined_at(type(self._module).training_step),
                     )
                 )
             value = self._as_tensor(record.value)

@@ -14,7 +14,7 @@ from pygraph_train.graphs.devices import give_back_unused, make_engine, watch_fo
 from pygraph_train.problems import Problem, user_line_in
 from pygraph_train.regions.absent import Absent, Backward, Noting
 from pygraph_train.regions.arena import Arena
-from pygraph_train.regions.counters import Counting, counters, numbers_that_are_no_sizes
+from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.pair import Pair, Tangent
@@ -43,6 +43,7 @@ from pygraph_train.torch_private.dispatch import has_symbols
 from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced, without_second_wrapper
 from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
 from pygraph_train.torch_private.memory import storage_key
+from pygraph_train.tracing.counters import counters, numbers_that_are_no_sizes
 from pygraph_train.tracing.recompute import as_eager
 
 __all__ = ["compile_graph", "compile_whole", "report", "reset"]

@@ -15,6 +15,7 @@ from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent, Stage, next_life
 from pygraph_train.step.program import Call
+from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.shapes import Shapes, WithoutGraph
 from pygraph_train.step.together import Together
@@ -73,6 +74,7 @@ class Advancing:
         self._shapes = Shapes(training, updates, decisions, signatures, ungraphed, capturing)
         self._replay = replay
         self._together = together
+        self._writes = PythonWrites(training.program)
         self._begun = False
         self._untraceable = 0  # steps in a row
 
@@ -165,11 +167,11 @@ class Advancing:
                 with self._making():
                     capture, expected = capturing.capture(step, variant, args, kwargs, leaves)
                 if capture.verified:  # with verify="off"
-                    return self._replay(variant, capture, leaves)
+                    return self._replayed(variant, capture, args, kwargs, leaves)
             elif (word := self._all_replay(variant, capture)) is not Word.AUDIT:
                 if word is Word.PLAIN:
                     return Ran(self._ungraphed.plainly(run))
-                return self._replay(variant, capture, leaves)
+                return self._replayed(variant, capture, args, kwargs, leaves)
             return self._compared(step, variant, capture, args, kwargs, leaves, expected)
         except NotLegal as refused:
             if variant.lead is not None and refused.problem is OUT_OF_MEMORY:
@@ -208,10 +210,23 @@ class Advancing:
         leaves: list[Any],
         expected: Fingerprint | None,
     ) -> Replayed:
+        loaded = self._writes.loaded(variant, args, kwargs, leaves)
         with self._making():
-            return self._capturing.compared(
-                step, variant, capture, args, kwargs, expected, lambda: self._replay(variant, capture, leaves)
+            replayed = self._capturing.compared(
+                step, variant, capture, args, kwargs, expected, lambda: self._replay(variant, capture, loaded)
             )
+        return self._writes.finished(capture, args, kwargs, replayed)
+
+    def _replayed(
+        self,
+        variant: Variant,
+        capture: Capture,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+    ) -> Replayed:
+        replayed = self._replay(variant, capture, self._writes.loaded(variant, args, kwargs, leaves))
+        return self._writes.finished(capture, args, kwargs, replayed)
 
     def _making(self) -> AbstractContextManager[None]:
         return nullcontext() if self._together is None else self._together.making()

@@ -27,6 +27,7 @@ from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.refusals import BATCH_IN_STATE, history, problem_of
+from pygraph_train.tracing.reproducing import SilentCall
 from pygraph_train.tracing.signature import flatten
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, HostCopy, ScratchState
@@ -77,6 +78,7 @@ class CaptureMaker:
         Args:
             call: how the step's function is run.
             verify: whether its first replay is compared with the step without a graph.
+            leaves: of the arguments, and after them what `Variant.inputs` takes beside these.
         Returns:
             The capture, and what its first replay must reproduce (None without verification).
         Raises:
@@ -133,19 +135,22 @@ class CaptureMaker:
         gradients.empty()  # as the step would; the memory of old gradients is wanted now
         before = gradients.snapshot()
         static_leaves: list[Any] = []
+        writer = call.trace if isinstance(call, SilentCall) else None
         moves = self.moves(variant, args, kwargs)
 
         def body() -> tuple[Tensor, Outputs]:
             gradients.empty()
             with replication.micro_batch(sync=position.sync):
-                loss, tree = program.forward(call, static_args, static_kwargs)
+                loss, tree = program.forward(captured, static_args, static_kwargs)
                 program.backward(loss)
             if updates:
                 program.transform_gradients()
                 with nullcontext() if numbers is None else numbers.marked():
                     program.update()
             gradients.settle()
-            outputs = Outputs(tree, static_leaves, reads, detached=program.detaches_results)
+            detached = program.detaches_results and writer is None
+            results = tree if writer is None else (tree, writer.take_outputs())
+            outputs = Outputs(results, static_leaves, reads, detached=detached)
             if loaded is not None:
                 loaded.check_results(outputs.tensors)
             batch = [leaf for leaf in static_leaves if isinstance(leaf, Tensor)]
@@ -169,7 +174,12 @@ class CaptureMaker:
                 variant.inputs.load(leaves)
                 static_args, static_kwargs = variant.inputs.tree((args, kwargs))
                 flatten((static_args, static_kwargs), static_leaves)
-                trace = call.trace if isinstance(call, CompiledUnits) else call
+                static_leaves += variant.inputs.further
+                captured = call
+                if isinstance(call, SilentCall):
+                    call = SilentCall(call.trace, variant.inputs.further)
+                    captured = SilentCall(call.trace, variant.inputs.further, keep=True)
+                trace = call.trace if isinstance(call, (CompiledUnits, SilentCall)) else call
                 if isinstance(trace, Trace):
                     with program.context():
                         if not trace.holds(program.function(), static_args, static_kwargs):
@@ -238,6 +248,7 @@ class CaptureMaker:
             kept=kept,
             loaded=loaded,
             ids=list(map(id, reads)),
+            writer=writer,
         )
         return capture, expected
 

@@ -20,6 +20,7 @@ from pygraph_train.step.lifecycle import LifeEvent
 from pygraph_train.step.moving import MEMORY_IN_USE, moves
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.room import Room
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
@@ -30,6 +31,7 @@ from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.refusals import compiler_problem
+from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, ScratchState
 
@@ -91,7 +93,7 @@ class Capturing:
         self._leave_update_outside = leave_update_outside
         self._together = together
         self._captured = False
-        self.compared = Comparing(training, updates, maker, self._call_of, together)
+        self.compared = Comparing(training, updates, maker, self._silent_call_of, together)
 
     def prepared(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
         """Make the step with the kernels that its capture will hold."""
@@ -108,9 +110,11 @@ class Capturing:
         """Whether another shape may have graphs now, or this one."""
         return self._training.program.replication.ready() and self._room.is_there(variant)
 
-    def timed(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
+    def timed(
+        self, step: StepInFlight, variant: Variant, run: Callable[[Call], R], call: Call | None = None
+    ) -> R:
         """Make a step with the kernels of a kind of call, and time it."""
-        training, call = self._training, self._call_of(variant)
+        training, call = self._training, call or self._call_of(variant)
 
         def marked(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = call(fn, args, kwargs)
@@ -139,6 +143,14 @@ class Capturing:
             return variant.compiled
         return variant.trace if self._training.engine.name == "cuda" else plain_call
 
+    def _silent_call_of(self, variant: Variant) -> Call:
+        """How the step is run where no step is made: it leaves Python as it is."""
+        compiled = variant.arm.compiled and variant.compiled is not None
+        trace = variant.compiled if compiled else variant.trace
+        if isinstance(trace, ReproducingTrace) and trace.reproduces:
+            return SilentCall(trace)
+        return self._call_of(variant)
+
     def _to_be_compiled(self, variant: Variant) -> Trace | CompiledUnits:
         """How the step is run with Inductor's kernels. The first run compiles them."""
         from pygraph_train.regions.inductor import compile_whole  # which imports much
@@ -147,7 +159,7 @@ class Capturing:
         if isinstance(variant.trace, OpenedTrace):
             return CompiledUnits(variant.trace, program.replication.units(), compile_whole)
         compiler = program.replication.in_pieces(compile_whole)
-        return Trace(
+        return ReproducingTrace(
             program.device, compiler=compiler, recorder=program.recorder, dynamic=variant.trace.dynamic
         )
 
@@ -195,7 +207,9 @@ class Capturing:
                 raise NotLegal(problem) from error
             variant.arm = self._decisions.arms(variant, self._updates.plans())[0]
             training.note(problem)
-            result = self.timed(step, variant, run)
+            # where only the backward has failed, Python has what the step writes
+            written = isinstance(compiled, ReproducingTrace) and compiled.reproduces and compiled.runs > 0
+            result = self.timed(step, variant, run, self._silent_call_of(variant) if written else None)
             variant.meets(LifeEvent.NOT_COMPILED)
             return result
         variant.meets(LifeEvent.RAN)
@@ -298,10 +312,11 @@ class Capturing:
         elif family is not None:  # room was asked for when it had earned its captures
             verify = verify and family.is_compared(place, config.verify)
         self._room.capture_begins()
+        leaves = PythonWrites(training.program).loaded(variant, args, kwargs, leaves)
         make = functools.partial(
             self._maker.make,
             variant,
-            self._call_of(variant),
+            self._silent_call_of(variant),
             args,
             kwargs,
             leaves,

@@ -42,16 +42,17 @@ class StaticInputs:
 
     Args:
         leaves: example leaves; tensors give shape, dtype, strides and device.
-        used: which leaves the step reads; the others are neither allocated nor copied.
+        used: which leaves the step reads; the others are neither allocated nor copied. Further leaves are tensors
+            besides those of the call, and each of them has a buffer of its own.
         memory: shared with other shapes; None for memory of their own.
     """
 
     def __init__(
         self, leaves: Sequence[Any], used: Sequence[bool], memory: InputMemory | None = None
     ) -> None:
-        read = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and used[i]]
+        read = [i for i, leaf in enumerate(leaves[: len(used)]) if isinstance(leaf, Tensor) and used[i]]
         first = {id(leaves[i]): i for i in reversed(read)}
-        self._index = sorted(first.values())
+        self._index = [*sorted(first.values()), *range(len(used), len(leaves))]
         self._same = {i: first[id(leaves[i])] for i in read}
         self._written = [_written_once(leaves[i]) for i in self._index]
         self._expands = any(size is not None for size in self._written)
@@ -59,6 +60,7 @@ class StaticInputs:
             _buffer_like(_part(leaves[i], size), i, memory)
             for i, size in zip(self._index, self._written, strict=True)
         ]
+        self.further = self.tensors[len(first) :]
 
     def tree(self, args: Any) -> Any:
         """`args` with every used tensor leaf replaced by its buffer."""

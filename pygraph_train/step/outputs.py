@@ -75,7 +75,7 @@ class Outputs:
         themselves = set() if detached else set(map(id, state))
         of_state = {_memory(local_tensor(t)) for t in state if t.layout is torch.strided}
         self._makes: list[_Make] = []
-        scalars: dict[Any, dict[Any, tuple[Tensor, list[int]]]] = {}
+        scalars: dict[Any, dict[Any, _Scalar]] = {}
         others: dict[Any, list[tuple[int, Tensor]]] = {}
         self.tensors: list[Tensor] = []
         for position, leaf in enumerate(leaves):
@@ -100,7 +100,8 @@ class Outputs:
                 self._makes.append(_view(position, source, tensor, static[source]))
             elif leaf.dim() == 0:
                 alike = scalars.setdefault((leaf.dtype, leaf.device), {})
-                alike.setdefault((memory, leaf.storage_offset()), (tensor, []))[1].append(position)
+                _, of_tensors = alike.setdefault((memory, leaf.storage_offset()), (tensor, {}))
+                of_tensors.setdefault(id(leaf), []).append(position)
             else:
                 others.setdefault(memory, []).append((position, tensor))
         for alike in scalars.values():
@@ -108,13 +109,13 @@ class Outputs:
         for sharing in others.values():
             self._makes.append(_copy(*sharing[0]) if len(sharing) == 1 else _copy_together(sharing))
         if not detached:
-            differentiable = [
-                k
-                for k, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None and id(leaf) not in places
-            ]
+            differentiable: dict[int, list[int]] = {}
+            for k, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None and id(leaf) not in places:
+                    scalar = leaf.dim() == 0  # several places have one tensor
+                    differentiable.setdefault(id(leaf) if scalar else -k, []).append(k)
             if differentiable:
-                self._makes.append(_with_history(differentiable))
+                self._makes.append(_with_history(list(differentiable.values())))
         # without the tensors: their history would keep the nodes that accumulate gradients, on this stream
         self._tree = map_leaves(_without_tensor, tree)
         self._leaves = list(map(_without_tensor, leaves))
@@ -164,13 +165,15 @@ class _Used(torch.autograd.Function):
         )
 
 
-def _with_history(positions: list[int]) -> _Make:
+def _with_history(places: list[list[int]]) -> _Make:
     root = torch.zeros((), requires_grad=True)
 
     def make(leaves: Sequence[Any], values: list[Any]) -> None:
         with torch.enable_grad():
-            for position in positions:
-                values[position] = _Used.apply(values[position], root)
+            for positions in places:
+                value = _Used.apply(values[positions[0]], root)
+                for position in positions:
+                    values[position] = value
 
     return make
 
@@ -200,27 +203,34 @@ def _copy(position: int, tensor: Tensor) -> _Make:
     return make
 
 
-def _copy_scalars(scalars: list[tuple[Tensor, list[int]]]) -> _Make:
+_Scalar = tuple[Tensor, dict[int, list[int]]]
+"""A number in the graph's memory, and the positions of each tensor that the step has of it."""
+
+
+def _copy_scalars(scalars: list[_Scalar]) -> _Make:
     """Called in the capture: the packing is an operation of the graph."""
+    places = [list(of_tensors.values()) for _, of_tensors in scalars]
     if len(scalars) == 1:
-        (only, positions), *_ = scalars
+        only, place = scalars[0][0], places[0]
 
         def make_one(leaves: Sequence[Any], values: list[Any]) -> None:
-            copy = only.clone()
-            for position in positions:
-                values[position] = copy
+            _put(only.clone(), place, values)
 
         return make_one
     packed = torch.stack([tensor for tensor, _ in scalars])
-    places = [positions for _, positions in scalars]
 
     def make(leaves: Sequence[Any], values: list[Any]) -> None:
-        for positions, value in zip(places, packed.clone().unbind(), strict=True):
-            own = value.data  # no view, which could not be changed in place
-            for position in positions:
-                values[position] = own
+        for place, value in zip(places, packed.clone().unbind(), strict=True):
+            _put(value.data, place, values)  # no view, which could not be changed in place
 
     return make
+
+
+def _put(own: Tensor, places: list[list[int]], values: list[Any]) -> None:
+    for positions in places:
+        for position in positions:
+            values[position] = own
+        own = own.detach() if len(places) > 1 else own  # another tensor of the same number
 
 
 def _copy_together(sharing: list[tuple[int, Tensor]]) -> _Make:

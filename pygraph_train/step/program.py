@@ -13,6 +13,7 @@ from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.parallel.replication import Replication
 from pygraph_train.problems import Problem
 from pygraph_train.tracing.opened_trace import OpenedTrace
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Trace
 
@@ -96,7 +97,7 @@ class StepOfLoss:
         """A trace for one kind of call. Modules with hooks of torch's own are opened for it."""
         if self.replication.sharded:
             return OpenedTrace(self.device, self.replication.opened, recorder=self.recorder)
-        return Trace(self.device, recorder=self.recorder, dynamic=dynamic)
+        return ReproducingTrace(self.device, recorder=self.recorder, dynamic=dynamic)
 
     def emptied(self, trace: Trace, owned: list[Tensor]) -> list[Tensor]:
         """All of them: the loop calls `zero_grad`."""

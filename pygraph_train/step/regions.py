@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in, user_location
-from pygraph_train.regions.counters import baked_numbers
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.backend_report import RegionRuns
 from pygraph_train.report.step_report import StepReport
@@ -48,6 +47,7 @@ from pygraph_train.torch_private.dynamo import (
 from pygraph_train.torch_private.hooks import gradient_hooks
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
+from pygraph_train.tracing.counters import baked_numbers
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
 from pygraph_train.tracing.trace import held_weakly

@@ -25,6 +25,7 @@ from pygraph_train.step.lookup import Lookup
 from pygraph_train.step.outside import Outside
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram
+from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.regions import Regions
 from pygraph_train.step.together import Together
@@ -84,6 +85,7 @@ class StepRunner:
         self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
         self._outside = Outside(program)
+        self._writes = PythonWrites(program)
         watch = Watching(training, updates, maker)
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing, watch, capture)
@@ -163,7 +165,8 @@ class StepRunner:
         capture = variant.captures.get(variant.capture_key(step.position))
         if capture is not None and not capture.gradients.fit():
             return Ran(self._ungraphed.plainly(run))  # emptied in the middle of an accumulation
-        if capture is not None and self._lookup.reads_written_memory(variant, capture, leaves):
+        loaded = self._writes.loaded(variant, args, kwargs, leaves) if variant.trace.carried else leaves
+        if capture is not None and self._lookup.reads_written_memory(variant, capture, loaded):
             self._refusing.plain_step(BATCH_IN_STATE, for_good=False)
             return Ran(self._ungraphed.plainly(run))
         if capture is not None and self._lookup.is_valid(variant, capture):
@@ -176,7 +179,8 @@ class StepRunner:
             step.replayed = True
             if variant.choice is None and variant.lead is None:
                 variant.choice = self._advance.compare_plans(variant)
-            return self._replay(variant, capture, leaves)
+            made = self._replay(variant, capture, loaded)
+            return made if capture.writer is None else self._writes.finished(capture, args, kwargs, made)
         return self._advance(step, signature, variant, args, kwargs, leaves, run)
 
     def _replay(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> Replayed:
@@ -222,9 +226,8 @@ class StepRunner:
     @property
     def hopeless(self) -> bool:
         """Whether many steps have brought reasons, and neither a replay nor a region."""
-        training = self._training
-        tried = training.step >= _PATIENCE and training.reasons > 0
-        return tried and not training.replays and not self._regions.records
+        run = self._training
+        return run.step >= _PATIENCE and run.reasons > 0 and not (run.replays or self._regions.records)
 
     def share(self, flag: bool) -> list[bool] | None:
         """Between steps: a flag of each rank, without a look at the device. None where ranks exchange nothing."""

@@ -25,6 +25,7 @@ from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import AuditLedger, Audits
@@ -70,6 +71,8 @@ class Capture:
     """What the loop replaces, and each replay copies."""
     ids: list[int] = field(default_factory=list)
     """`id` of all that the step reads, as the capture has found it: `swap_tensors` wants no weak references."""
+    writer: ReproducingTrace | None = None
+    """What makes the step's writes to Python after a replay. None where there are none."""
     leaf_identities: bytes = field(init=False)
 
     def __post_init__(self) -> None:

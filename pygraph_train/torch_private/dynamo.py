@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import traceback
 import types
@@ -20,13 +19,13 @@ __all__ = [
     "assign_data",
     "compiled_apart",
     "compiled_call",
+    "copy_origins",
     "dynamo_asked_whether_compiling",
     "dynamo_cache_entries",
     "dynamo_error_place",
     "dynamo_failure",
     "dynamo_refusal",
     "dynamo_restart",
-    "dynamo_side_effects",
     "end_trace_here",
     "forget_compiled",
     "hold_constant",
@@ -91,95 +90,6 @@ def tracing_notes(graph: torch.fx.GraphModule) -> list[tuple[Any, str]]:
     return found
 
 
-def dynamo_side_effects() -> list[tuple[str, str, traceback.StackSummary | None]]:
-    """Python objects that the frame being compiled writes to; call inside a backend (torch 2.11, 2.13).
-
-    Returns:
-        One (source expression, attribute or "", user stack) for each write to an object that existed
-        before the frame.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
-
-    output = InstructionTranslator.current_tx().output
-    effects = output.side_effects
-    found: list[tuple[str, str, traceback.StackSummary | None]] = []
-    for variable in effects._get_modified_vars():
-        if isinstance(variable.mutation_type, (AttributeMutationNew, ValueMutationNew)):
-            continue
-        source = variable.source.name if variable.source is not None else type(variable).__name__
-        if callable(source):  # a method in older versions
-            source = source()
-        writes = effects.store_attr_mutations.get(variable, {})
-        changed = [name for name, value in writes.items() if not _puts_back(output, source, name, value)]
-        if (writes and not changed) or (not writes and _keeps_entries(variable, source)):
-            continue
-        stacks: Any = effects.mutation_user_stacks.get(variable) or [None]
-        found += [(source, attribute, _stack_of(attribute, stacks)) for attribute in changed or [""]]
-    return found
-
-
-def _stack_of(attribute: str, stacks: list[Any]) -> Any:
-    """Dynamo keeps the writes to one object together: the stack of the first one whose line names the attribute."""
-    named = (s for s in stacks if s and f".{attribute}" in (s[-1].line or ""))
-    return next(named, stacks[0]) if attribute else stacks[0]
-
-
-def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:
-    """Whether an attribute holds, after the frame, what it held before: a constant, or a tensor. (torch 2.11, 2.13)
-
-    Context variables are set at the start of a forward and reset at its end: nothing remains to be done.
-    """
-    if _is_changed_in_place(value, f"{source}.{attribute}"):
-        return True
-    try:
-        owner = eval(source, {**output.global_scope, "L": output.local_scope, "G": output.global_scope})
-        before = getattr(owner, attribute)
-        after = value.as_python_constant()
-    except Exception:  # Dynamo raises many kinds for values that are no constants
-        return False
-    return type(before) is type(after) and bool(before == after)
-
-
-def _keeps_entries(variable: Any, source: str) -> bool:
-    """Whether a dict has, after the frame, the entries that it had before, as `self.count += 1` leaves buffers. (2.11,
-    2.13)"""
-    before, after = getattr(variable, "original_items", None), getattr(variable, "items", None)
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        return False
-    try:
-        names = list(map(_constant, before))
-        if names != list(map(_constant, after)):
-            return False
-        values = zip(names, before.values(), after.values(), strict=True)
-        return all(
-            new is old or _is_changed_in_place(new, f"{source}[{name!r}]") for name, old, new in values
-        )
-    except Exception:  # keys that are no constants
-        return False
-
-
-def _constant(key: Any) -> Any:
-    """The key of a dict: Dynamo wraps it where it hashes variables. (2.11, 2.13)"""
-    return getattr(key, "vt", key).as_python_constant()
-
-
-def _is_changed_in_place(value: Any, expression: str) -> bool:
-    """Whether a value is the tensor that was read from this expression, after changes in place. (2.11, 2.13)"""
-    node = getattr(getattr(value, "proxy", None), "node", None)
-    while isinstance(node, torch.fx.Node) and node.op != "placeholder":
-        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-        in_place = node.target in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
-        node = node.args[0] if in_place and node.args else None
-    return node is not None and placeholder_source(node) == expression
-
-
-_AUGMENTED = {
-    getattr(operator, f"i{name}")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
-}
-
-
 def dynamo_error_place(error: BaseException) -> str | None:
     """`file:line` of the user's code that Dynamo was tracing when it raised this, if it says so (torch 2.11, 2.13)."""
     frame = getattr(error, "innermost_user_frame_summary", None)
@@ -212,6 +122,22 @@ def hold_constant(graph: torch.fx.GraphModule, name: str, value: torch.Tensor) -
     origins = getattr(graph, "_param_name_to_source", None)
     if origins is not None:
         origins[name] = ConstantSource(name)
+
+
+def copy_origins(
+    graph: torch.fx.GraphModule, copied: torch.fx.GraphModule, nodes: dict[torch.fx.Node, torch.fx.Node]
+) -> None:
+    """Tell AOTAutograd of a copy of a graph of Dynamo's where parameters and inputs are from (torch 2.11, 2.13).
+
+    Args:
+        nodes: the copy of each node.
+    """
+    for node, copy in nodes.items():
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    origins = getattr(graph, "_param_name_to_source", None)
+    if origins is not None:
+        copied._param_name_to_source = origins  # type: ignore[assignment]
 
 
 def raising_node(error: BaseException) -> torch.fx.Node | None:

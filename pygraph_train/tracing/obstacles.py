@@ -10,11 +10,20 @@ from torch import Tensor
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.dynamic_shapes import is_size_of_tensor
-from pygraph_train.torch_private.dynamo import dynamo_side_effects, placeholder_source
+from pygraph_train.torch_private.dynamo import placeholder_source
 from pygraph_train.torch_private.guards import gradients_asked_for
+from pygraph_train.torch_private.side_effects import SideEffect, dynamo_side_effects
 from pygraph_train.tracing.reasons import first_use, innermost, line_of, read_on_host, readable
 
-__all__ = ["batch_changed", "gradients_asked", "gradients_read", "on_host", "written"]
+__all__ = [
+    "batch_changed",
+    "gradients_asked",
+    "gradients_read",
+    "on_host",
+    "problem_of_write",
+    "side_effects",
+    "written",
+]
 
 
 def written(fn: Any, recorder: str | tuple[str, ...] | None) -> Iterator[Problem]:
@@ -24,16 +33,24 @@ def written(fn: Any, recorder: str | tuple[str, ...] | None) -> Iterator[Problem
         fn: the traced function.
         recorder: see `Trace`.
     """
-    for source, attribute, stack in dynamo_side_effects():
-        if recorder is not None and source.endswith(recorder):
-            continue
-        name = readable(source, fn) + (f".{attribute}" if attribute else "")
-        yield Problem(
-            f"{name} is written by the step, and replay runs no Python",
-            innermost(stack),
-            "Move the write out of the step (to a hook that runs every step), or keep the value in a tensor "
-            "buffer",
-        )
+    for effect in side_effects(recorder):
+        yield problem_of_write(effect, fn)
+
+
+def side_effects(recorder: str | tuple[str, ...] | None) -> list[SideEffect]:
+    """What the step writes besides what the recorder gets; call inside a backend."""
+    found = dynamo_side_effects()
+    return [effect for effect in found if recorder is None or not effect.source.endswith(recorder)]
+
+
+def problem_of_write(effect: SideEffect, fn: Any) -> Problem:
+    """The step writes to a Python object."""
+    name = readable(effect.source, fn) + (f".{effect.attribute}" if effect.attribute else "")
+    return Problem(
+        f"{name} is written by the step, and replay runs no Python",
+        innermost(effect.stack),
+        "Move the write out of the step (to a hook that runs every step), or keep the value in a tensor buffer",
+    )
 
 
 def on_host(

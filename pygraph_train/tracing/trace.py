@@ -10,7 +10,7 @@ import dataclasses
 import re
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -48,7 +48,7 @@ from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
 
-__all__ = ["Compiler", "Trace", "guard_constants", "held_weakly"]
+__all__ = ["Compiler", "Trace", "appended", "guard_constants", "held_weakly", "settled"]
 
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
@@ -75,6 +75,7 @@ def guard_constants(tree: Any) -> None:
         if tree:  # any use of the value will do
             return
     elif isinstance(tree, (bool, int, float, complex)):
+        settled(tree)
         if tree == tree:  # a use of the value, and also of one on the device that Dynamo knows nothing of
             return
     elif isinstance(tree, (list, tuple)):
@@ -89,6 +90,15 @@ def guard_constants(tree: Any) -> None:
     elif dataclasses.is_dataclass(tree):
         for field in dataclasses.fields(tree):
             guard_constants(getattr(tree, field.name))
+
+
+def settled(number: object) -> None:
+    """Inside a traced function: let a guard stand for a number that is an input of the graph."""
+
+
+def appended() -> tuple[tuple[Any, Any], ...]:
+    """At the end of a traced function: what it has appended to lists that it does not look at, each with its list."""
+    return ()
 
 
 def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,6 +129,10 @@ class Trace:
 
     runs_graph = True
     """Whether calls run what Dynamo has traced, and not the function itself."""
+    reproduces = False
+    """Whether the step writes to Python, and Dynamo's code makes the writes: see `ReproducingTrace`."""
+    carried: Sequence[str] = ()
+    """Expressions of tensors that the step reads and replaces."""
 
     def __init__(
         self,
@@ -159,8 +173,9 @@ class Trace:
         self._guards: Any = None
         self._modules: dict[str, None] = {}
         self._asked: dict[str, None] = {}
+        self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
-        self._go_through_dynamo(_fresh_code())
+        self._go_through_dynamo(self._function_to_trace())
 
     def _go_through_dynamo(self, code: types.FunctionType) -> None:
         """Let `_call` be this function, compiled."""
@@ -183,14 +198,24 @@ class Trace:
         Raises:
             NotLegal: the function cannot be traced as one graph; nothing was executed.
         """
-        try:
-            return self._through_dynamo(fn, args, kwargs)
-        except NotLegal:
-            if not (self._as_plain and self._asks_compiling) or self._compiles:
-                raise
-            self._as_plain, self.compiled_branch = False, self._asks_compiling[0]
-            self._go_through_dynamo(_fresh_code())
-        return self._through_dynamo(fn, args, kwargs)
+        while True:
+            try:
+                return self._through_dynamo(fn, args, kwargs)
+            except NotLegal:
+                if not self._is_worth_another_look():
+                    raise
+
+    def _is_worth_another_look(self) -> bool:
+        """After a trace that was given up, and ran nothing: whether the function is traced in another way now."""
+        if not (self._as_plain and self._asks_compiling) or self._compiles:
+            return False
+        self._as_plain, self.compiled_branch = False, self._asks_compiling[0]
+        self._go_through_dynamo(self._function_to_trace())
+        return True
+
+    def _function_to_trace(self) -> types.FunctionType:
+        """Calls a step's function."""
+        return _fresh_code()
 
     def _through_dynamo(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
@@ -202,6 +227,7 @@ class Trace:
             changes = list(weights_are_flat() if self.runs_graph else ())
             if self._as_plain:
                 changes.append(nothing_compiles(self._asks_compiling))
+            changes += self._further
             with dynamo_step_config(*changes), sizes_are_symbols(self._symbols(args, kwargs)):
                 result = self._call(fn, args, kwargs)
         except dynamo_refusal() as error:
@@ -227,7 +253,7 @@ class Trace:
                 self.problem = self.problem or Problem(
                     f"the step reads a tensor that pygraph-train cannot find again: {error}"
                 )
-        elif self._compiles > before and self.problem is None:
+        elif self._compiles > max(before, 1) and self.problem is None:
             self.problem = stale or Problem("the step needs a new trace although its inputs look the same")
         return result
 
@@ -310,13 +336,17 @@ class Trace:
         if self.problem is None:
             host = on_host(graph, self.device, self._fn, constants.nodes)
             drawn = draws_of_cudnn(graph, self.device)
-            self.problem = next(chain(written(self._fn, self._recorder), host, drawn), None)
+            self.problem = next(chain(self._written(), host, drawn), None)
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
         if self._compiler is not None:
             return self._compiler(graph, example_inputs, self.left)
         return as_eager(graph).forward
+
+    def _written(self) -> Iterable[Problem]:
+        """Writes to Python that a replay would not make."""
+        return written(self._fn, self._recorder)
 
     def _read_inputs(self, graph: torch.fx.GraphModule) -> None:
         for node in graph.graph.nodes:

@@ -1,0 +1,360 @@
+"""A trace of a step that writes to Python: Dynamo's code makes the writes, also in the steps that are replayed.
+
+Dynamo knows what a step writes to Python, and generates code that makes these writes after its graph has run. In a
+replayed step this code runs with the results of the replay in the place of its graph. Runs that make no step (a
+capture, a comparison) take the writes back.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.torch_private.dynamo import (
+    dynamo_cache_entries,
+    placeholder_source,
+    tracing_notes,
+    writes_to_inputs,
+)
+from pygraph_train.torch_private.side_effects import (
+    SideEffect,
+    appends_in_frame,
+    deferring,
+    hooks_in_frame,
+    symbolic,
+)
+from pygraph_train.tracing import trace as traced_names
+from pygraph_train.tracing.counters import Counters, counters, without_counters
+from pygraph_train.tracing.obstacles import problem_of_write, side_effects
+from pygraph_train.tracing.reading import Read, reader
+from pygraph_train.tracing.reasons import first_use, line_of, readable
+from pygraph_train.tracing.signature import Dims
+from pygraph_train.tracing.trace import Compiler, Trace, appended, guard_constants, held_weakly, settled
+from pygraph_train.tracing.undo import Undo
+
+__all__ = ["ReproducingTrace", "SilentCall"]
+
+
+class ReproducingTrace(Trace):
+    """A `Trace` whose function may write to Python where Dynamo's code can make the writes.
+
+    Lists that the function only appends to are not guarded, and integers that reach nothing but writes are inputs.
+
+    Args: see `Trace`.
+
+    Attributes:
+        reproduces: whether there are writes that Dynamo's code has to make in each step.
+        carried: expressions of tensors that the step reads and replaces, so that they lie elsewhere in the next step.
+        runs: how many steps were made.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        compiler: Compiler | None = None,
+        recorder: str | tuple[str, ...] | None = None,
+        dynamic: Dims | None = None,
+    ) -> None:
+        super().__init__(device, compiler=compiler, recorder=recorder, dynamic=dynamic)
+        self.runs = 0
+        self._effects: list[SideEffect] = []
+        self._numbers: set[str] = set()  # expressions of integers that are inputs of the graph
+        self._decisive: set[str] = set()  # of such that tensors depend on
+        self._lists: dict[int, Any] = {}
+        self._defers = True
+        self._deferred = False
+        self._again = False
+        self._frame: dict[str, Any] = {}
+        self._seat: _Seat | None = None
+        self._places: list[int] = []  # of `carried` among the inputs of the graph
+        self._argument_places: list[int] = []
+        self._first: list[Any] | None = None  # arguments of the first call, which it may have changed
+        self._read_carried: Read = lambda L, G: ((),)
+        self._resume: Callable[..., Any] | None = None
+        self._further = (
+            *symbolic(self._numbers.__contains__),
+            *deferring(held_weakly(self._is_deferred), appended, settled),
+        )
+
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Trace`. Dynamo traces again where it has seen what it need not look at."""
+        self._frame, self._first = {"fn": fn, "args": args, "kwargs": kwargs}, None
+        try:
+            result, items = super().__call__(fn, args, kwargs)
+        finally:
+            self._frame = {}
+        for owner, item in items:
+            owner.append(item)
+        self.runs += 1
+        if self.reproduces and self.problem is None:
+            self.problem = self._moved(fn, args, kwargs)
+        return result
+
+    def silently(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        carried: Sequence[Tensor] = (),
+        *,
+        keep: bool = False,
+    ) -> Any:
+        """Run `fn(*args, **kwargs)` through Dynamo's graph, and take back what it writes to Python.
+
+        Args:
+            carried: in the place of the tensors of that name; as many, or none.
+            keep: whether `take_outputs` will ask for what the graph has returned.
+        """
+        assert self._seat is not None and self._resume is not None
+        seat = self._seat
+        undo = Undo(self._effects, {"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
+        seat.places, seat.keeps = dict(zip(self._places, carried, strict=False)), keep
+        try:
+            result, _ = self._resume(fn, args, kwargs)
+        finally:
+            seat.places, seat.keeps = {}, False
+            undo.restore()
+        return result
+
+    def take_outputs(self) -> list[Any]:
+        """What the graph has returned in the last run that kept it: tensors."""
+        assert self._seat is not None and self._seat.outputs is not None
+        outputs, self._seat.outputs = self._seat.outputs, None
+        return list(outputs)
+
+    def write(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Any]
+    ) -> None:
+        """Make the writes of a step whose graph has returned `outputs`; `holds` was true for this call."""
+        assert self._seat is not None and self._resume is not None
+        self._seat.instead = outputs
+        try:
+            _, items = self._resume(fn, args, kwargs)
+        finally:
+            self._seat.instead = None
+        for owner, item in items:
+            owner.append(item)
+
+    def carried_tensors(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """The tensors behind `carried`, read now."""
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        tensors: tuple[Tensor, ...] = self._read_carried(frame, self._code.__globals__)[0]
+        return tensors
+
+    def argument_tensors(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, Tensor]]:
+        """See `Trace`. Of the call that was traced, once: the step may have taken them out of its arguments."""
+        first, self._first = self._first, None
+        if first is None:
+            return super().argument_tensors(fn, args, kwargs)
+        return list(zip((readable(name, fn) for name in self._arguments), first, strict=True))
+
+    # -- inside Dynamo ------------------------------------------------------------------------------
+
+    def _is_deferred(self, value: Any) -> bool:
+        found = self._defers and (id(value) in self._lists or type(value) is deque)
+        self._deferred |= found
+        return found
+
+    def _function_to_trace(self) -> types.FunctionType:
+        code = _returning_appended.__code__.replace(co_name="traced_step")
+        return types.FunctionType(code, vars(traced_names))
+
+    def _is_worth_another_look(self) -> bool:
+        """See `Trace`. Something may have been learned from the trace that was given up."""
+        if self._again:
+            self._again = False
+            return True
+        if self.traced:
+            return False
+        if self._deferred:  # more was done to a list than to append to it
+            self._defers = self._deferred = False
+            return True
+        if self._numbers:  # Dynamo does not compute with them what the step does
+            self._decisive |= self._numbers
+            self._numbers.clear()
+            return True
+        return super()._is_worth_another_look()
+
+    def _look_again(self, graph: torch.fx.GraphModule) -> None:
+        self._again = True
+        self._notes += tracing_notes(graph)
+        raise NotLegal(Problem("the step is traced again"))
+
+    def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        effects = side_effects(self._recorder)
+        known = len(self._numbers), len(self._lists)
+        self._numbers.update(n for effect in effects for n in effect.numbers if n not in self._decisive)
+        if self._defers:
+            self._lists.update((id(e.appended), e.appended) for e in effects if e.appended is not None)
+        if known != (len(self._numbers), len(self._lists)):
+            self._look_again(graph)
+        found = counters(graph)
+        numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]
+        decisive = set(numbers).difference(() if found is None else found.inputs)
+        names = [placeholder_source(n) or "" for n in graph.graph.nodes if n.op == "placeholder"]
+        if self._numbers.intersection(names[i] for i in decisive):
+            self._decisive.update(names[i] for i in decisive)
+            self._numbers -= self._decisive
+            self._look_again(graph)
+        if found is not None:
+            graph = without_counters(graph, found)
+            example_inputs = [v for i, v in enumerate(example_inputs) if i not in found.inputs]
+        self._effects = effects
+        seat = _Seat(found)
+        seat.graph = super()._backend(graph, example_inputs)
+        if self._compiles == 1:
+            self.reproduces = (bool(effects) or appends_in_frame()) and self.problem is None
+            self._lists.clear()
+            seat.begins = held_weakly(self._begins)
+            self._seat = seat
+        return seat
+
+    def _written(self) -> Iterable[Problem]:
+        """Writes that Dynamo's code does not make as the user's, and those that no trace holds for again."""
+        hooks = bool(self._effects) and hooks_in_frame()
+        for effect in self._effects:
+            changes = effect.appended is not None or bool(self._decisive.intersection(effect.numbers))
+            if hooks or changes or not effect.reproducible:
+                yield problem_of_write(effect, self._fn)
+
+    def _read_inputs(self, graph: torch.fx.GraphModule) -> None:
+        replaced = {place for effect in self._effects for place in effect.places}
+        super()._read_inputs(graph)
+        self.carried = [expression for expression in self.inputs if expression in replaced]
+        self.inputs = [expression for expression in self.inputs if expression not in replaced]
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        places = {placeholder_source(node): i for i, node in enumerate(nodes)}
+        self._places = [places[expression] for expression in self.carried]
+        self._argument_places = [places[expression] for expression in self._arguments]
+        self._read_carried = reader(self._code.__globals__, self.carried)
+
+    def _look_for_writes(self, graph: torch.fx.GraphModule) -> Problem | None:
+        nodes = {placeholder_source(n): n for n in graph.graph.nodes if n.op == "placeholder"}
+        for expression in self.carried:
+            if nodes[expression].meta["example_value"].requires_grad:
+                return Problem(
+                    f"{readable(expression, self._fn)} is replaced by the step and requires a gradient",
+                    first_use(nodes[expression]),
+                    "Detach the tensor before you store it",
+                )
+        for node, target, _ in writes_to_inputs(graph):
+            if placeholder_source(target) in self.carried:
+                name = readable(placeholder_source(target) or target.name, self._fn)
+                text = f"{name} is changed in place by the step, and then replaced"
+                return Problem(text, line_of(node), "Change the tensor in place or replace it, and not both")
+        return super()._look_for_writes(graph)
+
+    # -- while a step is made -----------------------------------------------------------------------
+
+    def _begins(self, inputs: Sequence[Any]) -> None:
+        """The graph is about to run for the first time: afterwards things may look different."""
+        entries = dynamo_cache_entries(self._code.__code__)
+        if not entries or self._guards is not None:
+            return
+        try:
+            self._take_guards(entries[0], self._frame)
+            self.latest_tensors = self._read(self._frame, self._code.__globals__)[0]
+        except Exception:  # an expression that only Dynamo's own code understands: `Trace` says so
+            self._guards = None
+            return
+        if self.reproduces:
+            self._resume = types.FunctionType(entries[0].code, self._code.__globals__)
+            self._first = [inputs[place] for place in self._argument_places]
+
+    def _moved(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem | None:
+        """Another tensor than before is where the step has read one, and `carried` does not have it."""
+        try:
+            now = self.tensors(fn, args, kwargs)
+        except (AttributeError, IndexError, KeyError) as error:
+            return Problem(f"the step takes away a tensor that it reads: {type(error).__name__} {error}")
+        for expression, tensor, before in zip(self.inputs, now, self.latest_tensors, strict=True):
+            if tensor is not before:
+                return Problem(f"{readable(expression, fn)} is replaced by the step")
+        return None
+
+
+@dataclass(frozen=True)
+class SilentCall:
+    """How a step's function is run that writes to Python, in a run that makes no step.
+
+    Attributes:
+        trace: of the function.
+        carried, keep: see `ReproducingTrace.silently`.
+    """
+
+    trace: ReproducingTrace
+    carried: Sequence[Tensor] = ()
+    keep: bool = False
+
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it."""
+        return self.trace.silently(fn, args, kwargs, self.carried, keep=self.keep)
+
+
+class _Seat:
+    """What Dynamo's code calls in the place of its graph.
+
+    Args:
+        counted: the counters of the graph, which has none any more.
+
+    Attributes:
+        graph: takes and returns tensors.
+        begins: called with the inputs of the graph before its first run.
+        instead: what is returned without a run.
+        places: tensors in the place of these inputs.
+        keeps: whether `outputs` shall hold what the graph returns.
+    """
+
+    def __init__(self, counted: Counters | None) -> None:
+        self.graph: Callable[..., Any] = _no_graph
+        self.begins: Callable[[Sequence[Any]], None] | None = None
+        self.instead: Sequence[Any] | None = None
+        self.places: dict[int, Tensor] = {}
+        self.keeps = False
+        self.outputs: Sequence[Any] | None = None
+        self._counted = counted
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        if self._counted is None:
+            return self._tensors(inputs)
+        counted = self._counted
+        numbers = counted.compute(*[inputs[i] for i in counted.read])
+        outputs = list(self._tensors([x for i, x in enumerate(inputs) if i not in counted.inputs]))
+        for place, number in zip(counted.results, numbers, strict=True):  # the places ascend
+            outputs.insert(place, number)
+        return outputs
+
+    def _tensors(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        if self.instead is not None:
+            return self.instead
+        if self.begins is not None:
+            begins, self.begins = self.begins, None
+            begins(inputs)
+        if self.places:
+            inputs = [self.places.get(i, x) for i, x in enumerate(inputs)]
+        outputs: Sequence[Any] = self.graph(*inputs)
+        if self.keeps:
+            self.outputs = outputs
+        return outputs
+
+
+def _no_graph(*inputs: Any) -> Sequence[Any]:
+    raise AssertionError("nothing was compiled")
+
+
+def _returning_appended(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = fn(*args, **kwargs)
+    guard_constants(result)
+    return result, appended()
