@@ -164,6 +164,12 @@ class Engine(Protocol):
                 out-of-memory errors pass through unchanged, after the same clean-up.
         """
 
+    def host_draws(self) -> AbstractContextManager[None]:
+        """Context for a capture whose function draws random numbers on the host, and reads them there.
+
+        Whoever replays the graph has to see to it that they are the same again.
+        """
+
     def indirect(
         self,
         first: Any,

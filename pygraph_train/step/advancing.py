@@ -256,7 +256,13 @@ class Advancing:
         training = self._training
         program = training.program
         problem = unsupported_leaf(args, kwargs, leaves) or program.replication.not_called_once()
-        if problem is None and signature.variants:
+        other_way = signature.other_way
+        if problem is None and other_way is not None:
+            signature.ways.took(other_way)
+            problem = signature.ways.too_many(signature.variants, compiled=training.config.compile is True)
+            if problem is None and not signature.ways.returns(other_way, signature.variants, training.config):
+                return None
+        elif problem is None and signature.variants:
             signature.retraces += 1
             paid = sum(v.replays for v in signature.variants) // REPLAYS_PER_RETRACE
             if signature.retraces - paid > MOST_RETRACES:
@@ -267,7 +273,8 @@ class Advancing:
             return None
         variant = Variant(program.new_trace(), self._signatures.lengths, signature.key)
         first = self._signatures.is_first(signature)
-        variant.compile_next = training.config.compile is True and self._decisions.compiles and first
+        wanted = training.config.compile is True and self._decisions.compiles
+        variant.compile_next = wanted and first and other_way is None
         signature.variants.insert(0, variant)
         return variant
 

@@ -13,6 +13,7 @@ from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
+from pygraph_train.random_state import HostRandomState
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
@@ -138,7 +139,7 @@ class CaptureMaker:
             reference = time.perf_counter() - started
             watched = optimizer.state.none_is_made() if optimizer is not None and updates else nullcontext()
             exchanges = position.sync
-            with self.stage(), self._context(), watched, replication.capturing():
+            with self.stage(), self._context(), watched, replication.capturing(), self._drawing(variant):
                 graph, (loss, outputs) = self._engine.capture(body)
         except BaseException as error:
             if graph is not None:  # another rank has none
@@ -225,6 +226,19 @@ class CaptureMaker:
             scratch.restore()
             gradients.restore(before)
             put_back()
+
+    @contextmanager
+    def _drawing(self, variant: Variant) -> Iterator[None]:
+        """Around a capture: what the step draws on the host is drawn, and the generators stay where they are."""
+        if variant.trace.host_draws is None:
+            yield
+            return
+        before = HostRandomState()
+        try:
+            with self._engine.host_draws():
+                yield
+        finally:
+            before.restore()
 
     @contextmanager
     def _out_of_step(self) -> Iterator[None]:

@@ -19,8 +19,10 @@ from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage, StageLengths, next_life
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.ways import Ways
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
+from pygraph_train.tracing.host_draws import Ahead
 from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Audits
@@ -83,6 +85,7 @@ class Variant:
         replays, last_used: how often it was replayed, and in which step last.
         moves: how often captures were thrown away because something had moved.
         writes_parameters: whether forward changes parameters in place.
+        ahead: what the present step draws on the host, where the trace depends on such numbers.
     """
 
     trace: Trace
@@ -102,10 +105,18 @@ class Variant:
     last_used: int = 0
     moves: int = 0
     writes_parameters: bool = False
+    ahead: Ahead | None = None
 
     def is_for(self, leaves: Sequence[Any]) -> bool:
         """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""
         return all(leaves[i] is self.trace.latest_tensors[k] for i, k in self.anchored)
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Before a replay: the batch is where graphs read it, and the host has drawn what the step draws. Hot path."""
+        assert self.inputs is not None
+        if self.ahead is not None and self.ahead.end is not None:
+            self.ahead.end.restore(but=self.trace.draws_in_graph)
+        self.inputs.load(leaves)
 
     def maybe_written(self, reads: Sequence[Tensor]) -> Storages | None:
         """The memory of what the forward may change of `reads`: buffers, and parameters if it was seen to do that."""
@@ -148,6 +159,8 @@ class Signature:
     Attributes:
         life: until it has a variant, and when it gets no more of them.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
+        ways: how often steps went which way, of those where random numbers of the host decide.
+        other_way: what was drawn for the present step, which goes another way than any variant.
     """
 
     key: Key
@@ -155,6 +168,8 @@ class Signature:
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
     no_graphs: Choice | None = None
+    ways: Ways = field(default_factory=Ways)
+    other_way: tuple[Any, ...] | None = None
 
 
 class Signatures:

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
     dynamo_refusal,
@@ -28,8 +29,11 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 from pygraph_train.torch_private.guards import asked_expression, guard_failures, guarded_expression
+from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
+from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_constants import HostConstants, make_once
+from pygraph_train.tracing.host_draws import HostDraws
 from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written
 from pygraph_train.tracing.reasons import (
     compiler_failed,
@@ -42,6 +46,7 @@ from pygraph_train.tracing.reasons import (
 )
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
+from pygraph_train.tracing.sources import Read, owner_of, reader
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
 
 __all__ = ["Compiler", "Trace", "guard_constants", "held_weakly"]
@@ -49,46 +54,6 @@ __all__ = ["Compiler", "Trace", "guard_constants", "held_weakly"]
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
 """Compiles a graph of Dynamo's for these inputs, and appends what it could not do to the list."""
-
-_Read = Callable[[dict[str, Any], dict[str, Any]], Any]
-
-
-def _reader(namespace: dict[str, Any], *groups: Iterable[str]) -> _Read:
-    """One function that reads all of Dynamo's own source expressions: a call for each would be slow.
-
-    What several of them start with (a module's parameters) is read once. It returns a tuple for each group.
-    """
-    lines: list[str] = []
-    known: dict[str, str] = {}
-
-    def name_of(expression: str) -> str:
-        owner, last = _owner(expression)
-        if not owner:
-            return expression
-        if owner not in known:
-            place = name_of(owner)
-            known[owner] = f"v{len(known)}"
-            lines.append(f"    {known[owner]} = {place}\n")
-        return known[owner] + last
-
-    tuples = [f"({''.join(name_of(e) + ', ' for e in expressions)})" for expressions in groups]
-    scope = dict(namespace)
-    exec(f"def read(L, G):\n{''.join(lines)}    return {', '.join(tuples)},\n", scope)
-    read: _Read = scope["read"]
-    return read
-
-
-_ACCESS = re.compile(r"\.\w+|\['[^'\\]*'\]|\[\d+\]")
-
-
-def _owner(expression: str) -> tuple[str, str]:
-    """`L['fn'].net.weight` is read from `L['fn'].net` with `.weight`; ("", "") where that is not so simple."""
-    if not expression.startswith(("L[", "G[")):
-        return "", ""
-    parts = _ACCESS.findall(expression)
-    if len(parts) < 2 or expression[0] + "".join(parts) != expression:
-        return "", ""
-    return expression[: -len(parts[-1])], parts[-1]
 
 
 def _fresh_code() -> types.FunctionType:
@@ -154,6 +119,8 @@ class Trace:
 
     runs_graph = True
     """Whether calls run what Dynamo has traced, and not the function itself."""
+    may_draw = True
+    """Whether random numbers of the host may decide which way the function takes."""
 
     def __init__(
         self,
@@ -177,9 +144,14 @@ class Trace:
         """What the compilation could not do."""
         self.made_once: tuple[str, ...] = ()
         """What the function makes on the host in each call, and was made when it was traced."""
+        self.host_draws: HostDraws | None = None
+        """Random numbers of the host that decide which way the function takes."""
+        self.draws_in_graph: tuple[str, ...] = ("torch",) if device.type == "cpu" else ()
+        """Generators whose numbers are drawn where the graph runs, and not before."""
+        self._recording = Recording(device)
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
-        self._read: _Read = lambda L, G: ((), (), ())
+        self._read: Read = lambda L, G: ((), (), ())
         self._recorder = recorder
         self._fn: Any = None
         self._compiles = 0
@@ -210,11 +182,12 @@ class Trace:
         """
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         self._fn = fn
+        drawn = self._drawn_as_traced()
         before, stale = self._compiles, None
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
         try:
-            with dynamo_step_config(*(weights_are_flat() if self.runs_graph else ())):
+            with dynamo_step_config(*self._changes()):
                 result = self._call(fn, args, kwargs)
         except dynamo_refusal() as error:
             problem = problem_of_break(error)
@@ -229,6 +202,10 @@ class Trace:
             raise NotLegal(problem) from None
         finally:
             forget_notes(self._notes)
+        if self.host_draws is not None and not before:
+            drawn = self._recording.end
+        if drawn is not None:
+            drawn.restore(but=self.draws_in_graph)
         entries = dynamo_cache_entries(self._code.__code__)
         if not entries:
             self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
@@ -243,9 +220,31 @@ class Trace:
             self.problem = stale or Problem("the step needs a new trace although its inputs look the same")
         return result
 
+    def _drawn_as_traced(self) -> HostRandomState | None:
+        """Where the generators of the host are after this call. None where there are none, or nothing was traced yet.
+
+        Raises:
+            NotLegal: the function takes another way this time.
+        """
+        if self.host_draws is None or not self._compiles:
+            return None
+        ahead = self.host_draws.look_ahead()
+        if not ahead.matches:
+            raise NotLegal(
+                Problem(
+                    "random numbers of the host lead to another way than was traced", self.host_draws.where
+                )
+            )
+        return ahead.end
+
+    def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
+        """How Dynamo traces this function in another way than others."""
+        flat = weights_are_flat() if self.runs_graph else ()
+        return (*flat, *(drawing(self._recording) if self.may_draw and not self.traced else ()))
+
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
         """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
-        self._read = _reader(self._code.__globals__, self.inputs, self._modules, self._asked)
+        self._read = reader(self._code.__globals__, self.inputs, self._modules, self._asked)
         self._watch = ModuleWatch(*self._read(frame, self._code.__globals__))
         self._guards = entry.guard_manager  # not the entry: torch._dynamo.reset() frees it
 
@@ -286,7 +285,7 @@ class Trace:
     ) -> list[tuple[str, Tensor]]:
         """The tensors of the arguments that the step reads, each with how the user would write it."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        read = _reader(self._code.__globals__, self._arguments)
+        read = reader(self._code.__globals__, self._arguments)
         names = [readable(expression, fn) for expression in self._arguments]
         return list(zip(names, read(frame, self._code.__globals__)[0], strict=True))
 
@@ -309,6 +308,8 @@ class Trace:
                     "Use checkpoint(..., use_reentrant=False), which adds gradients in the usual backward",
                 )
             )
+        if self.may_draw and self._compiles == 1:
+            self.host_draws = self._recording.finish(graph)
         constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
         self._constants += constants.values
         if self._compiles == 1:
@@ -353,7 +354,7 @@ class Trace:
         for guard, ours in zip(guards, watched, strict=True):
             if ours and guard.has_value and isinstance(guard.value, nn.Module):
                 self._modules[guarded_expression(guard)] = None
-        asked = [is_asked(guard) and _owner(asked_expression(guard))[1] != "" for guard in guards]
+        asked = [is_asked(guard) and owner_of(asked_expression(guard))[1] != "" for guard in guards]
         self._asked |= dict.fromkeys(asked_expression(guard) for guard in compress(guards, asked))
         return [not (ours or known) for ours, known in zip(watched, asked, strict=True)]
 

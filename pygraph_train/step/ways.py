@@ -1,0 +1,82 @@
+"""Which ways steps take whose way is decided by random numbers of the host, and which of these get graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.problems import Problem
+from pygraph_train.step.lifecycle import Life, Stage
+
+if TYPE_CHECKING:
+    from pygraph_train.step.variants import Variant
+
+__all__ = ["Ways"]
+
+_RETURNS = 2
+"""Steps that go a way before it is traced."""
+
+_UNPROVED = 2
+"""Ways that were traced, and have not come again since: no further one is traced meanwhile."""
+
+_REMEMBERED = 512
+"""Ways that are counted."""
+
+_JUDGED = 100
+"""Steps after which it is clear whether graphs serve many of them."""
+
+
+class Ways:
+    """Of one signature.
+
+    Attributes:
+        elsewhere: steps that went a way without a variant.
+    """
+
+    def __init__(self) -> None:
+        self.elsewhere = 0
+        self._met: Counter[tuple[Any, ...]] = Counter()
+
+    def took(self, way: tuple[Any, ...]) -> None:
+        """A step goes a way that no variant is for.
+
+        Args:
+            way: the answers up to the first one that no variant has.
+        """
+        self.elsewhere += 1
+        if len(self._met) >= _REMEMBERED:
+            self._met = Counter({known: n for known, n in self._met.items() if n > 1})
+        if len(self._met) < _REMEMBERED:
+            self._met[_hashable(way)] += 1
+
+    def returns(self, way: tuple[Any, ...], variants: Sequence[Variant], config: PyGraphConfig) -> bool:
+        """Whether a way has come often enough to be traced, and there is room for one more."""
+        traced = [v for v in variants if v.trace.host_draws is not None]
+        unproved = [v for v in traced if v.life == Life(Stage.WATCHED, 1)]
+        if len(traced) >= config.max_signatures or len(unproved) >= _UNPROVED:
+            return False
+        return self._met[_hashable(way)] >= _RETURNS
+
+    def too_many(self, variants: Sequence[Variant], *, compiled: bool) -> Problem | None:
+        """The reason against graphs where most steps go other ways.
+
+        Args:
+            compiled: whether steps without graphs could have Inductor's kernels, and have none here.
+        """
+        served = sum(v.replays for v in variants)
+        most = served // 3 if compiled else served * 3
+        if self.elsewhere < _JUDGED or self.elsewhere <= most:
+            return None
+        where = next((v.trace.host_draws.where for v in variants if v.trace.host_draws is not None), None)
+        return Problem(
+            f"random numbers that are drawn on the host decide which way the step takes, and {self.elsewhere} steps "
+            f"went ways that have no graph",
+            where,
+            "Let few numbers decide, or draw them with torch on the device and choose with torch.where",
+        )
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
