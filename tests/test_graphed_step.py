@@ -710,9 +710,9 @@ def test_a_tensor_attribute_replaced_on_every_step():
             diary.write("loss", step(batch))
         diary.write_state(model, optimizer)
 
-    report = both(script, replays=3)
-    assert len(report.captures) <= 5
-    assert any("scale" in f.reason and "address" in f.reason for f in report.fallbacks), str(report)
+    report = both(script, replays=25, plan="{F B O}")
+    assert len(report.captures) <= 3
+    assert not report.fallbacks, str(report)
 
 
 def test_tied_weights():

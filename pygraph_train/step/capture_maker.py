@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
+from pygraph_train.graphs.memory import Storages
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
-from pygraph_train.random_state import HostRandomState
 from pygraph_train.step.inputs import StaticInputs
+from pygraph_train.step.moving import LoadedTensors, may_be_loaded
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call
@@ -22,6 +23,7 @@ from pygraph_train.step.rebinding import Anchors, Moves
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture, Variant, picker
+from pygraph_train.step.ways import undrawn
 from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
@@ -79,9 +81,64 @@ class CaptureMaker:
         Raises:
             NotLegal: it cannot be captured. Nothing was executed, Python state is as before.
         """
+        reads = variant.trace.tensors(self._program.function(), args, kwargs)
+        with self.stage():
+            kept, loaded = self._homes(variant, reads)
+        with nullcontext() if loaded is None else loaded.at_home(reads):
+            return self._make(
+                variant,
+                call,
+                args,
+                kwargs,
+                leaves,
+                position,
+                optimizer,
+                reads=reads,
+                kept=kept,
+                loaded=loaded,
+            )
+
+    def _homes(self, variant: Variant, reads: Sequence[Tensor]) -> tuple[list[Tensor], LoadedTensors | None]:
+        """What the loop gives other memory between steps: tensors to be brought home, and homes of those to be loaded.
+
+        What can be neither is captured where it lies.
+        """
+        kept: list[Tensor] = []
+        places: list[int] = []
+        blind = self._config.verify == "off"  # no run shows what the step writes
+        if self._program.replication.sharded or variant.trace.rebound:
+            return kept, None
+        passed = {k for _, k in variant.anchored}
+        here = [k for k in variant.moving if k not in passed]
+        rest = Storages(t for k, t in enumerate(reads) if k not in variant.moving and not t.requires_grad)
+        for k in here:
+            tensor = reads[k]
+            if not variant.moving[k] and self.anchors.may_keep(tensor):
+                kept.append(tensor)
+            elif not blind and may_be_loaded(tensor) and not rest.hold(tensor):
+                places.append(k)
+        try:
+            return kept, LoadedTensors(places, reads) if places else None
+        except Exception as error:  # there may be no memory
+            raise NotLegal(problem_of(error)) from error
+
+    def _make(
+        self,
+        variant: Variant,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        position: PositionInAccumulation,
+        optimizer: OptimizerPreparation | None,
+        *,
+        reads: Sequence[Tensor],
+        kept: list[Tensor],
+        loaded: LoadedTensors | None,
+    ) -> tuple[Capture, Fingerprint | None]:
+        """See `make`; loaded tensors lie in their homes."""
         updates = variant.arm.plan.fused and position.update
         program, replication = self._program, self._program.replication
-        reads = variant.trace.tensors(program.function(), args, kwargs)
         gradients = self.gradients(variant, args, kwargs, position)
         with self.stage():
             problem = history(variant.trace, reads)
@@ -90,7 +147,7 @@ class CaptureMaker:
             if problem is not None:
                 raise NotLegal(problem)
         rebound = variant.trace.rebound_tensors(reads)
-        self.anchors.begin(rebound)
+        self.anchors.begin([*rebound, *kept])
         gradients.begin()
         gradients.empty()  # as the step would; the memory of old gradients is wanted now
         before = gradients.snapshot()
@@ -108,6 +165,8 @@ class CaptureMaker:
                     program.update()
             gradients.settle()
             outputs = Outputs(tree, static_leaves, reads, detached=program.detaches_results)
+            if loaded is not None:
+                loaded.check_results(outputs.tensors)
             batch = [leaf for leaf in static_leaves if isinstance(leaf, Tensor)]
             self.anchors.settle(moves, [*moves.tensors, *batch, *outputs.tensors])
             return loss.detach(), outputs
@@ -120,7 +179,8 @@ class CaptureMaker:
             with self.stage():
                 if variant.inputs is None:
                     variant.inputs = StaticInputs(leaves, variant.used)
-                written = variant.maybe_written(reads)
+                fixed = reads if loaded is None else loaded.without(reads)
+                written = variant.maybe_written(fixed)
                 if written is not None and variant.inputs.lie_in(written, leaves):
                     raise NotLegal(BATCH_IN_STATE)
                 variant.inputs.load(leaves)
@@ -133,13 +193,27 @@ class CaptureMaker:
                             raise NotLegal(trace.why_not(program.function(), static_args, static_kwargs))
             expected, started = None, time.perf_counter()
             if self._config.verify != "off":
+                only_read = nullcontext() if loaded is None else loaded.only_read(reads)
                 expected = self.reference(
-                    variant, gradients, call, static_args, static_kwargs, updates=updates, sync=position.sync
+                    variant,
+                    gradients,
+                    call,
+                    static_args,
+                    static_kwargs,
+                    updates=updates,
+                    sync=position.sync,
+                    around=only_read,
                 )
             reference = time.perf_counter() - started
             watched = optimizer.state.none_is_made() if optimizer is not None and updates else nullcontext()
             exchanges = position.sync
-            with self.stage(), self._context(), watched, replication.capturing(), self._drawing(variant):
+            with (
+                self.stage(),
+                self._context(),
+                watched,
+                replication.capturing(),
+                undrawn(variant.trace, self._engine),
+            ):
                 graph, (loss, outputs) = self._engine.capture(body)
         except BaseException as error:
             if graph is not None:  # another rank has none
@@ -154,7 +228,7 @@ class CaptureMaker:
         finally:
             forget()
             moves.put_back()
-            self.anchors.end(rebound)
+            self.anchors.end([*rebound, *kept])
         put_back()
         outputs.tensors.clear()
         gradients.claim()
@@ -172,7 +246,7 @@ class CaptureMaker:
             optimizer_generation=optimizer.generation if optimizer is not None else 0,
             leaves=[t for t in reads if t.requires_grad],
             pick_leaves=picker([i for i, t in enumerate(reads) if t.requires_grad]),
-            addresses=[local_tensor(t).data_ptr() for t in reads],
+            addresses=[local_tensor(t).data_ptr() for t in fixed],
             rebound=rebound,
             verified=self._config.verify == "off",
             hook_registrations=hook_registrations(),
@@ -181,6 +255,9 @@ class CaptureMaker:
             written=written,
             sharded=replication.sharded,
             number=0 if self._together is None else self._together.number,
+            kept=kept,
+            loaded=loaded,
+            identities=list(map(id, reads)),
         )
         return capture, expected
 
@@ -194,10 +271,14 @@ class CaptureMaker:
         *,
         updates: bool,
         sync: bool,
+        around: AbstractContextManager[None] | None = None,
     ) -> Fingerprint:
         """Loss and gradients of this step without a graph; everything else is put back.
 
         Gradients are exchanged after the backward, and not in it: nobody waits then for a rank that fails.
+
+        Args:
+            around: entered around forward and backward.
         """
         replication = self._program.replication
         stage = self._out_of_step if replication.sharded else self.stage
@@ -209,7 +290,12 @@ class CaptureMaker:
         try:
             replication.exchange_buffers()
             with self._context(), self._engine.warm_up(gradients.emptied):
-                with stage(), replication.micro_batch(sync=sync), replication.local():
+                with (
+                    stage(),
+                    around or nullcontext(),
+                    replication.micro_batch(sync=sync),
+                    replication.local(),
+                ):
                     gradients.empty()
                     gradients.isolate()
                     loss, _ = self._program.forward(call, args, kwargs)
@@ -226,19 +312,6 @@ class CaptureMaker:
             scratch.restore()
             gradients.restore(before)
             put_back()
-
-    @contextmanager
-    def _drawing(self, variant: Variant) -> Iterator[None]:
-        """Around a capture: what the step draws on the host is drawn, and the generators stay where they are."""
-        if variant.trace.host_draws is None:
-            yield
-            return
-        before = HostRandomState()
-        try:
-            with self._engine.host_draws():
-                yield
-        finally:
-            before.restore()
 
     @contextmanager
     def _out_of_step(self) -> Iterator[None]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.report.step_report import CaptureRecord
@@ -20,8 +18,7 @@ from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Signatures, Variant, same_memory
-from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.step.variants import Capture, Signatures, Variant, moved, same_memory
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
@@ -50,6 +47,11 @@ _STATE_CHANGES = "the optimizer runs outside of the graph: its state is replaced
 _HYPERPARAMETERS_CHANGE = (
     "the optimizer runs outside of the graph: a hyperparameter other than the learning rate changes again and again "
     "(betas or momentum under OneCycleLR, for example)"
+)
+
+_MEMORY_IN_USE = Problem(
+    "memory of a tensor that is assigned (`.data = ...`) is in use elsewhere again and again",
+    fix="Assign a copy of the value (.clone()), and keep no views of the tensor",
 )
 
 _ONE_CYCLE = "Use OneCycleLR(cycle_momentum=False) to keep the optimizer in the graph"
@@ -209,19 +211,18 @@ class Capturing:
         program, updates = self._training.program, self._updates
         allowed = MOST_RETRACES + variant.replays // REPLAYS_PER_RETRACE
         tensors = variant.trace.tensors(program.function(), args, kwargs)
-        adopted = self._maker.anchors.adopt(capture.rebound)
-        if not adopted or not same_memory(tensors, capture):
+        anchors = self._maker.anchors
+        at_home = anchors.adopt(capture.rebound) and anchors.bring_back(capture.kept)
+        if not at_home or not same_memory(tensors, capture):
             variant.moves += 1
-            moved = _moved(variant, capture, tensors)
+            places = dict(moved(tensors, capture))
             variant.forget_captures()
+            for place, other in places.items():
+                if variant.moves > 1 or not other:  # a tensor that is replaced once needs no copies for ever
+                    variant.moving[place] = other or variant.moving.get(place, False)
             if variant.moves > allowed:
-                raise NotLegal(
-                    Problem(
-                        "memory of a tensor that the step assigns (`.data = ...`) is in use elsewhere again and again"
-                        if moved is None
-                        else f"{readable(moved, program.function())} lives at a new address again and again"
-                    )
-                )
+                name = readable(variant.trace.inputs[min(places)], program.function()) if places else ""
+                raise NotLegal(_MEMORY_IN_USE if not places else _moves(name))
         elif not updates.state_is_that_of(capture):
             variant.forget_captures()
             updates.made = 0
@@ -366,10 +367,8 @@ class Capturing:
         oldest.inputs = None
 
 
-def _moved(variant: Variant, capture: Capture, tensors: Sequence[Tensor]) -> str | None:
-    """The first tensor that is another one, or lies elsewhere."""
-    leaves = set(map(id, capture.leaves))
-    for expression, tensor, address in zip(variant.trace.inputs, tensors, capture.addresses, strict=True):
-        if local_tensor(tensor).data_ptr() != address or (tensor.requires_grad and id(tensor) not in leaves):
-            return expression
-    return None
+def _moves(name: str) -> Problem:
+    return Problem(
+        f"{name} lives at a new address again and again",
+        fix=f"Write new values into {name} (`copy_`) in place of replacing it, and keep no views of it",
+    )

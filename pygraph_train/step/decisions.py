@@ -15,6 +15,7 @@ from pygraph_train.report.step_report import StepReport
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm, Phase, Plan
 from pygraph_train.selection.cache import Decision, DecisionCache
+from pygraph_train.selection.compile_time import COMPILE_SECONDS, compile_seconds
 from pygraph_train.selection.controller import Controller, Estimate, Switch
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.identity import identity
@@ -24,12 +25,9 @@ from pygraph_train.step.times import Times
 from pygraph_train.step.variants import Variant
 from pygraph_train.tracing.trace import held_weakly
 
-__all__ = ["COMPILE_SECONDS", "Decisions"]
+__all__ = ["Decisions"]
 
 log = logging.getLogger("pygraph_train")
-
-COMPILE_SECONDS = 120.0
-"""What compiling is taken to cost before it was done once: twice what a medium model takes."""
 
 _COMPILED_SHARE = 2 / 3
 """Inductor usually saves a third of the device time."""
@@ -196,7 +194,7 @@ class Decisions:
             if graphed and graphed <= inside and known.compiled == arm.compiled:
                 return Estimate(least=seconds, why=f"the kernels of {known}, and more launches")
         if arm.compiled:
-            cost = self._times.compiling or COMPILE_SECONDS
+            cost = self._times.compiling or compile_seconds(_operations(variant, arm))
             share = _COMPILED_SHARE
             last = self._times.latest.get(controller.best)
             if arm.plan.regions and not controller.best.plan.forward_backward and _waits_for_host(last):
@@ -228,6 +226,14 @@ class Decisions:
         return identity(
             program.model, program.optimizer, program.device, self._engine.name, self._config, signature
         )
+
+
+def _operations(variant: Variant | None, arm: Arm) -> int | None:
+    """How many operations the device makes in a step of this kind with eager kernels, if a graph has shown it."""
+    if variant is None or not arm.plan.forward_backward:
+        return None
+    counts = [c.graph.nodes for (_, _, compiled), c in variant.captures.items() if not compiled]
+    return max(counts, default=None)
 
 
 def _waits_for_host(last: timing.StepTime | None) -> bool:

@@ -71,7 +71,10 @@ class Lookup:
             return False
         if capture.audits.left <= 0 and capture.audits.due(time.perf_counter()):
             return False
-        if not same_memory(variant.trace.latest_tensors, capture):
+        reads = variant.trace.latest_tensors
+        if not same_memory(reads, capture) and not (
+            capture.kept and self._anchors.bring_back(capture.kept) and same_memory(reads, capture)
+        ):
             return False
         if capture.rebound and not self._anchors.hold(capture.rebound):
             return False

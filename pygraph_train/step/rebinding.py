@@ -124,6 +124,37 @@ class Anchors:
         tensor.data = memory
         return True
 
+    def may_keep(self, tensor: Tensor) -> bool:
+        """Whether a tensor that the loop has given other memory can be brought home later: nobody else holds that."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return False
+        memory = self._memory.get(tensor)
+        if memory is not None and _same_place(tensor, memory):
+            return not self._lent(tensor, 0)
+        return _is_alone(tensor)
+
+    def bring_back(self, tensors: Sequence[Tensor]) -> bool:
+        """Put tensors that the loop has given other memory where graphs find them; False where that is not possible.
+
+        The values are copied in the caller's stream.
+        """
+        away = [t for t in tensors if not _same_place(t, self._memory[t])]
+        for tensor in away:
+            memory = self._memory[tensor]
+            same = (tensor.shape, tensor.stride(), tensor.dtype) == (
+                memory.shape,
+                memory.stride(),
+                memory.dtype,
+            )
+            if not same or self._lent(tensor, 1) or not _is_alone(tensor):
+                return False
+        if away:
+            with torch.no_grad():
+                copy_all([self._memory[t] for t in away], [t.detach() for t in away])
+        for tensor in away:
+            tensor.data = self._memory[tensor]
+        return True
+
     def _lent(self, tensor: Tensor, away: int) -> bool:
         """Whether somebody else holds the memory of a tensor, which does so itself unless it is `away`."""
         return _holders(self._memory[tensor]) + away != self._holders[tensor]
@@ -131,6 +162,11 @@ class Anchors:
 
 def _holders(tensor: Tensor) -> int:
     return storage_use_count(storage_key(tensor.untyped_storage()))
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether only this tensor holds its memory."""
+    return _holders(tensor) == _holders(torch.empty(0))
 
 
 def _same_place(one: Tensor, other: Tensor) -> bool:

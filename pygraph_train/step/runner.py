@@ -178,7 +178,7 @@ class StepRunner:
 
     def _replay(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> Replayed:
         """Numbers drawn, inputs in, learning rate in, launch, results out."""
-        variant.load(leaves)
+        variant.load(capture, leaves)
         capture.gradients.before_replay()
         if capture.updates and self._updates.preparation is not None:
             self._updates.preparation.sync()

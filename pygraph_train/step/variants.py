@@ -17,6 +17,7 @@ from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage, StageLengths, next_life
+from pygraph_train.step.moving import LoadedTensors
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.ways import Ways
@@ -27,7 +28,7 @@ from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Audits
 
-__all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant", "picker", "same_memory"]
+__all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant", "moved", "picker", "same_memory"]
 
 _MOST_SIGNATURES = 1024
 """Shapes remembered; the oldest are forgotten."""
@@ -62,6 +63,12 @@ class Capture:
     """What its forward may write, and copies of the batch must not be taken of. None where it writes nothing."""
     number: int = 0
     """Of a capture that the ranks of a training have made together."""
+    kept: list[Tensor] = field(default_factory=list)
+    """What the loop gives other memory, and is brought home before a replay."""
+    loaded: LoadedTensors | None = None
+    """What the loop replaces, and each replay copies."""
+    identities: list[int] = field(default_factory=list)
+    """`id` of all that the step reads, as the capture has found it: `swap_tensors` wants no weak references."""
 
 
 @dataclass
@@ -86,6 +93,7 @@ class Variant:
         moves: how often captures were thrown away because something had moved.
         writes_parameters: whether forward changes parameters in place.
         ahead: what the present step draws on the host, where the trace depends on such numbers.
+        moving: which of `trace.inputs` the loop has given other memory; True where it is another tensor then.
     """
 
     trace: Trace
@@ -106,20 +114,30 @@ class Variant:
     moves: int = 0
     writes_parameters: bool = False
     ahead: Ahead | None = None
+    moving: dict[int, bool] = field(default_factory=dict)
 
     def is_for(self, leaves: Sequence[Any]) -> bool:
         """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""
         return all(leaves[i] is self.trace.latest_tensors[k] for i, k in self.anchored)
 
-    def load(self, leaves: Sequence[Any]) -> None:
-        """Before a replay: the batch is where graphs read it, and the host has drawn what the step draws. Hot path."""
+    def load(self, capture: Capture, leaves: Sequence[Any]) -> None:
+        """Draw what the step draws on the host, and copy what a replay reads from elsewhere into the graph's memory.
+
+        Hot path; the trace holds.
+        """
         assert self.inputs is not None
         if self.ahead is not None and self.ahead.end is not None:
             self.ahead.end.restore(but=self.trace.draws_in_graph)
         self.inputs.load(leaves)
+        if capture.loaded is not None:
+            capture.loaded.load(self.trace.latest_tensors)
 
     def maybe_written(self, reads: Sequence[Tensor]) -> Storages | None:
-        """The memory of what the forward may change of `reads`: buffers, and parameters if it was seen to do that."""
+        """The memory of what the forward may change of `reads`: buffers, and parameters if it was seen to do that.
+
+        Args:
+            reads: all that the step reads, without what is loaded from elsewhere.
+        """
         found = [t for t in reads if self.writes_parameters or not t.requires_grad]
         return Storages(map(local_tensor, found)) if found else None
 
@@ -218,9 +236,22 @@ class Signatures:
 def same_memory(tensors: Sequence[Tensor], capture: Capture) -> bool:
     """Whether a graph works on these very tensors: parameters are the same objects, all are where they were."""
     parts = list(map(local_tensor, tensors)) if capture.sharded else tensors
+    if capture.loaded is not None:
+        if not capture.loaded.fit(tensors, capture.written):
+            return False
+        parts = capture.loaded.without(tensors)
     if list(map(Tensor.data_ptr, parts)) != capture.addresses:
         return False
     return all(map(operator.is_, capture.leaves, capture.pick_leaves(tensors)))
+
+
+def moved(tensors: Sequence[Tensor], capture: Capture) -> Iterator[tuple[int, bool]]:
+    """Which of the tensors that the step reads lie elsewhere now: each place, and whether it is another tensor."""
+    places = range(len(tensors)) if capture.loaded is None else capture.loaded.others
+    for k, address in zip(places, capture.addresses, strict=True):
+        tensor, other = tensors[k], capture.identities[k] != id(tensors[k])
+        if local_tensor(tensor).data_ptr() != address or (tensor.requires_grad and other):
+            yield k, other
 
 
 def picker(indices: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
+from pygraph_train.random_state import HostRandomState
 from pygraph_train.step.lifecycle import Life, Stage
+from pygraph_train.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from pygraph_train.step.variants import Variant
 
-__all__ = ["Ways"]
+__all__ = ["Ways", "undrawn"]
 
 _RETURNS = 2
 """Steps that go a way before it is traced."""
@@ -76,6 +80,20 @@ class Ways:
             where,
             "Let few numbers decide, or draw them with torch on the device and choose with torch.where",
         )
+
+
+@contextmanager
+def undrawn(trace: Trace, engine: Engine) -> Iterator[None]:
+    """Around a capture: what the step draws on the host is drawn, and the generators stay where they are."""
+    if trace.host_draws is None:
+        yield
+        return
+    before = HostRandomState()
+    try:
+        with engine.host_draws():
+            yield
+    finally:
+        before.restore()
 
 
 def _hashable(value: Any) -> Any:

@@ -141,6 +141,12 @@ class _Hooks:
             return self.recorder.slot_of(node) if node.graph is _graph(tx) else None
         return None
 
+    def _given(self, tx: Any, variable: Any) -> Any:
+        """An argument of a function of numbers: its value or its slot, `NO_VALUE` if it has neither."""
+        value = value_of(variable)
+        slot = self.slot_of(tx, variable) if value is NO_VALUE else None
+        return value if slot is None else slot
+
     def _begins(self, tx: Any) -> bool:
         """Tell the recorder which trace this is. False inside of a checkpoint, which may be computed twice."""
         if tx.output.current_tracer is not tx.output.root_tracer:
@@ -176,8 +182,10 @@ class _Hooks:
             drawn = [x for x in args if isinstance(x, number)]
             if not drawn or fn in _OF_TYPES:
                 return call_function(variable, tx, args, kwargs)
-            values = [value_of(x) for x in args]
+            values = [self._given(tx, x) for x in args]
             if not _any_missing(values) and not kwargs:
+                if any(type(x) is TensorVariable for x in args) and fn in _COMPARISONS | _ARITHMETIC:
+                    return number(self.recorder.make(fn, values, {}), self, drawn[0].refuse)
                 if fn in _COMPARISONS:
                     return _constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
                 if fn in _ARITHMETIC:

@@ -183,6 +183,29 @@ def test_a_teacher_that_the_loop_replaces_between_steps() -> None:
     assert both(script, replays=40).steps_replayed >= 40
 
 
+def test_what_the_loop_moves_on_every_step_is_followed() -> None:
+    def script(make: Make) -> list[Any]:
+        student, teacher = mlp(), mlp().requires_grad_(False)
+        held = {"other": torch.zeros(16, 32, device="cuda")}
+
+        def fn(x: Tensor, y: Tensor) -> Tensor:
+            apart = F.mse_loss(student(held["other"]), teacher(held["other"]))
+            return F.cross_entropy(student(x), y) + apart
+
+        step = make(fn, nn.ModuleList([student, teacher]), sgd(student))
+        losses = []
+        for index, batch in enumerate(batches()):
+            held["other"] = batch[0].flip(0) + index / 8
+            for s, t in zip(student.parameters(), teacher.parameters(), strict=True):
+                t.data = t.data * 0.9 + s.data * 0.1
+                s.data = s.data.clamp(-0.2, 0.2)
+            losses.append(step(*batch))
+        return losses + [p.detach().clone() for m in (student, teacher) for p in m.parameters()]
+
+    report = both(script, replays=80, plan="{F B O}")
+    assert len(report.captures) <= 3, str(report)
+
+
 def test_noise_of_numpy_is_numpys() -> None:
     def script(make: Make) -> list[Any]:
         model = mlp()
