@@ -258,9 +258,11 @@ class Advancing:
         problem = unsupported_leaf(args, kwargs, leaves) or program.replication.not_called_once()
         other_way = signature.other_way
         if problem is None and other_way is not None:
-            signature.ways.took(other_way)
-            problem = signature.ways.too_many(signature.variants, compiled=training.config.compile is True)
-            if problem is None and not signature.ways.returns(other_way, signature.variants, training.config):
+            ways, most = signature.ways, training.config.max_signatures
+            ways.took(other_way)
+            training.report.note(ways.told(signature.variants))
+            problem = ways.too_many(signature.variants, compiled=training.config.compile is True)
+            if problem is None and not ways.returns(other_way, signature.variants, most, training.step):
                 return None
         elif problem is None and signature.variants:
             signature.retraces += 1
@@ -271,7 +273,9 @@ class Advancing:
         if problem is not None:
             self._refusing.calls(step, signature, None, problem)
             return None
-        variant = Variant(program.new_trace(), self._signatures.lengths, signature.key)
+        variant = Variant(
+            program.new_trace(), self._signatures.lengths, signature.key, last_used=training.step
+        )
         first = self._signatures.is_first(signature)
         wanted = training.config.compile is True and self._decisions.compiles
         variant.compile_next = wanted and first and other_way is None

@@ -40,7 +40,7 @@ class Lookup:
         if not signature.variants:
             return None
         program, signature.other_way = self._program, None
-        nearest: Variant | None = None
+        elsewhere: list[Variant] = []
         with program.context():
             fn = program.function()
             for variant in signature.variants:
@@ -50,13 +50,14 @@ class Lookup:
                 if trace.host_draws is not None:
                     variant.ahead = trace.host_draws.look_ahead()
                     if not variant.ahead.matches:
-                        if nearest is None or len(variant.ahead.path) > len(_path(nearest)):
-                            nearest = variant
+                        elsewhere.append(variant)
                         continue
                 if trace.holds(fn, args, kwargs) and (not variant.anchored or variant.is_for(leaves)):
                     return variant
-            if nearest is not None and nearest.trace.holds(fn, args, kwargs):
-                signature.other_way = _path(nearest)
+            for variant in sorted(elsewhere, key=lambda v: -len(_path(v))):  # the one that is left last
+                if variant.trace.holds(fn, args, kwargs):
+                    signature.other_way = _path(variant)
+                    break
         return None
 
     def reads_written_memory(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> bool:

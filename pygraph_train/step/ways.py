@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem
 from pygraph_train.random_state import HostRandomState
@@ -24,6 +23,12 @@ _RETURNS = 2
 
 _UNPROVED = 2
 """Ways that were traced, and have not come again since: no further one is traced meanwhile."""
+
+_LEFT = 2
+"""Captures that are left for others."""
+
+_FORGOTTEN = 400
+"""Steps without a replay after which a way makes room for another one."""
 
 _REMEMBERED = 512
 """Ways that are counted."""
@@ -55,13 +60,34 @@ class Ways:
         if len(self._met) < _REMEMBERED:
             self._met[_hashable(way)] += 1
 
-    def returns(self, way: tuple[Any, ...], variants: Sequence[Variant], config: PyGraphConfig) -> bool:
-        """Whether a way has come often enough to be traced, and there is room for one more."""
+    def returns(self, way: tuple[Any, ...], variants: list[Variant], most: int, step: int) -> bool:
+        """Whether a way has come often enough to be traced, and there is room for one more.
+
+        Args:
+            way: as in `took`.
+            variants: of the signature. One that nobody needs any more makes room, and is taken out.
+            most: captures that a run keeps. Some are left for batches of other shapes.
+            step: the number of the present step.
+        """
         traced = [v for v in variants if v.trace.host_draws is not None]
         unproved = [v for v in traced if v.life == Life(Stage.WATCHED, 1)]
-        if len(traced) >= config.max_signatures or len(unproved) >= _UNPROVED:
+        if self._met[_hashable(way)] < _RETURNS or len(unproved) >= _UNPROVED:
             return False
-        return self._met[_hashable(way)] >= _RETURNS
+        if len(traced) < max(most - _LEFT, 2):
+            return True
+        oldest = min(traced, key=lambda v: v.last_used)
+        if step - oldest.last_used < _FORGOTTEN:
+            return False
+        oldest.forget_captures()
+        variants.remove(oldest)
+        return True
+
+    def told(self, variants: Sequence[Variant]) -> str:
+        """A sentence for the report."""
+        return (
+            f"random numbers that are drawn on the host decide which way a step takes ({_where(variants)}): ways that "
+            "come again get graphs, and steps that take other ways run without one"
+        )
 
     def too_many(self, variants: Sequence[Variant], *, compiled: bool) -> Problem | None:
         """The reason against graphs where most steps go other ways.
@@ -73,11 +99,10 @@ class Ways:
         most = served // 3 if compiled else served * 3
         if self.elsewhere < _JUDGED or self.elsewhere <= most:
             return None
-        where = next((v.trace.host_draws.where for v in variants if v.trace.host_draws is not None), None)
         return Problem(
             f"random numbers that are drawn on the host decide which way the step takes, and {self.elsewhere} steps "
-            f"went ways that have no graph",
-            where,
+            "went ways that have no graph",
+            _where(variants),
             "Let few numbers decide, or draw them with torch on the device and choose with torch.where",
         )
 
@@ -94,6 +119,10 @@ def undrawn(trace: Trace, engine: Engine) -> Iterator[None]:
             yield
     finally:
         before.restore()
+
+
+def _where(variants: Sequence[Variant]) -> str | None:
+    return next((v.trace.host_draws.where for v in variants if v.trace.host_draws is not None), None)
 
 
 def _hashable(value: Any) -> Any:

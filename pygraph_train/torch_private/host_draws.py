@@ -39,7 +39,7 @@ _ARITHMETIC = frozenset(
 ) | {int, float, abs, round, min, max}
 _OF_TYPES = frozenset({isinstance, type, issubclass, callable, hasattr, id})
 _JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF", "JUMP_IF")
-_NOT_OF_TRUTH = ("NONE", "EXC", "NOT_EXC")
+_NOT_OF_TRUTH = ("NONE", "MATCH")
 
 
 def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
