@@ -121,6 +121,19 @@ def test_layerdrop_beside_dropout() -> None:
     train(plain, model=lambda: SmallDropout(0.5), steps=80, whole=40)
 
 
+def test_layerdrop_under_autocast() -> None:
+    """The context of a precision begins in the graph, before the draws."""
+
+    def function(net: nn.Module) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return net(x)
+
+        return step
+
+    train(function, model=lambda: SmallDropout(0.5), steps=80, whole=40)
+
+
 def test_stochastic_depth_with_pythons_random() -> None:
     def function(net: nn.Module) -> Callable[[Tensor], Tensor]:
         def step(x: Tensor) -> Tensor:

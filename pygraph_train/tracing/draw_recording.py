@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
-from pygraph_train.torch_private.dispatch import mode_of_fakes, no_fake_mode
+from pygraph_train.torch_private.dispatch import HigherOrderOperator, mode_of_fakes, no_autocast, no_fake_mode
 from pygraph_train.torch_private.drawn_numbers import CallResult
 from pygraph_train.tracing.host_draws import Asked, HostDraws, Made, filled
 from pygraph_train.tracing.reasons import line_of
@@ -204,6 +204,8 @@ class Recording:
             return False
         if not node.all_input_nodes and not isinstance(example, Tensor):
             return False
+        if str(getattr(node.target, "__module__", "")).startswith(("torch._ops", "torch.ops")):
+            return False  # an operator of somebody else may do what it likes
         return all(x in self._slots for x in node.all_input_nodes)
 
     def _compute(self, node: fx.Node) -> None:
@@ -212,6 +214,11 @@ class Recording:
         try:
             slot, drew = self._made(fn, tuple(args), dict(kwargs), None, look=True)
         except Exception:  # the step itself will say what is wrong
+            return
+        if not _alike(
+            self._values[slot.place], node.meta["example_value"]
+        ):  # autocast had it computed in another way
+            self._lost |= drew
             return
         self._slots[node] = slot
         if drew:
@@ -226,6 +233,9 @@ class Recording:
 
     def _pass_over(self, node: fx.Node) -> None:
         """An operation of the step itself on a CPU: if it draws, the generator goes on by as many numbers."""
+        if not _tensors_in([node.meta.get("example_value")]):  # an autocast that begins, and the like
+            self._lost |= isinstance(node.target, HigherOrderOperator)
+            return
         fn = _function_of(node)
         examples = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
         try:
@@ -261,7 +271,7 @@ class Recording:
         try:
             given, named = filled((args, kwargs), self._values)
             drew = False
-            with no_fake_mode(), torch.no_grad():
+            with no_fake_mode(), no_autocast(), torch.no_grad():
                 if look:
                     with RandomDraws() as draws:
                         value = fn(*given, **named)
@@ -298,6 +308,13 @@ def _is_write(fn: Callable[..., Any]) -> bool:
     """Whether a function of torch changes its first argument, as far as its name says."""
     name = getattr(fn, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or fn is operator.setitem
+
+
+def _alike(value: Any, example: Any) -> bool:
+    """Whether what was computed is of the kind that the graph has there."""
+    if not isinstance(value, Tensor) or not isinstance(example, Tensor):
+        return type(value) is type(example)
+    return value.dtype == example.dtype and value.shape == example.shape
 
 
 def _tensors_in(values: Sequence[Any]) -> list[Tensor]:

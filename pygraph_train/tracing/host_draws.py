@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.dispatch import no_autocast
 from pygraph_train.torch_private.drawn_numbers import CallResult
 
 __all__ = ["Ahead", "Asked", "HostDraws", "Made", "filled"]
@@ -79,7 +80,7 @@ class HostDraws:
         values: list[Any] = []
         path: list[Any] = []
         try:
-            with torch.no_grad():
+            with no_autocast(), torch.no_grad():
                 for step in self.steps:
                     if isinstance(step, Made):
                         if step.filled:
