@@ -11,7 +11,13 @@ from torch import Tensor, fx
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
-from pygraph_train.torch_private.dispatch import HigherOrderOperator, mode_of_fakes, no_autocast, no_fake_mode
+from pygraph_train.torch_private.dispatch import (
+    HigherOrderOperator,
+    has_symbols,
+    mode_of_fakes,
+    no_autocast,
+    no_fake_mode,
+)
 from pygraph_train.torch_private.drawn_numbers import CallResult
 from pygraph_train.tracing.host_draws import Asked, HostDraws, Made, filled
 from pygraph_train.tracing.reasons import line_of
@@ -238,6 +244,12 @@ class Recording:
             return
         fn = _function_of(node)
         examples = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
+        numbers = any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in examples)
+        if numbers or has_symbols(
+            _tensors_in(examples)
+        ):  # its shape depends on values: to compute it would make new symbols, which Dynamo asks about
+            self._lost = True
+            return
         try:
             with mode_of_fakes(_tensors_in(examples)), RandomDraws() as draws, torch.no_grad():
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), _without_gradient)
