@@ -233,9 +233,8 @@ class Recording:
             self._steps[-1] = made._replace(generator="torch")
         if drew or any(map(self._is_drawn, node.all_input_nodes)):
             self._drawn.add(slot.place)
-            self._drawn_memory.add(
-                _memory_of(self._values[slot.place])
-            )  # also of tensors that are views of it
+            # also what shares the memory was drawn
+            self._drawn_memory.add(_memory_of(self._values[slot.place]))
 
     def _pass_over(self, node: fx.Node) -> None:
         """An operation of the step itself on a CPU: if it draws, the generator goes on by as many numbers."""
@@ -245,10 +244,10 @@ class Recording:
         fn = _function_of(node)
         examples = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
         numbers = any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in examples)
-        if numbers or has_symbols(
-            _tensors_in(examples)
-        ):  # its shape depends on values: to compute it would make new symbols, which Dynamo asks about
-            self._lost = True
+        if numbers or has_symbols(_tensors_in(examples)):
+            self._lost = (
+                True  # its shape depends on values: to compute it would make symbols that Dynamo misses
+            )
             return
         try:
             with mode_of_fakes(_tensors_in(examples)), RandomDraws() as draws, torch.no_grad():
