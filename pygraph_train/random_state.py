@@ -1,12 +1,60 @@
-"""Python's random numbers, kept where a library draws some for itself."""
+"""The random numbers of the host: where its generators are, and code that leaves them where they were."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["random_numbers_kept"]
+__all__ = ["GENERATORS", "HostRandomState", "random_numbers_kept"]
+
+GENERATORS = ("torch", "python", "numpy")
+"""torch's default generator for the CPU, Python's `random`, NumPy's `numpy.random`."""
+
+
+class HostRandomState:
+    """Where generators of the host are now.
+
+    Args:
+        generators: which of `GENERATORS`.
+    """
+
+    __slots__ = ("_states",)
+
+    def __init__(self, generators: Collection[str] = GENERATORS) -> None:
+        self._states: dict[str, Any] = {name: _state_of(name) for name in generators}
+
+    def restore(self, *, but: Collection[str] = ()) -> None:
+        """Put the generators back to where they were, except those named in `but`."""
+        for name, state in self._states.items():
+            if name not in but:
+                _put_back(name, state)
+
+
+def _state_of(generator: str) -> Any:
+    if generator == "python":
+        return random.getstate()
+    if generator == "numpy":
+        import numpy as np
+
+        return np.random.get_state(legacy=False)  # a dict, also of a bit generator that the user has set
+    import torch
+
+    return torch.get_rng_state()
+
+
+def _put_back(generator: str, state: Any) -> None:
+    if generator == "python":
+        random.setstate(state)
+    elif generator == "numpy":
+        import numpy as np
+
+        np.random.set_state(state)
+    else:
+        import torch
+
+        torch.set_rng_state(state)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.sharding import local_tensor
 
 __all__ = ["AuditLedger", "Audits", "Fingerprint", "HostCopy", "PlainRuns", "ScratchState"]
@@ -301,13 +302,13 @@ class ScratchState:
     """Random state and tensors that a run without consequences may change; `restore` puts them back.
 
     Args:
-        device: whose default generator is kept, besides the CPU's.
+        device: whose default generator is kept, besides those of the host.
         tensors: kept by value, on the device: buffers are small.
     """
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
         self._device = device
-        self._cpu_random = torch.get_rng_state()
+        self._host_random = HostRandomState()
         self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._tensors = [local_tensor(t.detach()) for t in tensors]
         self._values = [t.clone() for t in self._tensors]
@@ -315,7 +316,7 @@ class ScratchState:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        torch.set_rng_state(self._cpu_random)
+        self._host_random.restore()
         if self._random is not None:
             torch.cuda.set_rng_state(self._random, self._device)
         for tensor, value in zip(self._tensors, self._values, strict=True):

@@ -317,6 +317,16 @@ def test_a_step_with_nothing_in_the_way_says_so() -> None:
     assert str(found).startswith("Nothing was found that keeps step_fn from being one graph.")
 
 
+def test_a_number_that_only_decides_is_no_obstacle() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if torch.rand(()) < 0.5 or random.random() < np.random.rand():
+            loss = 2 * loss
+        return loss
+
+    assert not explained(step).obstacles
+
+
 def test_what_is_explained_as_one_graph_is_replayed_as_one() -> None:
     model = Net()
     optimizer = adamw(model)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -625,3 +627,38 @@ def test_what_training_step_writes_to_python():
     parity(Writes, replays=20, plan="{F B O}", max_epochs=4)
     assert len(written) == 8
     assert differs(frozen(written[:4]), frozen(written[4:])) is None
+
+
+# -- random numbers of the host ------------------------------------------------------------------------
+
+
+class Decided(Module):
+    """A step that takes one of two ways, as random numbers of the host say, and logs which."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if random.random() < 0.5:
+            x = x.flip(0)
+            self.log("flipped", 1.0)
+        out = self.net(x)
+        loss = nn.functional.cross_entropy(out, y)
+        if torch.rand([]) < 0.1 * np.random.randint(0, 3):
+            loss = 2 * loss
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_random_numbers_of_the_host_decide() -> None:
+    def make() -> Decided:
+        random.seed(1)
+        np.random.seed(2)
+        return Decided(dropout=0.0)
+
+    states: list[Any] = []
+
+    def noted(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        states.append((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[2]))
+
+    _, graphed = parity(make, lambda: [LambdaCallback(on_train_end=noted)], max_epochs=8, replays=24)
+    assert graphed.report is not None and graphed.report.steps_replayed >= 24, str(graphed.report)
+    assert states[0] == states[1]

@@ -45,6 +45,70 @@ def test_language_models_are_replayed(model: str, config: dict[str, Any]) -> Non
     assert min(losses[-3:]) < losses[0]
 
 
+_SMALL = {
+    "vocab_size": 50,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "pad_token_id": 0,
+}
+_LAYERDROP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "WhisperForConditionalGeneration": (
+        {
+            **_SMALL,
+            "num_mel_bins": 8,
+            "max_source_positions": 16,
+            "max_target_positions": 16,
+            "decoder_start_token_id": 1,
+            "dropout": 0.1,
+        },
+        {"input_features": (8, 32), "labels": 6},
+    ),
+    "OPTForCausalLM": (
+        {
+            "vocab_size": 50,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "ffn_dim": 32,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 32,
+            "word_embed_proj_dim": 16,
+        },
+        {"input_ids": 8, "labels": 8},
+    ),
+}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("layerdrop", [0.3, 0.0])
+@pytest.mark.parametrize("model", _LAYERDROP)
+def test_layers_that_are_left_out_at_random(model: str, layerdrop: float) -> None:
+    options, batch = _LAYERDROP[model]
+
+    def script(diary: Any) -> None:
+        kind = getattr(transformers, model)
+        own = {"layerdrop": layerdrop, "encoder_layerdrop": layerdrop, "decoder_layerdrop": layerdrop}
+        net = kind(kind.config_class(**options, **own)).train()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+        step = diary.step(lambda given: net(**given).loss, model=net, optimizer=optimizer)
+        numbers = torch.Generator().manual_seed(1)
+        for _ in range(50):
+            given = {
+                name: torch.randn(2, *size, generator=numbers)
+                if isinstance(size, tuple)
+                else torch.randint(3, 50, (2, size), generator=numbers)
+                if size
+                else torch.randint(0, 2, (2,), generator=numbers)
+                for name, size in batch.items()
+            }
+            diary.write("loss", step(given))
+            diary.write_state(net, optimizer)
+
+    assert both(script, replays=20).steps_replayed >= 20
+
+
 class _Variable:
     """Set at the start of a forward and reset at its end, like transformers' output collector."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.problems import Problem
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamo import (
     dynamo_refusal,
     forget_compiled,
@@ -19,8 +19,10 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
     writes_to_inputs,
 )
+from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.past_obstacles import Condition, PastObstacles
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
+from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.obstacles import batch_changed, gradients_asked, gradients_read, on_host, written
 from pygraph_train.tracing.reasons import (
     compiler_failed,
@@ -160,6 +162,7 @@ class _OneLook:
         )
         self._fn, self._args, self._kwargs = fn, args, kwargs
         self._is_of_batch = batch_expressions(args, kwargs)
+        self._recording = Recording(device)
         self._device, self._recorder = device, recorder
         self._leaves = {id(leaf) for leaf in leaves}
         self._notes: list[tuple[Any, str]] = []
@@ -170,7 +173,7 @@ class _OneLook:
         call = torch.compile(code, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
         probe = torch.zeros((), device=self._device)
         try:
-            with dynamo_step_config(*self.past.changes()):
+            with dynamo_step_config(*drawing(self._recording), *self.past.changes()):
                 call(self._fn, self._args, self._kwargs, probe)
         except _NotTraced:
             self._note(
@@ -215,6 +218,10 @@ class _OneLook:
 
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         self._notes += tracing_notes(graph)
+        try:
+            self._recording.finish(graph)  # what decides about the step's way is no obstacle
+        except NotLegal as refused:
+            self._note(refused.problem)
         for problem in (
             *written(self._fn, self._recorder),
             *self._host_tensors(graph),

@@ -361,6 +361,10 @@ class CudaEngine:
         """See `graphs.engine.Engine.indirect`."""
         return indirect(first, second, inputs_first, inputs_second, self.device, prefer)
 
+    def host_draws(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to do: a stream does not see what the CPU does."""
+        return contextlib.nullcontext()
+
     def trim(self) -> None:
         """Return cached blocks of the default pool to the device: replays have no use for them."""
         torch.cuda.synchronize(self.device)

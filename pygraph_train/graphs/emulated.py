@@ -24,6 +24,7 @@ from pygraph_train.graphs.emulated_collectives import (
     runs_in_replays,
     stand_in,
 )
+from pygraph_train.graphs.emulated_draws import HostTensors
 from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
@@ -81,6 +82,7 @@ class EmulatedEngine:
 
     def __init__(self) -> None:
         self._closed = False
+        self._draws_on_host = False
         self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
         self._memory, self._other_memory = EmulatedPool(), EmulatedPool()
 
@@ -143,7 +145,7 @@ class EmulatedEngine:
             _one_capture.release()
 
     def _capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
-        tape = _Tape()
+        tape = _Tape(HostTensors(readable=self._draws_on_host))
         held = self._memory.held(self._taped()) if self.overwrites else set()
         try:
             # A cast cached before would not be recorded, and one cached now would outlive its values.
@@ -195,6 +197,15 @@ class EmulatedEngine:
     ) -> IndirectEmulatedGraph:
         """See `Engine.indirect`. The discovery is that of CUDA graphs: operations stand for kernels."""
         return indirect(first, second, inputs_first, inputs_second)
+
+    @contextmanager
+    def host_draws(self) -> Iterator[None]:
+        """See `Engine.host_draws`. Operations that draw stay on the tape: their generator is that of the device."""
+        self._draws_on_host = True
+        try:
+            yield
+        finally:
+            self._draws_on_host = False
 
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
@@ -339,8 +350,9 @@ class _Tape(TorchDispatchMode):
 
     supports_higher_order_operators = True  # so that they reach us and can be refused
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostTensors) -> None:
         super().__init__()
+        self.host = host
         self.operations: list[_Operation] = []
         self.refusal: CaptureError | None = None
         self._created: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
@@ -362,6 +374,7 @@ class _Tape(TorchDispatchMode):
             self._check(func, args, kwargs)
             inputs = list(tensors_of((args, kwargs)))
             if func is _aten.lift_fresh.default and self._record_constant(inputs[0]):
+                self.host.constant(inputs[0])
                 return func(*args, **kwargs)
             for tensor in inputs:
                 self._keep_external(tensor)
@@ -373,6 +386,7 @@ class _Tape(TorchDispatchMode):
             returned = self._collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
             self._random_state = torch.get_rng_state()
             self._record(func, recorded_args, recorded_kwargs, inputs, returned)
+            self.host.saw(func, args, kwargs, inputs, tensors_of(returned))
             return returned
 
     def refuse(self, reason: str) -> CaptureError:
@@ -415,8 +429,11 @@ class _Tape(TorchDispatchMode):
         if not is_operator(func):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
         if func is _aten._local_scalar_dense.default:
-            raise self.refuse("`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host")
-        if torch.Tag.data_dependent_output in func.tags:
+            if not self.host.may_be_read(args[0]):
+                raise self.refuse(
+                    "`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host"
+                )
+        elif torch.Tag.data_dependent_output in func.tags:
             raise self.refuse(f"{func} returns a tensor's value to the host")
         if _shape_depends_on_values(func, args, kwargs):
             raise self.refuse(f"{func} has an output or a workspace whose shape depends on tensor values")
@@ -504,7 +521,7 @@ class _RefuseHostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         read = _HOST_READS.get(func)
-        if read is not None:
+        if read is not None and not (func is torch.Tensor.tolist and self._tape.host.may_be_read(args[0])):
             raise self._tape.refuse(f"{read} reads a tensor's values on the host")
         return func(*args, **(kwargs or {}))
 

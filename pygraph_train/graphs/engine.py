@@ -201,6 +201,12 @@ class Engine(Protocol):
         `indirect` still takes it as its first graph.
         """
 
+    def host_draws(self) -> AbstractContextManager[None]:
+        """Context for a capture whose function draws random numbers on the host, and reads them there.
+
+        Whoever replays the graph has to see to it that they are the same again.
+        """
+
     def indirect(
         self,
         first: Any,

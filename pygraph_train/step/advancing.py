@@ -35,6 +35,9 @@ R = TypeVar("R")
 REPLAYS_BEFORE_COMPILING = 100
 """Signatures other than the first one prove with eager kernels that they are worth Inductor's time."""
 
+_MOST_WAYS = 8
+"""Graphs of steps whose way is decided by random numbers, where no number was asked for."""
+
 _LONG = 20
 """Steps in a row that may not be traced, after which a row says why."""
 
@@ -98,7 +101,7 @@ class Advancing:
             self._begun = True
             self._ask_for_reasons()
         served: Variant | WithoutGraph | None = variant
-        if signature.family is not None and self._refusing.off is None:
+        if signature.family is not None and signature.other_way is None and self._refusing.off is None:
             served = self._shapes.served(step, signature, variant, args, kwargs, leaves)
         if isinstance(served, WithoutGraph):
             return Ran(self._shapes.without_graph(step, served.lead, args, kwargs, run))
@@ -293,7 +296,15 @@ class Advancing:
         training = self._training
         program = training.program
         problem = unsupported_leaf(args, kwargs, leaves) or program.replication.not_called_once()
-        if problem is None and signature.variants:
+        other_way = signature.other_way
+        if problem is None and other_way is not None:
+            ways, most = signature.ways, training.config.max_signatures or _MOST_WAYS
+            ways.took(other_way)
+            training.report.note(ways.told(signature.variants))
+            problem = ways.too_many(signature.variants, compiled=training.config.compile is True)
+            if problem is None and not ways.returns(other_way, signature.variants, most, training.step):
+                return None
+        elif problem is None and signature.variants:
             signature.retraces += 1
             paid = sum(v.replays for v in signature.variants) // REPLAYS_PER_RETRACE
             if signature.retraces - paid > MOST_RETRACES:
@@ -302,13 +313,18 @@ class Advancing:
         if problem is not None:
             self._refusing.calls(step, signature, None, problem)
             return None
-        family = signature.family
+        family = (
+            None if other_way is not None else signature.family
+        )  # ways are counted, and shapes apart from them
         trace = program.new_trace(None if family is None else family.dynamic)
-        variant = Variant(trace, self._signatures.lengths, signature.key, family=family)
+        variant = Variant(
+            trace, self._signatures.lengths, signature.key, last_used=training.step, family=family
+        )
         if family is not None:
             family.traced(variant)
         first = self._signatures.is_first(signature)
-        variant.compile_next = training.config.compile is True and self._decisions.compiles and first
+        wanted = training.config.compile is True and self._decisions.compiles
+        variant.compile_next = wanted and first and other_way is None
         signature.variants.insert(0, variant)
         return variant
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from pygraph_train.graphs.engine import Graph, NumbersNotFound
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.inputs import StaticInputs
-from pygraph_train.step.moving import LoadedTensors, homes
+from pygraph_train.step.moving import CannotBeLoaded, LoadedTensors, homes
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call
@@ -22,6 +23,7 @@ from pygraph_train.step.rebinding import Anchors, Moves
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture, Variant, picker
+from pygraph_train.step.ways import undrawn
 from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
@@ -89,20 +91,17 @@ class CaptureMaker:
         moving = {} if self._program.replication.sharded else variant.movable()
         with self.stage():
             kept, loaded = homes(moving, reads, self.anchors, blind=self._config.verify == "off")
-        with nullcontext() if loaded is None else loaded.at_home(reads):
-            return self._make(
-                variant,
-                call,
-                args,
-                kwargs,
-                leaves,
-                position,
-                optimizer,
-                verify=verify or loaded is not None,  # no other run shows that the step only reads these
-                reads=reads,
-                kept=kept,
-                loaded=loaded,
-            )
+        make = functools.partial(
+            self._make, variant, call, args, kwargs, leaves, position, optimizer, reads=reads, kept=kept
+        )
+        if loaded is None:
+            return make(verify=verify, loaded=None)
+        try:
+            with loaded.at_home(reads):
+                return make(verify=True, loaded=loaded)  # no other run shows that the step only reads these
+        except CannotBeLoaded:
+            variant.stay.update(loaded.places)
+        return make(verify=verify, loaded=None)
 
     def _make(
         self,
@@ -200,7 +199,13 @@ class CaptureMaker:
             reference = time.perf_counter() - started if verify else variant.last_comparison()
             watched = optimizer.state.none_is_made() if optimizer is not None and updates else nullcontext()
             exchanges = position.sync
-            with self.stage(), self._context(), watched, replication.capturing():
+            with (
+                self.stage(),
+                self._context(),
+                watched,
+                replication.capturing(),
+                undrawn(variant.trace, self._engine),
+            ):
                 graph, (loss, outputs) = self._engine.capture(body)
             if numbers is not None:
                 graph = numbers.follow(graph, bool if self._together is None else self._together.anywhere)

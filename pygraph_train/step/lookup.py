@@ -33,17 +33,31 @@ class Lookup:
     def variant_of(
         self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> Variant | None:
-        """The kind of call that this one is: the guards of its trace hold."""
+        """The kind of call that this one is: the guards of its trace hold, and it draws what leads the same way.
+
+        Where there is none, `signature.other_way` says whether that is because it draws something else.
+        """
         if not signature.variants:
             return None
-        program = self._program
+        program, signature.other_way = self._program, None
+        elsewhere: list[Variant] = []
         with program.context():
             fn = program.function()
             for variant in signature.variants:
-                if not variant.trace.traced:
+                trace = variant.trace
+                if not trace.traced:
                     return variant
-                if variant.trace.holds(fn, args, kwargs) and (not variant.anchored or variant.is_for(leaves)):
+                if trace.host_draws is not None:
+                    variant.ahead = trace.host_draws.look_ahead()
+                    if not variant.ahead.matches:
+                        elsewhere.append(variant)
+                        continue
+                if trace.holds(fn, args, kwargs) and (not variant.anchored or variant.is_for(leaves)):
                     return variant
+            for variant in sorted(elsewhere, key=lambda v: -len(_path(v))):  # the one that is left last
+                if variant.trace.holds(fn, args, kwargs):
+                    signature.other_way = _path(variant)
+                    break
         return None
 
     def reads_written_memory(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> bool:
@@ -72,3 +86,8 @@ class Lookup:
             capture.hook_registrations = registrations
         updates = self._updates
         return updates.state_is_that_of(capture) and updates.hyperparameters_are_those_of(capture)
+
+
+def _path(variant: Variant) -> tuple[Any, ...]:
+    """What was answered to the questions of a call that goes another way than this variant."""
+    return () if variant.ahead is None else variant.ahead.path

@@ -23,7 +23,7 @@ from pygraph_train.step.rebinding import Anchors
 from pygraph_train.torch_private.memory import copy_all, storage_key, tensor_version
 from pygraph_train.tracing.refusals import problem_of
 
-__all__ = ["MEMORY_IN_USE", "LoadedTensors", "homes", "may_be_loaded", "moves"]
+__all__ = ["MEMORY_IN_USE", "CannotBeLoaded", "LoadedTensors", "homes", "may_be_loaded", "moves"]
 
 MEMORY_IN_USE = Problem(
     "memory of a tensor that is assigned (`.data = ...`) is in use elsewhere again and again",
@@ -85,6 +85,10 @@ def homes(
         raise NotLegal(problem_of(error)) from error
 
 
+class CannotBeLoaded(NotLegal):
+    """A copy cannot stand for a tensor that the loop replaces. It is captured where it lies."""
+
+
 class LoadedTensors:
     """Homes of tensors that one capture reads, and that are other ones from step to step.
 
@@ -93,14 +97,14 @@ class LoadedTensors:
         reads: all that the step reads, as they are now. The homes begin with their values.
 
     Attributes:
-        others: the places of what is not loaded.
+        places, others: of what is loaded, and of what is not.
     """
 
     def __init__(self, places: Iterable[int], reads: Sequence[Tensor]) -> None:
-        self._places = sorted(places)
-        self._homes = [copy_elsewhere(reads[k]) for k in self._places]
+        self.places = sorted(places)
+        self._homes = [copy_elsewhere(reads[k]) for k in self.places]
         self._odd = [home.data_ptr() % ALIGNMENT for home in self._homes]
-        left_out = set(self._places)
+        left_out = set(self.places)
         self.others = [k for k in range(len(reads)) if k not in left_out]
 
     def without(self, reads: Sequence[Tensor]) -> list[Tensor]:
@@ -113,19 +117,19 @@ class LoadedTensors:
         Args:
             written: memory that the step may write before it reads these.
         """
-        found = [reads[k] for k in self._places]
+        found = [reads[k] for k in self.places]
         if [t.data_ptr() % ALIGNMENT for t in found] != self._odd:  # kernels are chosen by that
             return False
         return written is None or not any(map(written.hold, found))
 
     def load(self, reads: Sequence[Tensor]) -> None:
         """Copy the present values home, in the caller's stream."""
-        copy_all(self._homes, [reads[k].detach() for k in self._places], non_blocking=True)
+        copy_all(self._homes, [reads[k].detach() for k in self.places], non_blocking=True)
 
     @contextmanager
     def at_home(self, reads: Sequence[Tensor]) -> Iterator[None]:
         """Inside, where a capture is made, the tensors lie in their homes."""
-        found = [reads[k] for k in self._places]
+        found = [reads[k] for k in self.places]
         away = [t.detach() for t in found]
         try:
             for tensor, home in zip(found, self._homes, strict=True):
@@ -143,21 +147,21 @@ class LoadedTensors:
         well as the counters of in-place changes.
 
         Raises:
-            NotLegal: the step has written into one of the tensors.
+            CannotBeLoaded: the step has written into one of the tensors.
         """
         before = [bits(home).clone() for home in self._homes]
-        versions = [tensor_version(reads[k]) for k in self._places]
+        versions = [tensor_version(reads[k]) for k in self.places]
         yield
         same = all(map(torch.equal, before, map(bits, self._homes)))
-        if not same or [tensor_version(reads[k]) for k in self._places] != versions:
-            raise NotLegal(_WRITTEN)
+        if not same or [tensor_version(reads[k]) for k in self.places] != versions:
+            raise CannotBeLoaded(_WRITTEN)
 
     def check_results(self, results: Iterable[Tensor]) -> None:
         """Nothing that leaves the step may lie in a home.
 
         Raises:
-            NotLegal: something does.
+            CannotBeLoaded: something does.
         """
         homes = {storage_key(home.untyped_storage()) for home in self._homes}
         if any(storage_key(t.untyped_storage()) in homes for t in results):
-            raise NotLegal(_RETURNED)
+            raise CannotBeLoaded(_RETURNED)

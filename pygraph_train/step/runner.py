@@ -184,7 +184,7 @@ class StepRunner:
         return self._advance(step, signature, variant, args, kwargs, leaves, run)
 
     def _replay(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> Replayed:
-        """Inputs in, learning rate in, launch, results out."""
+        """Numbers drawn, inputs in, learning rate in, launch, results out."""
         variant.load(capture, leaves)
         capture.gradients.before_replay()
         if capture.updates and self._updates.preparation is not None:

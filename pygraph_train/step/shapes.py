@@ -122,6 +122,7 @@ class Shapes:
         with program.context():
             for lead in family.leads:
                 known = lead.trace.traced and lead.trace.problem is None
+                known = known and lead.trace.host_draws is None  # these decide which way a step takes
                 if known and lead.trace.holds(program.function(), args, kwargs) and lead.is_for(leaves):
                     return lead
         return None

@@ -23,8 +23,10 @@ from pygraph_train.step.lifecycle import Life, LifeEvent, Stage, StageLengths, n
 from pygraph_train.step.moving import LoadedTensors
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.ways import Ways
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
+from pygraph_train.tracing.host_draws import Ahead
 from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
@@ -100,7 +102,9 @@ class Variant:
         replays, last_used: how often it was replayed, and in which step last.
         moves: how often captures were thrown away because something had moved.
         writes_parameters: whether forward changes parameters in place.
+        ahead: what the present step draws on the host, where the trace depends on such numbers.
         moving: which of `trace.inputs` the loop has given other memory; True where it is another tensor then.
+        stay: those of `moving` for which no copy can stand.
         family: of kinds of calls that differ in sizes alone.
         lead: whose trace it shares, and whose plan it follows. None for a kind of call with a trace of its own.
     """
@@ -122,7 +126,9 @@ class Variant:
     last_used: int = 0
     moves: int = 0
     writes_parameters: bool = False
+    ahead: Ahead | None = None
     moving: dict[int, bool] = field(default_factory=dict)
+    stay: set[int] = field(default_factory=set)
     family: Family | None = None
     lead: Variant | None = None
 
@@ -138,6 +144,7 @@ class Variant:
             arm=self.arm,
             writes_parameters=self.writes_parameters,
             moving=self.moving,
+            stay=self.stay,
             family=self.family,
             lead=self,
         )
@@ -153,12 +160,17 @@ class Variant:
 
     def movable(self) -> dict[int, bool]:
         """Those of `moving` that a capture may follow: not what is passed as well, and not what the step rebinds."""
-        passed = {k for _, k in self.anchored}
-        return {} if self.trace.rebound else {k: other for k, other in self.moving.items() if k not in passed}
+        fixed = {k for _, k in self.anchored} | self.stay
+        return {} if self.trace.rebound else {k: other for k, other in self.moving.items() if k not in fixed}
 
     def load(self, capture: Capture, leaves: Sequence[Any]) -> None:
-        """Copy what a replay reads from elsewhere into the memory of the graph. Hot path; the trace holds."""
+        """Draw what the step draws on the host, and copy what a replay reads from elsewhere into the graph's memory.
+
+        Hot path; the trace holds.
+        """
         assert self.inputs is not None
+        if self.ahead is not None and self.ahead.end is not None:
+            self.ahead.end.restore(but=self.trace.draws_in_graph)
         self.inputs.load(leaves)
         if capture.loaded is not None:
             capture.loaded.load(self.trace.latest_tensors)
@@ -236,6 +248,8 @@ class Signature:
         family: of signatures that differ in sizes alone; None where each one is on its own.
         returns: how often it has come without a graph, where its family has a trace for it.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
+        ways: how often steps went which way, of those where random numbers of the host decide.
+        other_way: what was drawn for the present step, which goes another way than any variant.
     """
 
     key: Key
@@ -245,6 +259,8 @@ class Signature:
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
     no_graphs: Choice | None = None
+    ways: Ways = field(default_factory=Ways)
+    other_way: tuple[Any, ...] | None = None
 
 
 class Signatures:

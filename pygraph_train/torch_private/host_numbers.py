@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-__all__ = ["mends"]
+__all__ = ["end_graph", "mends"]
 
 _TENSOR_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 """They take the dtype of a NumPy scalar; every other function takes its value alone."""
@@ -94,11 +94,11 @@ def _wrapping(wrap: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(
             value, np.ndarray
         ):  # Dynamo computes with its present values, and sets no guard for them
-            _end_graph("it reads a NumPy array, whose values a graph would hold")
+            end_graph("it reads a NumPy array, whose values a graph would hold")
         if not _is_scalar(value):
             return wrap(self, value)
         if value != value or isinstance(value, np.bool_):
-            _end_graph(f"Dynamo has no guard for a numpy.{type(value).__name__} that is {value}")
+            end_graph(f"Dynamo has no guard for a numpy.{type(value).__name__} that is {value}")
         self.install_guards(GuardBuilder.CONSTANT_MATCH)
         return _scalar_class()(value, source=self.source)
 
@@ -119,7 +119,7 @@ def _constructing(init: Callable[..., None]) -> Callable[..., None]:
 
     def constructed(self: Any, value: Any, **kwargs: Any) -> None:
         if _is_scalar(value):
-            _end_graph(f"Dynamo knows no numpy.{type(value).__name__} here")
+            end_graph(f"Dynamo knows no numpy.{type(value).__name__} here")
         init(self, value, **kwargs)
 
     return constructed
@@ -175,7 +175,7 @@ def _folding() -> Callable[..., Any]:
             )
             if _is_scalar(found):
                 return ConstantVariable.create(found)
-        _end_graph(f"numpy.{getattr(self.value, '__name__', self.value)} runs on the host")
+        end_graph(f"numpy.{getattr(self.value, '__name__', self.value)} runs on the host")
 
     return folded
 
@@ -183,7 +183,7 @@ def _folding() -> Callable[..., Any]:
 def _refusing_dtypes(call_function: Callable[..., Any]) -> Callable[..., Any]:
     def refused(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value in _TENSOR_MAKERS and any(map(_holds_scalar, [*args, *kwargs.values()])):
-            _end_graph("a tensor is made of a NumPy scalar, whose dtype it takes")
+            end_graph("a tensor is made of a NumPy scalar, whose dtype it takes")
         return call_function(self, tx, args, kwargs)
 
     return refused
@@ -209,10 +209,10 @@ def _holds_scalar(variable: Any) -> bool:
 
 
 def _refuse_random(*_: Any) -> NoReturn:
-    _end_graph("Python's random module draws a number on the host")
+    end_graph("Python's random module draws a number on the host")
 
 
-def _end_graph(why: str) -> NoReturn:
+def end_graph(why: str) -> NoReturn:
     from torch._dynamo.exc import unimplemented
 
     unimplemented(

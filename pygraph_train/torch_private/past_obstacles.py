@@ -26,7 +26,7 @@ from pygraph_train.torch_private.stand_ins import (
     unknown,
 )
 
-__all__ = ["Condition", "PastObstacles"]
+__all__ = ["Condition", "PastObstacles", "user_place"]
 
 Met = Callable[[BaseException, str, bool], None]
 """Called with what Dynamo raised, `file:line` of the instruction, and whether it only follows from a stand-in."""
@@ -153,7 +153,7 @@ class PastObstacles:
         if is_text_of_tensor(made):
             if id(made) not in self._made:
                 self._made[id(made)] = made
-                self._texts(_user_place(tx))
+                self._texts(user_place(tx))
             return
         for variable in [made, *getattr(made, "items", ())] if isinstance(made, BaseListVariable) else [made]:
             if type(variable) is not TensorVariable or not is_stand_in(variable):
@@ -162,11 +162,11 @@ class PastObstacles:
             if node.op != "placeholder" and id(node) not in self._made:
                 self._made[id(node)] = node
                 if not any(map(is_stand_in, _operands(stack, inst))):
-                    self._shapes(_user_place(tx))
+                    self._shapes(user_place(tx))
 
     def _go_on(self, tx: Any, inst: Any, stack: list[Any], error: Exception, *, follows: bool) -> None:
         """Put something in the place of the result of an instruction that failed."""
-        where = _user_place(tx)
+        where = user_place(tx)
         self._met(error, where, follows)
         self._visits[tx.f_code, inst.offset] += 1
         if (
@@ -211,7 +211,7 @@ class PastObstacles:
     def _reading(self, create_proxy: Callable[..., Any]) -> Callable[..., Any]:
         def created(output: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
             if kind == "call_method" and target in ("item", "tolist"):
-                self._reads(_user_place(output.current_tx))
+                self._reads(user_place(output.current_tx))
             return create_proxy(output, kind, target, *args, **kwargs)
 
         return created
@@ -243,7 +243,7 @@ class PastObstacles:
             except Unsupported as error:
                 if "generator" not in kwargs:
                     raise
-                self._met(error, _user_place(tx), False)
+                self._met(error, user_place(tx), False)
                 return call_function(
                     variable, tx, args, {k: v for k, v in kwargs.items() if k != "generator"}
                 )
@@ -254,7 +254,7 @@ class PastObstacles:
         try:
             fail()
         except torch._dynamo.exc.Unsupported as error:
-            self._met(error, _user_place(tx), False)
+            self._met(error, user_place(tx), False)
 
 
 _RANDOM: dict[str, Any] = {
@@ -300,7 +300,7 @@ def _caller(tx: Any) -> Any:
     return getattr(tx, "parent", None)
 
 
-def _user_place(tx: Any) -> str:
+def user_place(tx: Any) -> str:
     """The innermost line of the user's that is being traced."""
     while _caller(tx) is not None and not is_user_file(tx.f_code.co_filename):
         tx = tx.parent

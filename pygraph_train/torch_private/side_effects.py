@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pygraph_train.torch_private.dynamo import placeholder_source
+from pygraph_train.torch_private.tracing import Around
 
 __all__ = ["SideEffect", "appends_in_frame", "deferring", "dynamo_side_effects", "hooks_in_frame", "symbolic"]
 
@@ -281,18 +282,20 @@ def deferring(
     from torch._dynamo.variables.builder import VariableBuilder
 
     listed, collector, settler = _variables()
-    stock = VariableBuilder._wrap
 
-    def wrap(self: Any, value: Any) -> Any:
-        if value is collect:
-            return collector(source=self.source)
-        if value is settle:
-            return settler(source=self.source)
-        if type(value) in (list, deque) and appended(value):
-            return listed(value, source=self.source, guard=self)
-        return stock(self, value)
+    def around(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap(self: Any, value: Any) -> Any:
+            if value is collect:
+                return collector(source=self.source)
+            if value is settle:
+                return settler(source=self.source)
+            if type(value) in (list, deque) and appended(value):
+                return listed(value, source=self.source, guard=self)
+            return stock(self, value)
 
-    return ((VariableBuilder, "_wrap", wrap),)
+        return wrap
+
+    return ((VariableBuilder, "_wrap", Around(around)),)
 
 
 def _is_of_sizes(number: Any) -> bool:

@@ -7,6 +7,7 @@ import logging
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from pygraph_train.torch_private import autocast, checkpoints, host_numbers, swi
 from pygraph_train.torch_private.guards import with_place
 
 __all__ = [
+    "Around",
     "dynamo_region_config",
     "dynamo_step_config",
     "forget_notes",
@@ -31,6 +33,13 @@ def forget_notes(notes: list[tuple[Any, str]]) -> None:
     notes.clear()
 
 
+@dataclass(frozen=True)
+class Around:
+    """The value of a change that goes around what is there before it, changed or not."""
+
+    make: Callable[[Any], Any]
+
+
 @contextmanager
 def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Context: (owner, attribute, value), as many as there are.
@@ -44,7 +53,7 @@ def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
             # of a class what it holds itself: a static method is not the function that it gives
             old = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
             before.append((owner, name, old))
-            setattr(owner, name, value)
+            setattr(owner, name, value.make(old) if isinstance(value, Around) else value)
         yield
     finally:
         for owner, name, value in reversed(before):

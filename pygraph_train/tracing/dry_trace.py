@@ -36,6 +36,8 @@ class DryTrace(Trace):
         asks_dynamo: whether it asks if it runs under Dynamo, and may be another one without.
     """
 
+    may_draw = False
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.refused: Problem | None = None

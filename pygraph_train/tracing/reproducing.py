@@ -200,6 +200,7 @@ class ReproducingTrace(Trace):
             self._lists.update((id(e.appended), e.appended) for e in effects if e.appended is not None)
         if known != (len(self._numbers), len(self._lists)):
             self._look_again(graph)
+        self._look_at_draws(graph)  # of the graph that Dynamo has made
         found = counters(graph)
         numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]
         decisive = set(numbers).difference(() if found is None else found.inputs)

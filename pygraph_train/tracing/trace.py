@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.compiling import nothing_compiles
 from pygraph_train.torch_private.dynamic_shapes import sizes_are_symbols
 from pygraph_train.torch_private.dynamo import (
@@ -30,8 +31,11 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 from pygraph_train.torch_private.guards import asked_expression, guard_failures, guarded_expression
+from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
+from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_constants import HostConstants, make_once
+from pygraph_train.tracing.host_draws import HostDraws
 from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written
 from pygraph_train.tracing.reading import Read, owner_of, reader
 from pygraph_train.tracing.reasons import (
@@ -133,6 +137,8 @@ class Trace:
     """Whether the step writes to Python, and Dynamo's code makes the writes: see `ReproducingTrace`."""
     carried: Sequence[str] = ()
     """Expressions of tensors that the step reads and replaces."""
+    may_draw = True
+    """Whether random numbers of the host may decide which way the function takes."""
 
     def __init__(
         self,
@@ -162,6 +168,12 @@ class Trace:
         """Where the function asked whether it is compiled, and could be traced only as if it were."""
         self._asks_compiling: list[str] = []
         self._as_plain = compiler is None and self.runs_graph
+        self.host_draws: HostDraws | None = None
+        """Random numbers of the host that decide which way the function takes."""
+        self.draws_in_graph: tuple[str, ...] = ("torch",) if device.type == "cpu" else ()
+        """Generators whose numbers are drawn where the graph runs, and not before."""
+        self._recording = Recording(device)
+        self._draws_are_known = False
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
         self._read: Read = lambda L, G: ((), (), ())
@@ -204,6 +216,7 @@ class Trace:
             except NotLegal:
                 if not self._is_worth_another_look():
                     raise
+                self._forget_look()
 
     def _is_worth_another_look(self) -> bool:
         """After a trace that was given up, and ran nothing: whether the function is traced in another way now."""
@@ -213,6 +226,15 @@ class Trace:
         self._go_through_dynamo(self._function_to_trace())
         return True
 
+    def _forget_look(self) -> None:
+        """Nothing is known of the trace that was given up."""
+        self._compiles = 0
+        self.problem = self.host_draws = None
+        self._recording = Recording(self.device)
+        self.inputs, self.rebound, self.left, self._arguments = [], [], [], []
+        self.made_once, self.writes_state, self._draws_are_known = (), False, False
+        self._modules, self._asked = {}, {}
+
     def _function_to_trace(self) -> types.FunctionType:
         """Calls a step's function."""
         return _fresh_code()
@@ -220,15 +242,12 @@ class Trace:
     def _through_dynamo(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         self._fn, self._is_of_batch = fn, batch_expressions(args, kwargs)
+        drawn = self._drawn_as_traced()
         before, stale = self._compiles, None
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
         try:
-            changes = list(weights_are_flat() if self.runs_graph else ())
-            if self._as_plain:
-                changes.append(nothing_compiles(self._asks_compiling))
-            changes += self._further
-            with dynamo_step_config(*changes), sizes_are_symbols(self._symbols(args, kwargs)):
+            with dynamo_step_config(*self._changes()), sizes_are_symbols(self._symbols(args, kwargs)):
                 result = self._call(fn, args, kwargs)
         except dynamo_refusal() as error:
             problem = problem_of_break(error)
@@ -243,6 +262,10 @@ class Trace:
             raise NotLegal(problem) from None
         finally:
             forget_notes(self._notes)
+        if self.host_draws is not None and not before:
+            drawn = self._recording.end
+        if drawn is not None:
+            drawn.restore(but=self.draws_in_graph)
         entries = dynamo_cache_entries(self._code.__code__)
         if not entries:
             self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
@@ -262,6 +285,32 @@ class Trace:
             return []
         _, leaves = flattened((args, kwargs))
         return [(leaves[i], dims) for i, dims in self.dynamic.items()]
+
+    def _drawn_as_traced(self) -> HostRandomState | None:
+        """Where the generators of the host are after this call. None where there are none, or nothing was traced yet.
+
+        Raises:
+            NotLegal: the function takes another way this time.
+        """
+        if self.host_draws is None or not self._compiles:
+            return None
+        ahead = self.host_draws.look_ahead()
+        if not ahead.matches:
+            raise NotLegal(
+                Problem(
+                    "random numbers of the host lead to another way than was traced", self.host_draws.where
+                )
+            )
+        return ahead.end
+
+    def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
+        """How Dynamo traces this function in another way than others."""
+        changes = list(weights_are_flat() if self.runs_graph else ())
+        if self._as_plain:
+            changes.append(nothing_compiles(self._asks_compiling))
+        if self.may_draw and not self.traced:
+            changes += drawing(self._recording)
+        return (*changes, *self._further)
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
         """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
@@ -329,6 +378,7 @@ class Trace:
                     "Use checkpoint(..., use_reentrant=False), which adds gradients in the usual backward",
                 )
             )
+        self._look_at_draws(graph)
         constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
         self._constants += constants.values
         if self._compiles == 1:
@@ -343,6 +393,11 @@ class Trace:
         if self._compiler is not None:
             return self._compiler(graph, example_inputs, self.left)
         return as_eager(graph).forward
+
+    def _look_at_draws(self, graph: torch.fx.GraphModule) -> None:
+        if self.may_draw and not self._draws_are_known and not self.traced:
+            self._draws_are_known = True
+            self.host_draws = self._recording.finish(graph)
 
     def _written(self) -> Iterable[Problem]:
         """Writes to Python that a replay would not make."""

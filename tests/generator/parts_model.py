@@ -174,6 +174,15 @@ if not self.training or random.random() > 0.3:
         weight=0.5,
     ),
     Part(
+        "layer_drop_torch",
+        init="self.often = nn.Linear(8, 8)",
+        forward="""
+if not self.training or torch.rand([]) > 0.3:
+    h = h + self.often(h).tanh()
+""",
+        weight=0.5,
+    ),
+    Part(
         "module_list",
         init="self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))",
         forward="""

@@ -58,6 +58,15 @@ if random.random() < 0.3:
 """,
         weight=0.4,
     ),
+    Part(
+        "random_choice",
+        begin="""
+x = x * random.choice([1.0, 0.5])
+if np.random.rand() < 0.2:
+    x = x + 1
+""",
+        weight=0.4,
+    ),
     Part("random_numpy", begin="x = x + torch.from_numpy(np.random.randn(6).astype(np.float32))", weight=0.6),
     Part("random_numpy_scalar", begin="x = x * float(np.random.uniform(0.9, 1.1))", weight=0.6),
     Part("random_noise", begin="x = x + 0.1 * torch.randn_like(x)"),

@@ -1,0 +1,203 @@
+"""Numbers that Python and NumPy draw, as Dynamo sees them while `host_draws` changes it. (2.11, 2.13)"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+import torch
+
+__all__ = [
+    "DRAWS",
+    "NO_VALUE",
+    "CallResult",
+    "DrawRecorder",
+    "DrawingHooks",
+    "drawing_function_class",
+    "generator_of",
+    "number_class",
+    "value_of",
+]
+
+
+class CallResult(NamedTuple):
+    """Stands for the result of a call that a recorder has noted."""
+
+    place: int
+
+
+class DrawRecorder(Protocol):
+    """Who notes what one trace draws."""
+
+    def begin(self, trace: Any) -> None:
+        """Dynamo traces: anew, where `trace` is another object than before."""
+
+    def make(
+        self, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], generator: str | None = None
+    ) -> CallResult:
+        """Call a function with values and slots; `generator` is what it draws from, None if it computes."""
+
+    def value(self, slot: CallResult) -> Any:
+        """What a call has returned."""
+
+    def ask(self, slot: CallResult, where: str | None) -> Any:
+        """What a call has returned, on which the trace depends from now on."""
+
+    def slot_of(self, node: torch.fx.Node) -> CallResult | None:
+        """What a node of the graph computes, if it follows from random numbers of the host alone."""
+
+
+class DrawingHooks(Protocol):
+    """What numbers ask."""
+
+    recorder: DrawRecorder
+
+    def exactly(self, tx: Any, number: Any) -> Any:
+        """A whole number as a constant of the trace."""
+
+    def draw(self, tx: Any, fn: Any, generator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call that draws."""
+
+
+@functools.cache
+def number_class() -> type:
+    from torch._dynamo.variables.base import VariableTracker
+
+    class DrawnNumber(VariableTracker):
+        """A number of Python that was drawn, or computed from such numbers."""
+
+        def __init__(
+            self, slot: CallResult, hooks: DrawingHooks, refuse: Callable[[], NoReturn], **kwargs: Any
+        ) -> None:
+            super().__init__(**kwargs)
+            self.slot = slot
+            self.hooks = hooks
+            self.refuse = refuse
+
+        def python_type(self) -> type:
+            return type(self.hooks.recorder.value(self.slot))
+
+        def as_proxy(self) -> Any:
+            return self.hooks.exactly(_present(), self).as_proxy()
+
+        def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            return self.hooks.exactly(tx, self).call_method(tx, name, args, kwargs)
+
+        def var_getattr(self, tx: Any, name: str) -> Any:
+            return self.hooks.exactly(tx, self).var_getattr(tx, name)
+
+        def reconstruct(self, codegen: Any) -> None:
+            self.refuse()
+
+    return DrawnNumber
+
+
+@functools.cache
+def drawing_function_class() -> type:
+    from torch._dynamo.variables.base import VariableTracker
+
+    class DrawingFunction(VariableTracker):
+        """A method of the process's generator of Python or NumPy."""
+
+        def __init__(self, value: Any, generator: str, hooks: DrawingHooks, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.value = value
+            self.generator = generator
+            self.hooks = hooks
+
+        def python_type(self) -> type:
+            return type(self.value)
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            return self.hooks.draw(tx, self.value, self.generator, args, kwargs)
+
+    return DrawingFunction
+
+
+DRAWS = {
+    "python": frozenset(
+        (
+            *(
+                "random",
+                "uniform",
+                "randint",
+                "randrange",
+                "getrandbits",
+                "gauss",
+                "normalvariate",
+                "triangular",
+            ),
+            *(
+                "betavariate",
+                "expovariate",
+                "gammavariate",
+                "lognormvariate",
+                "choices",
+                "sample",
+                "randbytes",
+            ),
+        )
+    ),
+    "numpy": frozenset(
+        (
+            *(
+                "rand",
+                "random",
+                "random_sample",
+                "ranf",
+                "sample",
+                "uniform",
+                "randint",
+                "randn",
+                "normal",
+                "beta",
+            ),
+            *(
+                "binomial",
+                "choice",
+                "exponential",
+                "gamma",
+                "geometric",
+                "poisson",
+                "standard_normal",
+                "triangular",
+            ),
+        )
+    ),
+}
+"""Functions that do nothing but draw. Others seed generators, or change what they are given."""
+
+
+def generator_of(value: Any) -> str | None:
+    """Which generator of the process a bound method belongs to."""
+    owner = getattr(value, "__self__", None) if callable(value) else None
+    if owner is None or isinstance(value, type):
+        return None
+    if owner is _OF_PYTHON:
+        return "python"
+    return "numpy" if owner is _OF_NUMPY else None
+
+
+_OF_PYTHON = random.random.__self__  # type: ignore[attr-defined]
+_OF_NUMPY = np.random.rand.__self__  # type: ignore[attr-defined]
+
+NO_VALUE: Any = object()
+
+
+def value_of(variable: Any) -> Any:
+    """A constant's value, or the slot of a number; `NO_VALUE` for anything else."""
+    if isinstance(variable, number_class()):
+        return variable.slot  # type: ignore[attr-defined]
+    try:
+        return variable.as_python_constant() if variable.is_python_constant() else NO_VALUE
+    except NotImplementedError:
+        return NO_VALUE
+
+
+def _present() -> Any:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx()

@@ -1,0 +1,293 @@
+"""Random numbers of the host under Dynamo: each is drawn for the trace, and conditions are answered. (2.11, 2.13)
+
+Dynamo ends a graph at `if torch.rand([]) < p`, at `random.random()` and at `numpy.random.rand()`. Here the calls are
+made, and told to a recorder. A number of Python or NumPy is a value of its own kind, from which Python's arithmetic
+makes others; a number of torch is in the graph. A condition asks for an answer, and the trace goes on with it. A whole
+number that is used in another way is asked for itself. A fraction must not get into tensors: the graph ends there.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from pygraph_train.torch_private import host_numbers
+from pygraph_train.torch_private.drawn_numbers import (
+    DRAWS,
+    NO_VALUE,
+    CallResult,
+    DrawRecorder,
+    drawing_function_class,
+    generator_of,
+    number_class,
+    value_of,
+)
+
+__all__ = ["changes"]
+
+
+_COMPARISONS = frozenset(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_ANSWERS = frozenset({bool, operator.not_, operator.truth})
+_ARITHMETIC = frozenset(
+    getattr(operator, name)
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
+) | {int, float, abs, round, min, max}
+_OF_TYPES = frozenset({isinstance, type, issubclass, callable, hasattr, id})
+_JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF", "JUMP_IF")
+_NOT_OF_TRUTH = ("NONE", "MATCH")
+
+
+def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
+    """(owner, attribute, value), on top of those of `host_numbers`, for one trace."""
+    from torch._dynamo import symbolic_convert
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.misc import NumpyVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    mended = {(owner, name): value for owner, name, value in host_numbers.mends()}
+    hooks = _Hooks(recorder)
+    computed = hooks.computing(mended[BuiltinVariable, "call_function"])
+    signs = {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+    handlers = {
+        **mended[symbolic_convert, "compare_op_handlers"],
+        **{
+            sign: functools.partial(computed, BuiltinVariable(getattr(operator, op)))
+            for sign, op in signs.items()
+        },
+    }
+    return (
+        (VariableBuilder, "_wrap", hooks.wrapping(mended[VariableBuilder, "_wrap"])),
+        (BuiltinVariable, "call_function", computed),
+        (symbolic_convert, "compare_op_handlers", handlers),
+        (NumpyVariable, "call_function", hooks.drawing_with_numpy(mended[NumpyVariable, "call_function"])),
+        (TensorVariable, "method_item", hooks.reading(TensorVariable.method_item)),
+        (TensorVariable, "method_tolist", hooks.listing(TensorVariable.method_tolist)),
+        *hooks.jumping(symbolic_convert.InstructionTranslatorBase),
+    )
+
+
+class _Hooks:
+    """What Dynamo calls in the place of its own functions."""
+
+    def __init__(self, recorder: DrawRecorder) -> None:
+        self.recorder = recorder
+
+    # -- draws ------------------------------------------------------------------------------------------
+
+    def wrapping(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that draws from a generator of the process."""
+        from torch._dynamo.guards import GuardBuilder
+
+        def wrapped(builder: Any, value: Any) -> Any:
+            generator = generator_of(value)
+            if generator is None:
+                return wrap(builder, value)
+            builder.install_guards(GuardBuilder.ID_MATCH)
+            return drawing_function_class()(value, generator, self, source=builder.source)
+
+        return wrapped
+
+    def drawing_with_numpy(self, call_function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if generator_of(variable.value) == "numpy":
+                return self.draw(tx, variable.value, "numpy", args, kwargs)
+            return call_function(variable, tx, args, kwargs)
+
+        return called
+
+    def draw(self, tx: Any, fn: Any, generator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call that draws."""
+        from torch._dynamo.variables.builtin import BuiltinVariable
+
+        if not self._begins(tx):
+            _refuse(generator, fn)
+        if generator == "python" and fn.__name__ == "choice" and len(args) == 1 and not kwargs:
+            count = BuiltinVariable(len).call_function(tx, [args[0]], {})  # draws what `choice` draws
+            if not count.is_python_constant() or not count.as_python_constant():
+                _refuse(generator, fn)
+            place = self.recorder.make(fn, [range(count.as_python_constant())], {}, generator)
+            index = _constant(tx, self.recorder.ask(place, _place(tx)))
+            return BuiltinVariable(operator.getitem).call_function(tx, [args[0], index], {})
+        given = [value_of(x) for x in args]
+        named = {name: value_of(x) for name, x in kwargs.items()}
+        if fn.__name__ not in DRAWS[generator] or _any_missing((*given, *named.values())):
+            _refuse(generator, fn)
+        return self._wrapped(tx, self.recorder.make(fn, given, named, generator), fn, generator)
+
+    def _wrapped(self, tx: Any, slot: CallResult, fn: Any, generator: str) -> Any:
+        value = self.recorder.value(slot)
+        if isinstance(value, (int, float)) and not isinstance(value, np.generic):
+            return number_class()(slot, self, lambda: _refuse(generator, fn))
+        if isinstance(value, (str, np.number, np.bool_)) or _is_plain_list(value):
+            return _constant(tx, self.recorder.ask(slot, _place(tx)))
+        _refuse(generator, fn)
+
+    # -- questions --------------------------------------------------------------------------------------
+
+    def slot_of(self, tx: Any, variable: Any) -> CallResult | None:
+        """What the recorder has for a variable of Dynamo's; None for one that is not drawn on the host."""
+        from torch._dynamo.variables.tensor import TensorVariable
+
+        if isinstance(variable, number_class()):
+            return variable.slot  # type: ignore[attr-defined, no-any-return]
+        if type(variable) is TensorVariable and self._begins(tx):
+            node = variable.as_proxy().node
+            return self.recorder.slot_of(node) if node.graph is _graph(tx) else None
+        return None
+
+    def _given(self, tx: Any, variable: Any) -> Any:
+        """An argument of a function of numbers: its value or its slot, `NO_VALUE` if it has neither."""
+        value = value_of(variable)
+        slot = self.slot_of(tx, variable) if value is NO_VALUE else None
+        return value if slot is None else slot
+
+    def _begins(self, tx: Any) -> bool:
+        """Tell the recorder which trace this is. False inside of a checkpoint, which may be computed twice."""
+        if tx.output.current_tracer is not tx.output.root_tracer:
+            return False
+        self.recorder.begin(_graph(tx))
+        return True
+
+    def answer(self, tx: Any, slot: CallResult, *, negated: bool = False) -> bool:
+        """The answer to a condition."""
+        truth = self.recorder.make(operator.not_ if negated else bool, [slot], {})
+        return bool(self.recorder.ask(truth, _place(tx)))
+
+    def exactly(self, tx: Any, number: Any) -> Any:
+        """A whole number as a constant of the trace."""
+        if not isinstance(self.recorder.value(number.slot), int):
+            number.refuse()
+        return _constant(tx, self.recorder.ask(number.slot, _place(tx)))
+
+    def computing(self, call_function: Callable[..., Any]) -> Callable[..., Any]:
+        """Python's operators and functions of numbers that are drawn."""
+        from torch._dynamo.variables.tensor import TensorVariable
+
+        number: Any = number_class()
+
+        def computed(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            fn = variable.fn
+            if fn in _ANSWERS or (fn in (int, float) and len(args) == 1 and type(args[0]) is TensorVariable):
+                slot = self.slot_of(tx, args[0]) if len(args) == 1 and not kwargs else None
+                if slot is not None:
+                    if fn in _ANSWERS:
+                        return _constant(tx, self.answer(tx, slot, negated=fn is operator.not_))
+                    return number(self.recorder.make(fn, [slot], {}), self, _refuse_torch)
+            drawn = [x for x in args if isinstance(x, number)]
+            if not drawn or fn in _OF_TYPES:
+                return call_function(variable, tx, args, kwargs)
+            values = [self._given(tx, x) for x in args]
+            if not _any_missing(values) and not kwargs:
+                if any(type(x) is TensorVariable for x in args) and fn in _COMPARISONS | _ARITHMETIC:
+                    return number(self.recorder.make(fn, values, {}), self, drawn[0].refuse)
+                if fn in _COMPARISONS:
+                    return _constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
+                if fn in _ARITHMETIC:
+                    return number(self.recorder.make(fn, values, {}), self, drawn[0].refuse)
+            exact = [self.exactly(tx, x) if isinstance(x, number) else x for x in args]
+            return call_function(variable, tx, exact, kwargs)
+
+        return computed
+
+    def reading(self, method_item: Callable[..., Any]) -> Callable[..., Any]:
+        """`tensor.item()`."""
+
+        def item(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            slot = self.slot_of(tx, variable)
+            if slot is None:
+                return method_item(variable, tx, *args, **kwargs)
+            return number_class()(self.recorder.make(torch.Tensor.item, [slot], {}), self, _refuse_torch)
+
+        return item
+
+    def listing(self, method_tolist: Callable[..., Any]) -> Callable[..., Any]:
+        """`tensor.tolist()` of whole numbers."""
+
+        def tolist(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            slot = self.slot_of(tx, variable)
+            if slot is None:
+                return method_tolist(variable, tx, *args, **kwargs)
+            listed = self.recorder.make(torch.Tensor.tolist, [slot], {})
+            if not _is_plain_list(self.recorder.value(listed)):
+                _refuse_torch()
+            return _constant(tx, self.recorder.ask(listed, _place(tx)))
+
+        return tolist
+
+    def jumping(self, base: type) -> list[tuple[Any, str, Any]]:
+        """Conditional jumps, in the tables of instructions that each class of Dynamo's has."""
+        import dis
+
+        classes, found = [base], []
+        for kind in classes:
+            classes += kind.__subclasses__()
+            if "dispatch_table" not in vars(kind):
+                continue
+            table = list(kind.dispatch_table)  # type: ignore[attr-defined]
+            for name, code in dis.opmap.items():
+                if name.startswith(_JUMPS) and not name.endswith(_NOT_OF_TRUTH) and code < len(table):
+                    table[code] = self._jump(name, table[code])
+            found.append((kind, "dispatch_table", table))
+        return found
+
+    def _jump(self, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+        def jump(tx: Any, inst: Any) -> Any:
+            slot = self.slot_of(tx, tx.stack[-1]) if tx.stack else None
+            if slot is None:
+                return handler(tx, inst)
+            answer = self.answer(tx, slot)
+            if not name.endswith("_OR_POP"):
+                tx.stack[-1] = _constant(tx, answer)
+                return handler(tx, inst)
+            if answer is ("IF_TRUE" in name):
+                return tx.jump(inst)
+            tx.stack.pop()
+            return None
+
+        return jump
+
+
+def _any_missing(values: Sequence[Any]) -> bool:
+    return any(value is NO_VALUE for value in values)
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        type(x) in (int, bool, str) or _is_plain_list(x) for x in value
+    )
+
+
+def _constant(tx: Any, value: Any) -> Any:
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    if isinstance(value, (list, tuple)):
+        return VariableTracker.build(tx, value)
+    return ConstantVariable.create(value)
+
+
+def _graph(tx: Any) -> Any:
+    return tx.output.root_tracer.graph
+
+
+def _place(tx: Any) -> str | None:
+    """`file:line` of the user's that is being traced."""
+    from pygraph_train.torch_private.past_obstacles import user_place
+
+    return user_place(tx)
+
+
+def _refuse(generator: str, fn: Any) -> NoReturn:
+    if generator == "numpy":
+        host_numbers.end_graph(f"numpy.{fn.__name__} runs on the host")
+    host_numbers.end_graph("Python's random module draws a number on the host")
+
+
+def _refuse_torch() -> NoReturn:
+    host_numbers.end_graph("torch draws a number on the host, which gets into tensors or out of the step")

@@ -1,0 +1,186 @@
+"""On a GPU the generator of the CPU is for the host alone: what it decides is drawn before each replay."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_host_draws import LayerDrop
+from torch import Tensor, nn
+
+from pygraph_train import GraphedStep, PyGraphConfig, StepReport
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 100
+
+
+def states() -> list[Any]:
+    """Of all random numbers, those of the device included."""
+    _, numbers, place, *_ = np.random.get_state()
+    mine = [torch.get_rng_state(), torch.cuda.get_rng_state()]
+    return [*(s.tolist() for s in mine), random.getstate(), numbers.tolist(), place]
+
+
+def both(
+    make: Callable[[], nn.Module],
+    loss: Callable[[Any, Any], Tensor],
+    batches: list[Any],
+    *,
+    whole: int,
+    close: float | None = None,
+    **config: Any,
+) -> StepReport:
+    """Train plainly and graphed. Losses and parameters have the same bits, or are `close`; random states are equal.
+
+    Args:
+        whole: how many steps have to run from one graph at least; 0 where none may.
+    """
+    kept: list[list[Any]] = []
+    for graphed in (False, True):
+        torch._dynamo.reset()
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        model = make().cuda().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-9, fused=True, capturable=True)
+        step = (
+            GraphedStep(
+                lambda batch, net=model: loss(net, batch),
+                model=model,
+                optimizer=optimizer,
+                config=PyGraphConfig(**{"compile": False, **config}),
+            )
+            if graphed
+            else None
+        )
+        kept.append([])
+        for batch in batches:
+            if step is not None:
+                found = step(batch)
+            else:
+                optimizer.zero_grad()
+                found = loss(model, batch)
+                found.backward()
+                optimizer.step()
+            kept[-1] += [found.detach().clone(), *(p.detach().clone() for p in model.parameters()), states()]
+        if step is not None:
+            report = copy.copy(step.report())
+            step.close()
+    for index, (expected, got) in enumerate(zip(*kept, strict=True)):
+        if not isinstance(expected, Tensor):
+            assert expected == got, f"entry {index}: random states differ\n{report}"
+        elif close is None:
+            assert torch.equal(expected, got), f"entry {index}: {expected} became {got}\n{report}"
+        else:
+            assert torch.allclose(expected, got, rtol=close, atol=close), f"entry {index}\n{report}"
+    assert (report.steps_replayed > 0) == (whole > 0) and report.steps_replayed >= whole, str(report)
+    return report
+
+
+def inputs(count: int = STEPS) -> list[Tensor]:
+    return list(torch.randn(count, 4, 6, generator=torch.Generator().manual_seed(1)).cuda())
+
+
+class WithDropout(LayerDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.2, self.training))
+
+
+@pytest.mark.parametrize("layerdrop", [0.0, 0.5])
+def test_layerdrop_beside_dropout_of_the_device(layerdrop: float) -> None:
+    both(lambda: WithDropout(layerdrop), lambda net, x: net(x), inputs(), whole=50)
+
+
+def test_layerdrop_with_compiled_kernels() -> None:
+    both(lambda: LayerDrop(0.0), lambda net, x: net(x), inputs(), whole=50, close=2e-2, compile=True)
+
+
+def test_numbers_of_python_and_numpy_decide() -> None:
+    def loss(net: Any, x: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            x = x.flip(0)
+        result: Tensor = net(x) * random.choice([1.0, 2.0])
+        torch.rand(3)  # for nothing
+        return result if np.random.rand() < 0.5 else 2 * result
+
+    both(lambda: LayerDrop(0.0), loss, inputs(160), whole=50)
+
+
+def test_gradients_are_checked_again_in_mid_run() -> None:
+    both(lambda: WithDropout(0.3), lambda net, x: net(x), inputs(), whole=40, verify="always")
+
+
+@pytest.mark.parametrize("where", ["device", "used"])
+def test_what_no_graph_can_hold(where: str) -> None:
+    def loss(net: Any, x: Tensor) -> Tensor:
+        result: Tensor = net(x)
+        if where == "device":
+            return result if torch.rand((), device="cuda") < 0.5 else 2 * result
+        return result * torch.rand(())
+
+    both(lambda: LayerDrop(0.0), loss, inputs(30), whole=0)
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "BartForConditionalGeneration": {**_SMALL, "max_position_embeddings": 32},
+    "WhisperForConditionalGeneration": {
+        **_SMALL,
+        "num_mel_bins": 8,
+        "max_source_positions": 16,
+        "max_target_positions": 16,
+    },
+    "OPTForCausalLM": {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "ffn_dim": 64,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("layerdrop", [0.0, 0.3])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(name: str, layerdrop: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    own = {"layerdrop": layerdrop, "encoder_layerdrop": layerdrop, "decoder_layerdrop": layerdrop}
+    numbers = torch.Generator().manual_seed(1)
+
+    def batch() -> dict[str, Tensor]:
+        labels = torch.randint(3, 50, (2, 8), generator=numbers).cuda()
+        if name.startswith("Whisper"):
+            return {
+                "input_features": torch.randn(2, 8, 32, generator=numbers).cuda(),
+                "labels": labels,
+            }
+        return {"input_ids": labels, "labels": labels}
+
+    both(
+        lambda: kind(kind.config_class(**MODELS[name], **own)),
+        lambda net, given: net(**given).loss,
+        [batch() for _ in range(STEPS)],
+        whole=60 if layerdrop == 0.0 else 10,
+    )
