@@ -216,7 +216,9 @@ class CaptureMaker:
             put_back()
             if exchanges and isinstance(error, Exception):
                 replication.reset()
-            if not isinstance(error, Exception) or isinstance(error, PyGraphError | NumbersNotFound):
+            if not isinstance(error, Exception) or isinstance(
+                error, (PyGraphError | NumbersNotFound, CannotBeLoaded)
+            ):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error)) from error
         finally:
