@@ -27,7 +27,8 @@ from pygraph_train.regions import arena as arena_module
 from pygraph_train.regions import inductor
 from pygraph_train.regions import region as region_module
 from pygraph_train.regions import region_capture as capture_module
-from pygraph_train.regions.arena import Arena, Block, Occupant, block_of
+from pygraph_train.regions.arena import Arena, Occupant
+from pygraph_train.regions.blocks import Block, block_of
 from pygraph_train.torch_private.inductor import compile_with_inductor
 from pygraph_train.torch_private.memory import borrow_memory, storage_use_count
 

@@ -37,7 +37,8 @@ import pygraph_train.backend as backend
 from pygraph_train.regions import inductor
 from pygraph_train.regions import pair as pair_module
 from pygraph_train.regions import region_capture as capture_module
-from pygraph_train.regions.arena import Arena, block_of
+from pygraph_train.regions.arena import Arena
+from pygraph_train.regions.blocks import block_of
 from pygraph_train.regions.measurements import Cost, Measurements
 
 

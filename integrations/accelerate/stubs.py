@@ -15,7 +15,7 @@ from pygraph_train.integrations.accelerate.calls import (
     norm_limits,
     value_limits,
 )
-from pygraph_train.tracing.trace import guard_constants
+from pygraph_train.tracing.traced_code import guard_constants
 
 __all__ = ["AutocastStub", "stubs"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pygraph_train.parallel.replication import Replication
 from pygraph_train.problems import NotLegal, Problem, defined_at
-from pygraph_train.tracing.trace import guard_constants
+from pygraph_train.tracing.traced_code import guard_constants
 
 __all__ = ["LogBook", "Record", "Recorder"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from pygraph_train.tracing.trace import guard_constants
+from pygraph_train.tracing.traced_code import guard_constants
 
 __all__ = ["METHODS", "do_nothing", "stand_ins"]
 

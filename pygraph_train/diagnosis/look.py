@@ -36,7 +36,7 @@ from pygraph_train.tracing.reasons import (
     text_of_tensor,
 )
 from pygraph_train.tracing.signature import batch_expressions
-from pygraph_train.tracing.trace import held_weakly
+from pygraph_train.tracing.traced_code import held_weakly
 
 __all__ = ["Findings", "look"]
 

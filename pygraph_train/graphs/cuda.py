@@ -10,21 +10,20 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 
+from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
 from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
-from pygraph_train.graphs.nodes import Node, driver, read_nodes
+from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
-from pygraph_train.graphs.rewriting import NumberRewriter
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
     abandon_pool,
     accumulators_of_other_streams,
     begin_capture,
     clear_cublas_workspaces,
-    cuda_graph_nodes,
     expandable_segments,
     gradient_accumulators,
 )
@@ -55,97 +54,6 @@ class _Shared:
 
 
 _shared: weakref.WeakValueDictionary[torch.device, _Shared] = weakref.WeakValueDictionary()
-
-
-class CudaGraph:
-    """One captured CUDA graph. See `graphs.engine.Graph`.
-
-    Args:
-        graph: captured with `keep_graph=True`.
-        instantiate: at once, or when `instantiate` or `replay` is called first.
-    """
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, *, instantiate: bool = True) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self.nodes = cuda_graph_nodes(graph)
-        self.instantiated = False
-        self._read: tuple[Node, ...] = ()
-        self._launch: Callable[[], None] = self._first_replay
-        if instantiate:
-            self.instantiate()
-
-    @property
-    def raw(self) -> int:
-        """The cudaGraph_t, whose nodes can be read, and marked before it is instantiated."""
-        return self._open().raw_cuda_graph()
-
-    def read(self) -> tuple[Node, ...]:
-        """Its nodes, also after `outline`."""
-        return self._read or read_nodes(self.raw)
-
-    def outline(self) -> None:
-        """Keep what `read` returns, and nothing else."""
-        self._read = read_nodes(self.raw)
-        self.close()
-
-    @property
-    def raw_exec(self) -> int:
-        """The cudaGraphExec_t. Instantiates the graph if nobody has."""
-        self.instantiate()
-        return self._open().raw_cuda_graph_exec()
-
-    def instantiate(self) -> None:
-        """Make the graph ready to replay; nothing if it is."""
-        if self.instantiated:
-            return
-        graph = self._open()
-        graph.instantiate()
-        self.instantiated = True
-        # looked up once: `replay` is the hot path
-        self._launch = graph.replay
-
-    def _first_replay(self) -> None:
-        self.instantiate()
-        self._launch()
-
-    def _open(self) -> torch.cuda.CUDAGraph:
-        if self._graph is None:
-            _replay_after_close()
-        return self._graph
-
-    def replay(self) -> None:
-        """Launch the graph in the current stream."""
-        self._launch()
-
-    def numbers(self, sets: Sequence[Sequence[float]], kernels: Sequence[str]) -> NumberRewriter:
-        """See `graphs.engine.RewritableGraph.numbers`. Instantiates the graph if nobody has."""
-        return NumberRewriter(self, sets, kernels)
-
-    def close(self) -> None:
-        """Destroy the graph. Its private memory returns to the pool."""
-        if self._graph is not None:
-            graph, self._graph = self._graph, None
-            self._launch = _replay_after_close
-            _finish_replays()
-            graph.reset()
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # a default, as `sys` may be gone by then
-            self.close()
-
-
-def _finish_replays() -> None:
-    """Wait for replays under way, in whatever stream, before their memory is given back.
-
-    The allocator may unmap it at once: it knows nothing of replays, and waits for the stream of the capture only.
-    """
-    with contextlib.suppress(RuntimeError):  # a broken device is reported by whatever uses it next
-        if not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize()
-
-
-def _replay_after_close() -> NoReturn:
-    raise RuntimeError("this CUDA graph was closed and cannot be replayed")
 
 
 class CudaEngine:
@@ -310,7 +218,7 @@ class CudaEngine:
     def _let_go(self, pool: torch.cuda.MemPool) -> None:
         anchor = self._anchors.pop(pool.id, None)
         if anchor is not None:
-            _finish_replays()
+            finish_replays()
             anchor.reset()
 
     def _anchor(self, pool: torch.cuda.MemPool) -> None:
@@ -396,7 +304,7 @@ class CudaEngine:
         """Release the pools."""
         if self._pool is None:
             return
-        _finish_replays()
+        finish_replays()
         for graph in self._anchors.values():
             graph.reset()
         self._anchors.clear()

@@ -17,11 +17,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from operator import attrgetter, eq
 from sys import getrefcount
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pygraph_train.graphs import Engine
+from pygraph_train.regions.blocks import Block, block_of
 from pygraph_train.torch_private.cuda import current_cuda_stream
 from pygraph_train.torch_private.hooks import gradient_hooks
 from pygraph_train.torch_private.memory import (
@@ -38,14 +39,6 @@ __all__ = ["Arena", "Block", "Occupant", "block_of"]
 
 GROWTH = 1 / 20
 """Share of all reserved memory that graphs of further shapes may add."""
-
-
-class Block(NamedTuple):
-    """A piece of captured memory."""
-
-    address: int
-    nbytes: int
-
 
 _requires_grad = attrgetter("requires_grad")
 _has_hooks = gradient_hooks  # a dictionary, when there were any
@@ -398,9 +391,3 @@ class Arena:
                 last = torch.cuda.ExternalStream(self._stream, self.engine.device)
                 torch.cuda.current_stream(self.engine.device).wait_stream(last)
             self._stream = stream
-
-
-def block_of(tensor: torch.Tensor) -> Block:
-    """The whole memory behind a tensor."""
-    storage = tensor.untyped_storage()
-    return Block(storage.data_ptr(), storage.nbytes())

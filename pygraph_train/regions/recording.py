@@ -12,7 +12,8 @@ from pygraph_train.graphs import Engine, Graph
 from pygraph_train.graphs.engine import CaptureError, IndirectGraph, IndirectionUnavailable
 from pygraph_train.graphs.memory import copy_elsewhere, fingerprint, span
 from pygraph_train.graphs.prove import poison, prove
-from pygraph_train.regions.arena import Occupant, block_of
+from pygraph_train.regions.arena import Occupant
+from pygraph_train.regions.blocks import block_of
 from pygraph_train.torch_private.memory import borrow_memory, storages
 
 __all__ = ["Recorded", "record"]

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 
 from pygraph_train.graphs import CaptureError
-from pygraph_train.regions.arena import Arena, Block, Occupant, block_of
+from pygraph_train.regions.arena import Arena, Occupant
+from pygraph_train.regions.blocks import Block, block_of
 from pygraph_train.regions.measurements import Measurements
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.pair import Pair

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from pygraph_train.graphs.memory import copy_elsewhere, span
-from pygraph_train.regions.arena import Block, Occupant, block_of
+from pygraph_train.regions.arena import Occupant
+from pygraph_train.regions.blocks import Block, block_of
 from pygraph_train.regions.recording import Recorded
 from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
 from pygraph_train.torch_private.memory import borrow_memory, copy_all, reinterpret_tensor

@@ -23,7 +23,7 @@ from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.times import Times
 from pygraph_train.step.variants import Variant
-from pygraph_train.tracing.trace import held_weakly
+from pygraph_train.tracing.traced_code import held_weakly
 
 __all__ = ["Decisions"]
 

@@ -18,7 +18,7 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.program_by_hand import ProgramByHand, called_parts
 from pygraph_train.torch_private.replaced_calls import replaced_in_traces
-from pygraph_train.tracing.trace import guard_constants
+from pygraph_train.tracing.traced_code import guard_constants
 
 __all__ = [
     "FunctionByHand",

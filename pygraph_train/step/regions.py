@@ -50,7 +50,7 @@ from pygraph_train.torch_private.tracing import dynamo_region_config, forget_not
 from pygraph_train.tracing.counters import baked_numbers
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
-from pygraph_train.tracing.trace import held_weakly
+from pygraph_train.tracing.traced_code import held_weakly
 from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from pygraph_train.torch_private.dynamo import compiled_apart, compiled_call, dy
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.recompute import as_eager, eager_copy, write_in_checkpoint
-from pygraph_train.tracing.trace import Compiler, held_weakly
+from pygraph_train.tracing.trace import Compiler
+from pygraph_train.tracing.traced_code import held_weakly
 
 __all__ = ["CompiledUnits"]
 

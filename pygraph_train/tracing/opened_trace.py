@@ -17,7 +17,8 @@ from pygraph_train.torch_private.cuda import told_as_capturing
 from pygraph_train.torch_private.dynamo import dynamo_cache_entries
 from pygraph_train.torch_private.guards import guarded_expression
 from pygraph_train.tracing.recompute import draws_numbers
-from pygraph_train.tracing.trace import Trace, guard_constants, held_weakly
+from pygraph_train.tracing.trace import Trace
+from pygraph_train.tracing.traced_code import guard_constants, held_weakly
 
 __all__ = ["OpenedTrace"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from pygraph_train.problems import Problem
 from pygraph_train.torch_private.dispatch import TorchDispatchMode, mode_of_fakes, operator_draws
 from pygraph_train.torch_private.dynamo import (
     CHECKPOINT,
@@ -20,6 +21,7 @@ from pygraph_train.torch_private.dynamo import (
     without_grad_mode,
     writes_to_inputs,
 )
+from pygraph_train.tracing.reasons import line_of
 
 __all__ = [
     "CHANGED_AGAIN",
@@ -78,8 +80,8 @@ def write_in_checkpoint(graph: torch.fx.GraphModule) -> torch.fx.Node | None:
     return None
 
 
-def checkpoint_that_adds(graph: torch.fx.GraphModule) -> torch.fx.Node | None:
-    """A checkpoint with `use_reentrant=True` that shares a parameter with other operations.
+def checkpoint_that_adds(graph: torch.fx.GraphModule) -> Problem | None:
+    """The reason against a checkpoint with `use_reentrant=True` that shares a parameter with other operations.
 
     Its own backward adds to the gradient of the parameter. The gradients of the other uses are added before or after
     that, and without reentrant checkpoints all of them are summed first.
@@ -89,7 +91,12 @@ def checkpoint_that_adds(graph: torch.fx.GraphModule) -> torch.fx.Node | None:
             if node.target is CHECKPOINT and node.kwargs.get("use_reentrant") in (None, True):
                 shared = [x for x in node.all_input_nodes if x.op == "placeholder" and len(x.users) > 1]
                 if any(_is_leaf(x.meta.get("example_value")) for x in shared):
-                    return node
+                    return Problem(
+                        "a checkpoint with use_reentrant=True adds to the gradient of a parameter that the step uses "
+                        "more than once",
+                        line_of(node),
+                        "Use checkpoint(..., use_reentrant=False), which adds gradients in the usual backward",
+                    )
     return None
 
 

@@ -30,13 +30,13 @@ from pygraph_train.torch_private.side_effects import (
     hooks_in_frame,
     symbolic,
 )
-from pygraph_train.tracing import trace as traced_names
 from pygraph_train.tracing.counters import Counters, counters, without_counters
 from pygraph_train.tracing.obstacles import problem_of_write, side_effects
 from pygraph_train.tracing.reading import Read, reader
 from pygraph_train.tracing.reasons import first_use, line_of, readable
 from pygraph_train.tracing.signature import Dims
-from pygraph_train.tracing.trace import Compiler, Trace, appended, guard_constants, held_weakly, settled
+from pygraph_train.tracing.trace import Compiler, Trace
+from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
 from pygraph_train.tracing.undo import Undo
 
 __all__ = ["ReproducingTrace", "SilentCall"]
@@ -168,8 +168,7 @@ class ReproducingTrace(Trace):
         return found
 
     def _function_to_trace(self) -> types.FunctionType:
-        code = _returning_appended.__code__.replace(co_name="traced_step")
-        return types.FunctionType(code, vars(traced_names))
+        return returning_appended()
 
     def _is_worth_another_look(self) -> bool:
         """See `Trace`. Something may have been learned from the trace that was given up."""
@@ -353,9 +352,3 @@ class _Seat:
 
 def _no_graph(*inputs: Any) -> Sequence[Any]:
     raise AssertionError("nothing was compiled")
-
-
-def _returning_appended(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = fn(*args, **kwargs)
-    guard_constants(result)
-    return result, appended()

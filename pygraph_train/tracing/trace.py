@@ -6,11 +6,9 @@ nothing back to Python, reads no tensor from the host, and whose guards hold for
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -50,71 +48,14 @@ from pygraph_train.tracing.reasons import (
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
+from pygraph_train.tracing.traced_code import fresh_code, held_weakly, is_of_this_file
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
 
-__all__ = ["Compiler", "Trace", "appended", "guard_constants", "held_weakly", "settled"]
+__all__ = ["Compiler", "Trace"]
 
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
 """Compiles a graph of Dynamo's for these inputs, and appends what it could not do to the list."""
-
-
-def _fresh_code() -> types.FunctionType:
-    """A function with a code object of its own: Dynamo keeps its compiled variants per code object."""
-
-    def traced_step(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = fn(*args, **kwargs)
-        guard_constants(result)
-        return result
-
-    return types.FunctionType(traced_step.__code__.replace(co_name="traced_step"), globals())
-
-
-def guard_constants(tree: Any) -> None:
-    """Inside a traced function: let a guard stand for each Python number, string, ... of `tree`.
-
-    Dynamo sets none for a value that is only passed through, and a replay would return the old one.
-    """
-    if isinstance(tree, (str, bytes)):
-        if tree:  # any use of the value will do
-            return
-    elif isinstance(tree, (bool, int, float, complex)):
-        settled(tree)
-        if tree == tree:  # a use of the value, and also of one on the device that Dynamo knows nothing of
-            return
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            guard_constants(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            guard_constants(item)
-    # the next line would ask the classes of these for an attribute, which Dynamo of torch 2.11 does not trace
-    elif tree is None or isinstance(tree, (Tensor, type, types.FunctionType, types.BuiltinFunctionType)):
-        return
-    elif dataclasses.is_dataclass(tree):
-        for field in dataclasses.fields(tree):
-            guard_constants(getattr(tree, field.name))
-
-
-def settled(number: object) -> None:
-    """Inside a traced function: let a guard stand for a number that is an input of the graph."""
-
-
-def appended() -> tuple[tuple[Any, Any], ...]:
-    """At the end of a traced function: what it has appended to lists that it does not look at, each with its list."""
-    return ()
-
-
-def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method for Dynamo's caches, which outlive the object and must not keep it."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        alive = weak()
-        assert alive is not None
-        return alive(*args, **kwargs)
-
-    return call
 
 
 class Trace:
@@ -237,7 +178,7 @@ class Trace:
 
     def _function_to_trace(self) -> types.FunctionType:
         """Calls a step's function."""
-        return _fresh_code()
+        return fresh_code()
 
     def _through_dynamo(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
@@ -368,16 +309,8 @@ class Trace:
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._compiles += 1
         self._notes += tracing_notes(graph)
-        adds = checkpoint_that_adds(graph)
-        if adds is not None:
-            raise NotLegal(
-                Problem(
-                    "a checkpoint with use_reentrant=True adds to the gradient of a parameter that the step uses more "
-                    "than once",
-                    line_of(adds),
-                    "Use checkpoint(..., use_reentrant=False), which adds gradients in the usual backward",
-                )
-            )
+        if (adds := checkpoint_that_adds(graph)) is not None:
+            raise NotLegal(adds)
         self._look_at_draws(graph)
         constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
         self._constants += constants.values
@@ -427,7 +360,7 @@ class Trace:
 
     def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Leave to `ModuleWatch` what it sees more cheaply."""
-        watched = [is_watched(guard) or _is_of_this_file(guard) for guard in guards]
+        watched = [is_watched(guard) or is_of_this_file(guard) for guard in guards]
         for guard, ours in zip(guards, watched, strict=True):
             if ours and guard.has_value and isinstance(guard.value, nn.Module):
                 self._modules[guarded_expression(guard)] = None
@@ -459,15 +392,6 @@ class Trace:
         name, verb = watch.what_changed(*known, [*self.inputs, *self._modules, *self._asked])
         return [Problem(f"{readable(name, frame['fn'])} {verb}", fix=_CHANGE_RARELY)]
 
-
-def _is_of_this_file(guard: Any) -> bool:
-    """Whether it stands for a name that `guard_constants` uses, and the user's code cannot see."""
-    found = _GLOBAL.match(guarded_expression(guard))
-    return found is not None and found[1] in globals()
-
-
-_GLOBAL = re.compile(r"G\['([^\W_]\w*)'\]")
-"""A global of the traced function, whose names are those of this file; other modules come as `__import_...`."""
 
 _CHANGE_RARELY = (
     "Change modules, shapes, frozen layers, hooks and switches of torch rarely: the step is traced again "
