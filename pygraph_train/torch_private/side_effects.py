@@ -298,15 +298,19 @@ def deferring(
     return ((VariableBuilder, "_wrap", Around(around)),)
 
 
-def _is_of_sizes(number: Any) -> bool:
-    """Whether a number follows from sizes of tensors alone: each capture is for its sizes. (2.11, 2.13)"""
+def _is_settled(number: Any) -> bool:
+    """Whether no guard may stand for a number, because it is on the device, or need stand for it. (2.11, 2.13)
+
+    Each capture is for its sizes of tensors, so no guard is needed for a number that follows from sizes alone.
+    """
     from torch._dynamo.source import TensorPropertySource
 
     symbols = getattr(number.node.expr, "free_symbols", ())
     known = number.node.shape_env.var_to_sources
+    if not all(known.get(symbol) for symbol in symbols):  # read from a tensor
+        return True
     return bool(symbols) and all(
-        any(isinstance(source, TensorPropertySource) for source in known.get(symbol, ()))
-        for symbol in symbols
+        any(isinstance(source, TensorPropertySource) for source in known[symbol]) for symbol in symbols
     )
 
 
@@ -364,7 +368,7 @@ def _variables() -> tuple[Any, Any, Any]:
 
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             number = args[0].realize()
-            if isinstance(number, SymNodeVariable) and not _is_of_sizes(number.sym_num):
+            if isinstance(number, SymNodeVariable) and not _is_settled(number.sym_num):
                 number.evaluate_expr(tx.output)
             return ConstantVariable.create(None)
 
