@@ -408,3 +408,22 @@ def test_a_step_that_counts_and_lets_draws_decide() -> None:
         diary.write_state(model, optimizer)
 
     both(script, replays=1)
+
+
+def test_a_graph_of_a_device_keeps_no_draw_behind_one_that_was_taken_out() -> None:
+    """Without the draws that decide, a draw that is left would be the first one, and would have another number."""
+    model = nn.Linear(6, 3)
+
+    def step(x: Tensor) -> Tensor:
+        y = model(x)
+        if torch.rand([]) < 0.0:
+            y = y * 2
+        return y.square().mean() * torch.rand(())
+
+    trace, x = Trace(torch.device("cuda")), torch.ones(4, 6)
+    torch.manual_seed(3)
+    plain = step(x)
+    torch.manual_seed(3)
+    with pytest.raises(NotLegal, match="computes with others"):
+        trace(step, (x,), {})
+    assert torch.equal(step(x), plain)  # nothing was drawn

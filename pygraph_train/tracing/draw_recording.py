@@ -154,7 +154,11 @@ class Recording:
         return tuple(kept)
 
     def _take_out(self, graph: fx.GraphModule) -> None:
-        """Remove what is drawn on the host, and what follows from that alone, from the graph."""
+        """Remove what is drawn on the host, and what follows from that alone, from the graph.
+
+        Raises:
+            NotLegal: the graph would draw other numbers then, because something else in it may draw on the host.
+        """
         changed = False
         for node in reversed(graph.graph.nodes):
             if (
@@ -164,8 +168,39 @@ class Recording:
             ):
                 graph.graph.erase_node(node)
                 changed = True
-        if changed:
-            graph.recompile()
+        if not changed:
+            return
+        for node in graph.graph.nodes:
+            if node.op in ("call_function", "call_method") and self._may_draw(node):
+                raise NotLegal(
+                    Problem(
+                        "random numbers of the host decide which way the step takes, and the step computes with others",
+                        line_of(node),
+                        "Draw the numbers that tensors are computed from on the device",
+                    )
+                )
+        graph.recompile()
+
+    def _may_draw(self, node: fx.Node) -> bool:
+        """Whether a node that is left in the graph of a device draws on the host, as far as that is known."""
+        if node in self._slots:
+            return self._is_drawn(node)
+        if all(t.device.type != "cpu" for t in _tensors_in([node.meta.get("example_value")])):
+            return False
+        examples = _tensors_in([x.meta.get("example_value") for x in (node, *node.all_input_nodes)])
+        if isinstance(node.target, HigherOrderOperator) or has_symbols(examples):
+            return True
+        try:
+            return self._draws(node, examples)
+        except Exception:
+            return True
+
+    def _draws(self, node: fx.Node, examples: Sequence[Tensor]) -> bool:
+        """Whether an operation draws random numbers. Nothing is executed."""
+        with mode_of_fakes(examples), RandomDraws() as draws, torch.no_grad():
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), _without_gradient)
+            _function_of(node)(*args, **kwargs)
+        return draws.seen
 
     def _refuse_other_uses(self, node: fx.Node) -> None:
         """Raise where a tensor that the step computes with follows from a number that decides about its way."""
@@ -250,10 +285,7 @@ class Recording:
             )
             return
         try:
-            with mode_of_fakes(_tensors_in(examples)), RandomDraws() as draws, torch.no_grad():
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), _without_gradient)
-                fn(*args, **kwargs)
-            if draws.seen:
+            if self._draws(node, _tensors_in(examples)):
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), _zeros)
                 self._made(fn, tuple(args), dict(kwargs), "torch")
         except Exception:
