@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ def test_a_trace_with_eager_kernels_takes_the_branch_of_plain_training(question:
     trace, step, x = Trace(CPU), scaled_if(question), torch.ones(3)
     assert torch.equal(trace(step, (x,), {}), x * 2)
     assert torch.equal(trace(step, (x,), {}), x * 2)
-    assert trace.problem is None and trace.compiled_branch is None
+    assert trace.problem is None and trace.branches.compiled is None
 
 
 def test_a_trace_for_a_compiler_takes_the_branch_of_compiled_code() -> None:
@@ -44,7 +47,7 @@ def reads_unless_compiled(x: Tensor) -> Tensor:
 def test_a_branch_that_reads_the_host_gives_way_to_that_of_compiled_code() -> None:
     trace, x = Trace(CPU), torch.ones(3)
     assert torch.equal(trace(reads_unless_compiled, (x,), {}), x * 3)
-    assert trace.compiled_branch == line_of(reads_unless_compiled, "is_compiling")
+    assert trace.branches.compiled == line_of(reads_unless_compiled, "is_compiling")
     assert torch.equal(trace(reads_unless_compiled, (x,), {}), x * 3)
     assert trace.problem is None
 
@@ -65,3 +68,33 @@ def test_a_step_that_asks_is_replayed_as_in_plain_training() -> None:
 
     report = both(script, replays=20, plan="{F B O}")
     assert "asks whether it is compiled" not in text_of(report)
+
+
+class Stores:
+    """As the context variables of transformers: Dynamo cannot trace how they store things in plain training."""
+
+    def __init__(self) -> None:
+        self.variable: contextvars.ContextVar[int] = contextvars.ContextVar("stored")
+
+    def put(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.variable.set(1)
+
+
+def test_only_the_file_that_cannot_be_traced_takes_the_branch_of_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asks_elsewhere.py").write_text(
+        "import torch\n\ndef scaled(x):\n    return x * 3 if torch.compiler.is_compiling() else x * 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    other = importlib.import_module("asks_elsewhere")
+    trace, stores, x = Trace(CPU), Stores(), torch.ones(3)
+
+    def step(x: Tensor) -> Tensor:
+        stores.put()
+        scaled: Tensor = other.scaled(x)
+        return scaled
+
+    assert torch.equal(trace(step, (x,), {}), x * 2)
+    assert trace.problem is None and trace.branches.compiled is None

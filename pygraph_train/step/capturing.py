@@ -291,8 +291,8 @@ class Capturing:
             training.announce(f"capturing the training step as {variant.arm.plan}")
         for text in dict.fromkeys(variant.trace.made_once):
             training.report.note(text)
-        if variant.trace.compiled_branch is not None and not variant.arm.compiled:
-            training.report.note(_COMPILED_BRANCH.format(variant.trace.compiled_branch))
+        if (asked := variant.trace.branches.compiled) is not None and not variant.arm.compiled:
+            training.report.note(_COMPILED_BRANCH.format(asked))
         if variant.arm.plan.fused:
             assert updates.preparation is not None
             reason = updates.preparation.reason  # a hook was registered in mid-run

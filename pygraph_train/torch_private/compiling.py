@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-__all__ = ["nothing_compiles"]
+__all__ = ["file_of", "nothing_compiles"]
 
 
-def nothing_compiles(asked: list[str]) -> tuple[Any, str, Any]:
+def nothing_compiles(asked: list[str], but: Collection[str] = ()) -> tuple[Any, str, Any]:
     """A change of Dynamo: `torch.compiler.is_compiling()` and its kin are false in what it traces. (2.11, 2.13)
 
     Dynamo of 2.11 says that everything is exported, too.
 
     Args:
         asked: gets the place of each question, as `file:line`.
+        but: files whose questions are answered as Dynamo does it.
     Returns:
         Owner, attribute and value.
     """
@@ -35,9 +37,14 @@ def nothing_compiles(asked: list[str]) -> tuple[Any, str, Any]:
             if question not in questions:
                 return super().__getitem__(question)
             asked.append(_place())
-            return False
+            return super().__getitem__(question) if file_of(asked[-1]) in but else False
 
     return functions, "tracing_state_functions", lambda: Answers(told())
+
+
+def file_of(place: str | None) -> str:
+    """The file of a place that is written as `file:line`."""
+    return str(place or "").rpartition(":")[0]
 
 
 def _place() -> str:

@@ -170,7 +170,7 @@ class ReproducingTrace(Trace):
     def _function_to_trace(self) -> types.FunctionType:
         return returning_appended()
 
-    def _is_worth_another_look(self) -> bool:
+    def _is_worth_another_look(self, refused: Problem) -> bool:
         """See `Trace`. Something may have been learned from the trace that was given up."""
         if self._again:
             self._again = False
@@ -184,7 +184,7 @@ class ReproducingTrace(Trace):
             self._decisive |= self._numbers
             self._numbers.clear()
             return True
-        return super()._is_worth_another_look()
+        return super()._is_worth_another_look(refused)
 
     def _look_again(self, graph: torch.fx.GraphModule) -> None:
         self._again = True

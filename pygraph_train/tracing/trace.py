@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
-from pygraph_train.torch_private.compiling import nothing_compiles
 from pygraph_train.torch_private.dynamic_shapes import sizes_are_symbols
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
@@ -31,6 +30,7 @@ from pygraph_train.torch_private.dynamo import (
 from pygraph_train.torch_private.guards import asked_expression, guard_failures, guarded_expression
 from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
+from pygraph_train.tracing.branches import Branches
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.host_draws import HostDraws
@@ -105,10 +105,7 @@ class Trace:
         """What the compilation could not do."""
         self.made_once: tuple[str, ...] = ()
         """What the function makes on the host in each call, and was made when it was traced."""
-        self.compiled_branch: str | None = None
-        """Where the function asked whether it is compiled, and could be traced only as if it were."""
-        self._asks_compiling: list[str] = []
-        self._as_plain = compiler is None and self.runs_graph
+        self.branches = Branches(plain=compiler is None and self.runs_graph)
         self.host_draws: HostDraws | None = None
         """Random numbers of the host that decide which way the function takes."""
         self.draws_in_graph: tuple[str, ...] = ("torch",) if device.type == "cpu" else ()
@@ -154,16 +151,15 @@ class Trace:
         while True:
             try:
                 return self._through_dynamo(fn, args, kwargs)
-            except NotLegal:
-                if not self._is_worth_another_look():
+            except NotLegal as refused:
+                if not self._is_worth_another_look(refused.problem):
                     raise
                 self._forget_look()
 
-    def _is_worth_another_look(self) -> bool:
+    def _is_worth_another_look(self, refused: Problem) -> bool:
         """After a trace that was given up, and ran nothing: whether the function is traced in another way now."""
-        if not (self._as_plain and self._asks_compiling) or self._compiles:
+        if self._compiles or not self.branches.others(refused):
             return False
-        self._as_plain, self.compiled_branch = False, self._asks_compiling[0]
         self._go_through_dynamo(self._function_to_trace())
         return True
 
@@ -247,8 +243,7 @@ class Trace:
     def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
         """How Dynamo traces this function in another way than others."""
         changes = list(weights_are_flat() if self.runs_graph else ())
-        if self._as_plain:
-            changes.append(nothing_compiles(self._asks_compiling))
+        changes += self.branches.changes()
         if self.may_draw and not self.traced:
             changes += drawing(self._recording)
         return (*changes, *self._further)

@@ -1,0 +1,49 @@
+"""Which branches a traced function takes that asks whether something compiles it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pygraph_train.problems import Problem
+from pygraph_train.torch_private.compiling import file_of, nothing_compiles
+
+__all__ = ["Branches"]
+
+
+class Branches:
+    """Those of plain training at first. What cannot be traced then takes those of compiled code.
+
+    Args:
+        plain: whether the function is to take the branches of plain training at all.
+
+    Attributes:
+        compiled: where the function asked, if it takes the branch of compiled code, which may compute something else.
+    """
+
+    def __init__(self, *, plain: bool) -> None:
+        self.compiled: str | None = None
+        self._plain = plain
+        self._asked: list[str] = []
+        self._as_compiled: set[str] = set()  # files whose questions are answered as in compiled code
+
+    def changes(self) -> list[tuple[Any, str, Any]]:
+        """Changes of Dynamo while it traces."""
+        return [nothing_compiles(self._asked, self._as_compiled)] if self._plain else []
+
+    def others(self, refused: Problem) -> bool:
+        """After a trace that was given up: whether the function takes other branches the next time.
+
+        Where the file in which it failed has asked, only that file gets another answer: transformers has a class that
+        stores things in another way under Dynamo, and asks elsewhere which mask it is to make.
+        """
+        if not (self._plain and self._asked):
+            return False
+        file = file_of(refused.where)
+        if file in set(map(file_of, self._asked)) - self._as_compiled:
+            self._as_compiled.add(file)
+            computes = "read on the host" in refused.reason
+        else:
+            self._plain, computes = False, True
+        self.compiled = self._asked[-1] if computes else self.compiled
+        self._asked.clear()
+        return True
