@@ -325,7 +325,7 @@ def test_a_draw_that_no_graph_can_hold(draw: str) -> None:
         return lambda x: REFUSED[draw](net(x))
 
     report = train(function, model=lambda: nn.Sequential(Layer(), Mean()), whole=0)
-    (told,) = report.fallbacks
+    told = report.fallbacks[0]  # torch 2.11 has more to say
     assert told.where is not None and told.where.startswith(__file__)
     assert any(text in told.reason for text in ("random", "runs on the host", "draws a number")), told
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from pygraph_train.problems import Problem, user_location
+from pygraph_train.problems import NotLegal, Problem, user_location
 from pygraph_train.torch_private.hooks import user_hooks_on_saved_tensors
+from pygraph_train.tracing.recompute import has_checkpoint
 
-__all__ = ["LATE_LEAVES", "RegionKernels", "is_leaf"]
+__all__ = ["LATE_LEAVES", "RegionKernels", "is_leaf", "refuse_watched_checkpoint"]
 
 LATE_LEAVES = (
     "a step asks for the gradient of an input, and the first steps did not: the rest of such a step runs "
@@ -21,6 +23,23 @@ _WATCHED_SAVES = (
     "a forward under saved_tensors_hooks runs with eager kernels, because compiled kernels would give the hooks other "
     "tensors"
 )
+
+
+def refuse_watched_checkpoint(graph: torch.fx.GraphModule) -> None:
+    """Leave a forward to Python that holds a checkpoint, and whose saved tensors a hook of the user sees.
+
+    A checkpoint saves its arguments, and in a graph all that it reads is an argument.
+
+    Raises:
+        NotLegal: it is such a forward.
+    """
+    if user_hooks_on_saved_tensors() and has_checkpoint(graph):
+        why = (
+            "forward and backward get no graphs of their own: a checkpoint runs under hooks on saved tensors"
+        )
+        raise NotLegal(
+            Problem(why, user_location(), "Enter saved_tensors_hooks around a part without checkpoints")
+        )
 
 
 class RegionKernels:

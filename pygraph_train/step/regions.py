@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.problems import Problem, PyGraphError, first_line, user_line_in, user_location
+from pygraph_train.problems import NotLegal, Problem, PyGraphError, first_line, user_line_in, user_location
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.backend_report import RegionRuns
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.program import Call, StepProgram, plain_call
-from pygraph_train.step.region_kernels import LATE_LEAVES, RegionKernels, is_leaf
+from pygraph_train.step.region_kernels import LATE_LEAVES, RegionKernels, is_leaf, refuse_watched_checkpoint
 from pygraph_train.torch_private.autograd import (
     backward_ends_at,
     backward_keeps_graph,
@@ -216,6 +216,7 @@ class Regions:
     # -- backends of torch.compile ------------------------------------------------------------------
 
     def _probe(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        self._refuse_watched_checkpoint(graph)
         self._traced += 1
         self._notes += tracing_notes(graph)
         self._level.called = True
@@ -263,7 +264,15 @@ class Regions:
 
             result.register_hook(look)
 
+    def _refuse_watched_checkpoint(self, graph: torch.fx.GraphModule) -> None:
+        try:
+            refuse_watched_checkpoint(graph)
+        except NotLegal as refused:
+            self.problem = self.problem or refused.problem
+            raise
+
     def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        self._refuse_watched_checkpoint(graph)
         from pygraph_train.regions.inductor import compile_graph  # which imports much
 
         self._traced += 1

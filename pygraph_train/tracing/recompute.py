@@ -30,6 +30,7 @@ __all__ = [
     "checkpoint_that_adds",
     "draws_numbers",
     "eager_copy",
+    "has_checkpoint",
     "write_in_checkpoint",
 ]
 
@@ -65,6 +66,12 @@ def eager_copy(graph: torch.fx.GraphModule) -> torch.fx.GraphModule | None:
     for node in copied.graph.nodes:
         node.meta.clear()  # what the compiler knows would live as long as the copy
     return copied
+
+
+def has_checkpoint(graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo's holds a checkpoint."""
+    modules = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+    return any(node.target is CHECKPOINT for module in modules for node in module.graph.nodes)
 
 
 def write_in_checkpoint(graph: torch.fx.GraphModule) -> torch.fx.Node | None:
