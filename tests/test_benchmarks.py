@@ -130,7 +130,7 @@ def test_phase_switching(tmp_path):
     assert record["timing_claim"] is False
     assert all(row["error"] is None for row in record["rows"]), record["rows"]
     plans = {row["case"]: row["plan"] for row in record["rows"] if "plan" in row}
-    assert plans == {"models: mlp": "{F B O}", "metric": "{F} {B} {O}", "hostread": "{F} {B} {O}"}
+    assert plans == {"models: mlp": "{F B O}", "metric": "{F B O}", "hostread": "{F} {B} {O}"}
     correct = {c["claim"]: c["met"] for c in record["claims"]}
     assert correct["plan"] and correct["largest loss difference"]
 
