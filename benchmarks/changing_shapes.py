@@ -151,13 +151,16 @@ def step_of(arm: str, model: nn.Module, device: str) -> tuple[Step, Callable[[],
 
 
 @contextlib.contextmanager
-def _turn(lock: Path | None, *, alone: bool) -> Iterator[None]:
-    """Steps of rows side by side: those that are timed in the end run alone."""
-    if lock is None or fcntl is None:
+def _turn(lock: Path | None, *, timed: bool) -> Iterator[None]:
+    """Steps of rows side by side: of those that are timed in the end, one row's run at a time.
+
+    Steps that are not timed wait for nobody, and nobody for them: compilations would starve the others.
+    """
+    if lock is None or fcntl is None or not timed:
         yield
         return
     with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -176,7 +179,7 @@ def run_row(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
     total, made = 0.0, 0
     while made < steps:
         count = min(WINDOW, steps - made)
-        with _turn(args.lock, alone=made >= steps * 3 // 4):
+        with _turn(args.lock, timed=made >= steps * 3 // 4):
             started = time.perf_counter()
             for _ in range(count):
                 batch = {name: value.to(device, non_blocking=True) for name, value in next(batches).items()}
