@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from test_changing_shapes import traces
 from torch import Tensor, nn
 
 from pygraph_train import GraphedStep
-from pygraph_train.tracing.trace import Trace
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,22 +80,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before)
-
-
-@contextmanager
-def traces() -> Iterator[list[Trace]]:
-    found: list[Trace] = []
-    backend = Trace._backend
-
-    def counted(self: Trace, *args: Any) -> Any:
-        found.append(self)
-        return backend(self, *args)
-
-    Trace._backend = counted  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        Trace._backend = backend  # type: ignore[method-assign]
 
 
 def plain(model: nn.Module, data: list[dict[str, Tensor]]) -> list[Tensor]:
