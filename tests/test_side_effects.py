@@ -556,3 +556,28 @@ def test_code_of_inductor_has_the_same_writes():
     trace.write(step_fn, (batch,), {}, outputs)
     assert net.n == 4 and len(net.history) == 8 and net.last[0] == 4
     assert torch.equal(net.last[1], expected.detach())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_full_deque_that_the_step_reads_is_left_to_python(side: str) -> None:
+    """Dynamo drops nothing of a full one before the step reads it."""
+
+    def script(diary: Diary) -> None:
+        net = Net()
+        optimizer = adamw(net)
+        kept: collections.deque[Tensor] = collections.deque(maxlen=3)
+
+        def step_fn(batch: Any) -> Tensor:
+            out = net(batch[0])
+            (kept.append if side == "left" else kept.appendleft)(out.detach().mean(0))
+            apart = (out.mean(0) - kept[0 if side == "left" else -1]).abs().sum()
+            loss: Tensor = nn.functional.cross_entropy(out, batch[1]) + 0.1 * apart
+            return loss
+
+        step = diary.step(step_fn, model=net, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+            diary.write("kept", list(kept))
+        diary.write_state(net, optimizer)
+
+    both(script, replays=10)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from pygraph_train.torch_private import host_numbers
+from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.drawn_numbers import (
     DRAWS,
     NO_VALUE,
@@ -62,7 +63,7 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         },
     }
     return (
-        (VariableBuilder, "_wrap", hooks.wrapping(mended[VariableBuilder, "_wrap"])),
+        (VariableBuilder, "_wrap", Around(hooks.wrapping)),
         (BuiltinVariable, "call_function", computed),
         (symbolic_convert, "compare_op_handlers", handlers),
         (NumpyVariable, "call_function", hooks.drawing_with_numpy(mended[NumpyVariable, "call_function"])),

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.dynamo import placeholder_source
-from pygraph_train.torch_private.tracing import Around
 
 __all__ = ["SideEffect", "appends_in_frame", "deferring", "dynamo_side_effects", "hooks_in_frame", "symbolic"]
 

@@ -7,16 +7,15 @@ import logging
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pygraph_train.torch_private import autocast, checkpoints, host_numbers, switches, texts
+from pygraph_train.torch_private.changes import Around, no_bounded_deques
 from pygraph_train.torch_private.guards import with_place
 
 __all__ = [
-    "Around",
     "dynamo_region_config",
     "dynamo_step_config",
     "forget_notes",
@@ -31,13 +30,6 @@ def forget_notes(notes: list[tuple[Any, str]]) -> None:
     for owner, attribute in notes:
         setattr(owner, attribute, type(getattr(owner, attribute))())
     notes.clear()
-
-
-@dataclass(frozen=True)
-class Around:
-    """The value of a change that goes around what is there before it, changed or not."""
-
-    make: Callable[[Any], Any]
 
 
 @contextmanager
@@ -85,7 +77,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         _forgetful(),
         _with_places(),
     ]
-    return _changed([*changes, *mends, _optimizers_as_they_are(), _tracer(), *further])
+    return _changed([*changes, *mends, no_bounded_deques(), _optimizers_as_they_are(), _tracer(), *further])
 
 
 @functools.cache

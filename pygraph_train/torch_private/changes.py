@@ -1,0 +1,38 @@
+"""Changes of Dynamo: what goes around a function of it, and what it does not look at."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Around", "no_bounded_deques"]
+
+
+@dataclass(frozen=True)
+class Around:
+    """The value of a change that goes around what is there before it, changed or not."""
+
+    make: Callable[[Any], Any]
+
+
+def no_bounded_deques() -> tuple[Any, str, Any]:
+    """Dynamo looks at no deque with a `maxlen`: of a full one it drops nothing in time. (2.13; 2.11 not tried)"""
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    def around(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap(self: Any, value: Any) -> Any:
+            if isinstance(value, deque) and value.maxlen is not None:
+                unimplemented(
+                    gb_type="deque with a maxlen",
+                    context="",
+                    explanation="The step looks at a deque with a maxlen.",
+                    hints=[],
+                )
+            return stock(self, value)
+
+        return wrap
+
+    return VariableBuilder, "_wrap", Around(around)
