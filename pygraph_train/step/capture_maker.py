@@ -217,7 +217,7 @@ class CaptureMaker:
             if exchanges and isinstance(error, Exception):
                 replication.reset()
             if not isinstance(error, Exception) or isinstance(
-                error, (PyGraphError | NumbersNotFound, CannotBeLoaded)
+                error, PyGraphError | NumbersNotFound | CannotBeLoaded
             ):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error)) from error

@@ -17,11 +17,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.graphs.memory import ALIGNMENT, Storages, bits, copy_elsewhere
+from pygraph_train.graphs.memory import Storages, bits, copy_elsewhere
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.rebinding import Anchors
 from pygraph_train.torch_private.memory import copy_all, storage_key, tensor_version
 from pygraph_train.tracing.refusals import problem_of
+from pygraph_train.tracing.signature import alignment
 
 __all__ = ["MEMORY_IN_USE", "CannotBeLoaded", "LoadedTensors", "homes", "may_be_loaded", "moves"]
 
@@ -103,7 +104,7 @@ class LoadedTensors:
     def __init__(self, places: Iterable[int], reads: Sequence[Tensor]) -> None:
         self.places = sorted(places)
         self._homes = [copy_elsewhere(reads[k]) for k in self.places]
-        self._odd = [home.data_ptr() % ALIGNMENT for home in self._homes]
+        self._odd = list(map(alignment, self._homes))
         left_out = set(self.places)
         self.others = [k for k in range(len(reads)) if k not in left_out]
 
@@ -118,7 +119,7 @@ class LoadedTensors:
             written: memory that the step may write before it reads these.
         """
         found = [reads[k] for k in self.places]
-        if [t.data_ptr() % ALIGNMENT for t in found] != self._odd:  # kernels are chosen by that
+        if list(map(alignment, found)) != self._odd:  # kernels are chosen by that
             return False
         return written is None or not any(map(written.hold, found))
 
