@@ -145,8 +145,9 @@ class PlainRuns:
         kind: what the tensors are that were compared besides the loss.
     """
 
-    MOST = 6
     ENOUGH = 3
+    MOST_THAT_AGREE = 6
+    MOST = 10
 
     def __init__(self, first: Fingerprint, kind: str = "gradient") -> None:
         self._runs = [first]
@@ -160,11 +161,15 @@ class PlainRuns:
         """Whether a replay is equal to one of them bit for bit."""
         return any(run.same_bits(found) for run in self._runs)
 
-    @property
-    def enough(self) -> bool:
-        """Whether no further run is needed. Runs of rare noise agree now and then."""
+    def enough(self, found: Fingerprint) -> bool:
+        """Whether no further run is needed to judge a replay.
+
+        Runs of rare noise agree now and then, as a whole or in some gradients.
+        """
         count = len(self._runs)
-        return count >= (self.MOST if self.agree else self.ENOUGH)
+        if self.agree:
+            return count >= self.MOST_THAT_AGREE
+        return count >= self.MOST or count >= self.ENOUGH and self.refuse(found) is None
 
     @property
     def agree(self) -> bool:

@@ -103,7 +103,7 @@ class Comparing:
             if self._anywhere(difference is not None):
                 undo()
                 stands = False
-                while self._anywhere(not runs.enough):
+                while self._anywhere(not runs.enough(found)):
                     runs.add(without_graph())
                 difference = None if difference is None else runs.refuse(found)
                 if not self._anywhere(difference is not None):
