@@ -169,7 +169,7 @@ class PlainRuns:
         count = len(self._runs)
         if self.agree:
             return count >= self.MOST_THAT_AGREE
-        return count >= self.MOST or count >= self.ENOUGH and self.refuse(found) is None
+        return count >= self.MOST or (count >= self.ENOUGH and self.refuse(found) is None)
 
     @property
     def agree(self) -> bool:
