@@ -48,6 +48,7 @@ SHOWN_BY: dict[str, frozenset[str]] = {
 """Faults, and features of which a case has to have one in order to show it; any case where there are none."""
 
 
+@pytest.mark.passes_without_graphs("a fault of guards shows in steps that run from their trace as well")
 @pytest.mark.slow_after(3)
 @pytest.mark.timeout(900)  # a busy machine needs more than the usual limit
 @pytest.mark.parametrize("name", SHOWN_BY)

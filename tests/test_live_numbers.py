@@ -310,7 +310,7 @@ def test_numbers_that_are_not_where_they_should_be_are_told(sets, kernels):
 
 
 @PLANS
-@FOLLOWS
+@pytest.mark.notices("other hyperparameters are baked in")
 def test_a_capture_whose_numbers_are_not_found_is_made_again_with_those_of_the_step(alone, monkeypatch):
     """What a kernel of another torch might do: it takes a number in another form."""
     tried = 0
