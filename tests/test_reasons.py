@@ -19,6 +19,7 @@ from pygraph_train import GraphedStep
 from pygraph_train.graphs.cuda import _reason as cuda_reason
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.tracing.dry_trace import DryTrace
+from pygraph_train.tracing.trace import Trace
 
 
 def nonzero(model: nn.Module, x: Tensor) -> Tensor:
@@ -385,6 +386,20 @@ def test_a_trace_that_runs_nothing_names_arguments_as_the_function_does() -> Non
     trace.look(step_fn, x, 2.0)
     assert trace.refused is None and trace.still_holds(step_fn, x, 2.0)
     assert trace.what_changed(step_fn, x, 3.0).reason.startswith("factor is no longer 2.0")
+
+
+@pytest.mark.passes_without_graphs("it only traces")
+def test_a_trace_for_many_sizes_names_what_it_needs_of_them() -> None:
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + y.sum() if x.size(0) % 8 == 0 else x.sum()
+
+    dims = {0: frozenset({0}), 1: frozenset({0})}
+    trace = Trace(torch.device("cpu"), dynamic=dims)
+    trace(step_fn, (torch.ones(16, 3), torch.ones(32, 3)), {})
+    assert trace.holds(step_fn, (torch.ones(24, 3), torch.ones(40, 3)), {})
+    problem = trace.why_not(step_fn, (torch.ones(25, 3), torch.ones(40, 3)), {})
+    assert problem.reason == "x.size()[0] % 8 is no longer 0: the step is traced for other sizes", problem
+    assert problem.fix
 
 
 def test_an_error_of_cuda_about_the_default_stream_says_what_belongs_to_it() -> None:

@@ -46,11 +46,22 @@ def asked_expression(guard: Any) -> str:
 def guard_failures(guards: Any, frame_locals: dict[str, Any]) -> list[tuple[str, str | None]]:
     """The guards of a cache entry's manager that do not hold (torch 2.11, 2.13).
 
-    Each comes with the `file:line` that `with_place` wrote down for it, if it did.
+    Each comes with the `file:line` that `with_place` wrote down for it, if it did. Dynamo checks all guards on sizes at
+    once, and names all of them where one does not hold: those that hold are left out.
     """
-    parts = map(str, guards.check_verbose(frame_locals).verbose_code_parts or ())
+    parts = list(map(str, guards.check_verbose(frame_locals).verbose_code_parts or ()))
+    if len(parts) > 1:
+        parts = [part for part in parts if not _is_true(part, frame_locals)] or parts
     found = [(part.partition("  # ")[0].strip(), _PLACE.search(part)) for part in parts]
     return [(guard, place and f"{place[1]}:{place[2]}") for guard, place in found]
+
+
+def _is_true(guard: str, frame_locals: dict[str, Any]) -> bool:
+    """Whether a guard on sizes holds; False for what is no expression over the arguments."""
+    try:
+        return eval(guard, {"L": frame_locals}) is True
+    except Exception:
+        return False
 
 
 _PLACE = re.compile(r'  # File "(.+)", line (\d+)')

@@ -323,6 +323,8 @@ def problem_of_guard(guard: str, where: str | None, fn: Any) -> Problem:
             break
     else:
         what = f"{guard} no longer holds"
+    if _OF_SHAPES.search(guard):
+        return Problem(f"{readable(what, fn)}: the step is traced for other sizes", where, _PAD)
     return Problem(
         f"{readable(what, fn)}: the step depends on Python state that changes",
         where,
@@ -330,7 +332,11 @@ def problem_of_guard(guard: str, where: str | None, fn: Any) -> Problem:
     )
 
 
+_OF_SHAPES = re.compile(r"\.(size|stride|storage_offset)\(\)")
+_PAD = "Pad batches to few shapes, or to multiples of 8"
+
 _GUARDS = (
+    (r"\(([^=]+)\) == ([^=]+)", r"\1 is no longer \2"),
     (r"len\((.+)\) != (\d+)", r"len(\1) is no longer \2"),
     (r"tensor '(.+?)' (.+)", r"\1 is another tensor than before (\2)"),
     (r"___check_type_id\((.+), \d+\), type=<class '(.+)'>", r"\1 is no longer of the class \2"),
