@@ -337,7 +337,7 @@ class OptimizerPhase:
         found, difference = fingerprint(), None
         if not runs.same(found):
             undo()
-            while not runs.enough:
+            while not runs.enough(found):
                 runs.add(without_graph())
             # kernels that are not known may do anything: what differs by much is no noise
             difference = (expected.compare(found) if on_trial else None) or runs.refuse(found)
