@@ -21,6 +21,8 @@ from pygraph_train.tracing.signature import map_leaves
 __all__ = ["MODES", "Contender", "Setting", "first_losses", "settle", "start", "windows"]
 
 BATCHES = 4
+LEARNING_RATE = 2.0**-13
+"""About 1e-4, and the same number in float32: a graph holds it on the device in float32."""
 LASTING = 10
 """Steps that plan and captures stay as they are before the measurement begins."""
 
@@ -83,7 +85,7 @@ def start(mode: str, setting: Setting) -> Contender:
     seed(1)
     batches = [map_leaves(_to(setting.device), parts.make_batch()) for _ in range(BATCHES)]
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
 
     def loss_of(batch: Any) -> Tensor:
         with torch.autocast(setting.device.type, torch.bfloat16, enabled=setting.autocast):
