@@ -239,6 +239,16 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
     return torch.autograd.functional.jacobian(model, x, create_graph=True).square().mean()
 
 
+def taken_back(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    found = slope(model(x), x)
+    return found.square().mean() + model(x.requires_grad_(False)).mean()
+
+
+def test_a_tensor_that_requires_no_gradient_any_more_stays_in_python() -> None:
+    run(taken_back, refused="to require no gradient any more", optimizer="off")
+
+
 def test_a_jacobian_of_autograd_stays_in_python() -> None:
     run(jacobian, refused="the step is not one graph", optimizer="off")
 

@@ -82,7 +82,14 @@ def _requiring(stock: Callable[..., Any]) -> Callable[..., Any]:
         wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
         if example.requires_grad == wanted:
             return self
-        if not wanted or not (example.is_floating_point() or example.is_complex()):
+        if not wanted:  # Dynamo of 2.13 traces it as if True were asked for
+            unimplemented(
+                gb_type="requires_grad_(False) in a step",
+                context="",
+                explanation="A tensor is to require no gradient any more.",
+                hints=["Call x.detach()"],
+            )
+        if not (example.is_floating_point() or example.is_complex()):
             return stock(self, tx, requires_grad)
         given = [n for n in node.graph.nodes if n.op in ("placeholder", "get_attr")]
         if self.source is not None or any(n.meta.get("example_value") is example for n in given):
