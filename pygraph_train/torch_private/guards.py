@@ -86,10 +86,23 @@ def gradients_asked_for() -> list[tuple[str, str | None]]:
     found: dict[str | None, str] = {}
     for guard in torch._guards.TracingContext.get().guards_context.dynamo_guards:
         name = guard.name() if callable(guard.name) else guard.name
-        if name.endswith(".grad"):
+        if name.endswith(".grad") and not _is_function(name):
             frame = _innermost_frame(guard)
             found.setdefault(None if frame is None else f"{frame.filename}:{frame.lineno}", name)
     return [(name, place) for place, name in found.items()]
+
+
+def _is_function(name: str) -> bool:
+    """Whether the frame being compiled finds `torch.autograd.grad` there, and no gradient. (2.11, 2.13)"""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if not name.startswith("G["):
+        return False
+    try:
+        found = eval(name, {"G": InstructionTranslator.current_tx().output.global_scope})
+    except Exception:  # an expression of Dynamo's own
+        return False
+    return found is torch.autograd.grad
 
 
 def _innermost_frame(guard: Any) -> Any:

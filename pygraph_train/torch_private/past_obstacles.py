@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import is_user_file
+from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.stand_ins import (
     is_stand_in,
     is_text_of_tensor,
@@ -109,7 +110,7 @@ class PastObstacles:
             (
                 TorchInGraphFunctionVariable,
                 "call_function",
-                self._without_generators(TorchInGraphFunctionVariable.call_function),
+                Around(self._without_generators),
             ),
         )
 

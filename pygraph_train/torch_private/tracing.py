@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from pygraph_train.torch_private import autocast, checkpoints, host_numbers, switches, texts
+from pygraph_train.torch_private import (
+    autocast,
+    checkpoints,
+    host_numbers,
+    second_derivatives,
+    switches,
+    texts,
+)
 from pygraph_train.torch_private.changes import Around, no_bounded_deques
 from pygraph_train.torch_private.guards import with_place
 
@@ -195,6 +202,7 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
     import torch._dynamo.config as config
 
     return _tracing(
+        *second_derivatives.changes(),
         *further,
         regions=False,
         specialize_int=True,

@@ -16,6 +16,7 @@ from pygraph_train.torch_private.dynamo import (
     dynamo_error_place,
 )
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
+from pygraph_train.tracing.required_gradients import GivenTensors
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["DryTrace"]
@@ -42,6 +43,7 @@ class DryTrace(Trace):
         super().__init__(device)
         self.refused: Problem | None = None
         self.asks_dynamo = False
+        self._given = GivenTensors(runs=False)
         self._probe = torch.zeros((), device=device)
         code = types.FunctionType(_call_and_probe.__code__.replace(co_name="traced_step"), globals())
         self._go_through_dynamo(code)
@@ -68,6 +70,7 @@ class DryTrace(Trace):
             self._take_guards(entries[0], frame)
         except NameError:  # Dynamo's own words, for what it makes tensors of
             self.refused = Problem("it computes with NumPy numbers or arrays")
+        self.refused = self.refused or self._given.problem
 
     def still_holds(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
         """Whether this call is the one that was traced. Hot path."""

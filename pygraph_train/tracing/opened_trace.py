@@ -117,6 +117,7 @@ class OpenedTrace(Trace):
             pass
         finally:
             self._frame = {}
+        self.problem = self.problem or self._given.problem
         entries = dynamo_cache_entries(self._code.__code__)
         if not entries:
             self.problem = self.problem or Problem("Dynamo did not trace the step")

@@ -47,6 +47,7 @@ from pygraph_train.tracing.reasons import (
 )
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
+from pygraph_train.tracing.required_gradients import GivenTensors
 from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.traced_code import fresh_code, held_weakly, is_of_this_file
 from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
@@ -123,6 +124,7 @@ class Trace:
         self._guards: Any = None
         self._modules: dict[str, None] = {}
         self._asked: dict[str, None] = {}
+        self._given = GivenTensors(runs=self.runs_graph)
         self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
         self._go_through_dynamo(self._function_to_trace())
@@ -203,6 +205,7 @@ class Trace:
             drawn = self._recording.end
         if drawn is not None:
             drawn.restore(but=self.draws_in_graph)
+        self.problem = self.problem or self._given.problem
         entries = dynamo_cache_entries(self._code.__code__)
         if not entries:
             self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
@@ -307,6 +310,7 @@ class Trace:
         if (adds := checkpoint_that_adds(graph)) is not None:
             raise NotLegal(adds)
         self._look_at_draws(graph)
+        self._given.look_at(graph)
         constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
         self._constants += constants.values
         if self._compiles == 1:
