@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pygraph_train.torch_private import autocast, checkpoints, host_numbers, switches, texts
+from pygraph_train.torch_private import autocast, checkpoints, copies, host_numbers, switches, texts
 from pygraph_train.torch_private.changes import Around, no_bounded_deques
 from pygraph_train.torch_private.guards import with_place
 
@@ -70,6 +70,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
     changes = [(config, name, value) for name, value in settings.items()]
     mends = [
         *host_numbers.mends(),
+        *copies.mends(),
         *checkpoints.mends(regions=regions),
         *texts.mends(),
         *_mends(),
