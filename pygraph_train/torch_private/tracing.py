@@ -14,6 +14,7 @@ import torch
 from pygraph_train.torch_private import (
     autocast,
     checkpoints,
+    copies,
     host_numbers,
     second_derivatives,
     switches,
@@ -77,6 +78,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
     changes = [(config, name, value) for name, value in settings.items()]
     mends = [
         *host_numbers.mends(),
+        *copies.mends(),
         *checkpoints.mends(regions=regions),
         *texts.mends(),
         *_mends(),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import Problem
+from pygraph_train.torch_private.copies import kept_copies
 from pygraph_train.torch_private.dynamic_shapes import is_size_of_tensor
 from pygraph_train.torch_private.dynamo import placeholder_source
 from pygraph_train.torch_private.guards import gradients_asked_for
@@ -17,6 +18,7 @@ from pygraph_train.tracing.reasons import first_use, innermost, line_of, read_on
 
 __all__ = [
     "batch_changed",
+    "copies_that_stay",
     "gradients_asked",
     "gradients_read",
     "on_host",
@@ -51,6 +53,15 @@ def problem_of_write(effect: SideEffect, fn: Any) -> Problem:
         innermost(effect.stack),
         "Move the write out of the step (to a hook that runs every step), or keep the value in a tensor buffer",
     )
+
+
+def copies_that_stay() -> Iterator[Problem]:
+    """Copies of objects that the step returns, or writes to Python; call inside a backend."""
+    for name in kept_copies():
+        yield Problem(
+            f"the step keeps a copy.deepcopy() of a {name}, and a replay makes no other one",
+            fix="Copy the object outside of the step",
+        )
 
 
 def on_host(

@@ -34,7 +34,7 @@ from pygraph_train.tracing.branches import Branches
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.host_draws import HostDraws
-from pygraph_train.tracing.obstacles import batch_changed, gradients_read, on_host, written
+from pygraph_train.tracing.obstacles import batch_changed, copies_that_stay, gradients_read, on_host, written
 from pygraph_train.tracing.reading import Read, owner_of, reader
 from pygraph_train.tracing.reasons import (
     compiler_failed,
@@ -318,7 +318,7 @@ class Trace:
         if self.problem is None:
             host = on_host(graph, self.device, self._fn, constants.nodes)
             drawn = draws_of_cudnn(graph, self.device)
-            self.problem = next(chain(self._written(), host, drawn), None)
+            self.problem = next(chain(self._written(), copies_that_stay(), host, drawn), None)
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
