@@ -22,6 +22,7 @@ from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.rebinding import Moves
 from pygraph_train.tracing import watch
+from pygraph_train.tracing.stillness import _Way
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.tracing.watch import ModuleWatch
 from pygraph_train.verification import PlainRuns
@@ -116,6 +117,11 @@ def _hyperparameters_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveNumbers, "value", first)
 
 
+def _modules_are_never_looked_at(patch: pytest.MonkeyPatch) -> None:
+    _constant(ModuleWatch, "unchanged", True)(patch)
+    _constant(ModuleWatch, "unchanged_in_still_modules", True)(patch)
+
+
 FAULTS: dict[str, Plant] = {
     "guards always hold": _constant(Trace, "holds", True),
     "the last tensor of a batch is not copied": _forgets_the_last_tensor,
@@ -125,7 +131,8 @@ FAULTS: dict[str, Plant] = {
     "parameters are never looked for elsewhere": _everywhere("same_memory", True, lookup, capturing),
     "objects are never told apart": _everywhere("identities", b"", of_steps, preparation, variants),
     "inputs of regions are never looked for elsewhere": _constant(RegionCapture, "fits", True),
-    "modules are never looked at": _constant(ModuleWatch, "unchanged", True),
+    "modules are never looked at": _modules_are_never_looked_at,
+    "modules are always still": _constant(_Way, "is_as_it_was", True),
     "results are overwritten by the next replay": _results_in_the_memory_of_the_graph,
     "other hyperparameters are baked in": _constant(OptimizerPreparation, "hyperparameters", ()),
     "replays keep the hyperparameters of their capture": _hyperparameters_stay,

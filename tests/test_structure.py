@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[1]
 
 LEVELS = (
-    ("config", "identity", "patches", "problems", "random_state"),
+    ("config", "dict_versions", "identity", "patches", "problems", "random_state"),
     ("torch_private",),
     ("graphs", "selection", "verification"),
     ("tracing", "report"),

@@ -16,6 +16,7 @@ __all__ = [
     "guard_failures",
     "guarded_class",
     "guarded_expression",
+    "line_of_guard",
     "with_place",
 ]
 
@@ -75,6 +76,12 @@ def with_place(code: str, guard: Any) -> str:
     """
     frame = _innermost_frame(guard)
     return code if frame is None else f'{code}  # File "{frame.filename}", line {frame.lineno}'
+
+
+def line_of_guard(guard: Any) -> str | None:
+    """`file:line` of the user's code that a `GuardFilterEntry` is from; None where unknown. (2.11, 2.13)"""
+    frame = _innermost_frame(guard.orig_guard)
+    return None if frame is None else f"{frame.filename}:{frame.lineno}"
 
 
 def gradients_asked_for() -> list[tuple[str, str | None]]:

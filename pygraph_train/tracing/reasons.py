@@ -44,6 +44,13 @@ READ_LATER = "Return the tensor from the step"
 """How a fix begins for a value that is read where no graph can be."""
 
 
+CHANGE_RARELY = (
+    "Change modules, shapes, frozen layers, hooks and switches of torch rarely: the step is traced again "
+    "after each change"
+)
+DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE, and remove torch.compiler.disable decorators from the step"
+
+
 def of_step_by_hand(problem: Problem) -> Problem:
     """The same problem, where the function makes its backwards and updates itself."""
     if not problem.reason.endswith(_LEAVE_OUT):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
@@ -27,16 +27,19 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
     writes_to_inputs,
 )
-from pygraph_train.torch_private.guards import asked_expression, guard_failures, guarded_expression
+from pygraph_train.torch_private.guards import guard_failures
 from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.branches import Branches
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.host_draws import HostDraws
+from pygraph_train.tracing.kept_guards import KeptGuards
 from pygraph_train.tracing.obstacles import batch_changed, copies_that_stay, gradients_read, on_host, written
-from pygraph_train.tracing.reading import Read, owner_of, reader
+from pygraph_train.tracing.reading import Read, reader
 from pygraph_train.tracing.reasons import (
+    CHANGE_RARELY,
+    DYNAMO_OFF,
     compiler_failed,
     forget_frames,
     is_of_tensor,
@@ -49,8 +52,9 @@ from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.required_gradients import GivenTensors
 from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
-from pygraph_train.tracing.traced_code import fresh_code, held_weakly, is_of_this_file
-from pygraph_train.tracing.watch import ModuleWatch, is_asked, is_watched
+from pygraph_train.tracing.stillness import Stillness
+from pygraph_train.tracing.traced_code import fresh_code, held_weakly
+from pygraph_train.tracing.watch import ModuleWatch
 
 __all__ = ["Compiler", "Trace"]
 
@@ -122,11 +126,11 @@ class Trace:
         self._compiles = 0
         self._notes: list[tuple[Any, str]] = []  # of the compilation that is under way
         self._guards: Any = None
-        self._modules: dict[str, None] = {}
-        self._asked: dict[str, None] = {}
         self._given = GivenTensors(runs=self.runs_graph)
+        self._kept = KeptGuards()
         self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
+        self._still = Stillness({}, {})
         self._go_through_dynamo(self._function_to_trace())
 
     def _go_through_dynamo(self, code: types.FunctionType) -> None:
@@ -172,7 +176,7 @@ class Trace:
         self._recording = Recording(self.device)
         self.inputs, self.rebound, self.left, self._arguments = [], [], [], []
         self.made_once, self.writes_state, self._draws_are_known = (), False, False
-        self._modules, self._asked = {}, {}
+        self._kept = KeptGuards()
 
     def _function_to_trace(self) -> types.FunctionType:
         """Calls a step's function."""
@@ -185,6 +189,8 @@ class Trace:
         before, stale = self._compiles, None
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
+            if stale is not None and not self._still.settings_hold(frame):  # Dynamo does not look there
+                raise NotLegal(stale)
         try:
             with dynamo_step_config(*self._changes()), sizes_are_symbols(self._symbols(args, kwargs)):
                 result = self._call(fn, args, kwargs)
@@ -208,7 +214,7 @@ class Trace:
         self.problem = self.problem or self._given.problem
         entries = dynamo_cache_entries(self._code.__code__)
         if not entries:
-            self.problem = self.problem or Problem("Dynamo did not trace the step", fix=_DYNAMO_OFF)
+            self.problem = self.problem or Problem("Dynamo did not trace the step", fix=DYNAMO_OFF)
         elif self._guards is None:
             try:
                 self._take_guards(entries[0], frame)
@@ -236,11 +242,7 @@ class Trace:
             return None
         ahead = self.host_draws.look_ahead()
         if not ahead.matches:
-            raise NotLegal(
-                Problem(
-                    "random numbers of the host lead to another way than was traced", self.host_draws.where
-                )
-            )
+            raise NotLegal(Problem(_OTHER_WAY, self.host_draws.where))
         return ahead.end
 
     def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
@@ -253,8 +255,9 @@ class Trace:
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
         """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
-        self._read = reader(self._code.__globals__, self.inputs, self._modules, self._asked)
+        self._read = reader(self._code.__globals__, self.inputs, self._kept.modules, self._kept.asked)
         self._watch = ModuleWatch(*self._read(frame, self._code.__globals__))
+        self._still = Stillness(self._code.__globals__, self._kept.settings)
         self._guards = entry.guard_manager  # not the entry: torch._dynamo.reset() frees it
 
     @property
@@ -269,11 +272,19 @@ class Trace:
         if guards.cache_entry is None or not guards.check(frame):
             return False
         assert self._watch is not None
+        if (tensors := self._still.tensors(frame)) is not None:
+            self.latest_tensors = tensors
+            return self._watch.unchanged_in_still_modules(tensors)
         try:
             self.latest_tensors, modules, asked = self._read(frame, self._code.__globals__)
         except (AttributeError, IndexError, KeyError):  # a module is no longer where it was
             return False
-        return self._watch.unchanged(self.latest_tensors, modules, asked)
+        if not self._watch.unchanged(self.latest_tensors, modules, asked) or not self._still.settings_hold(
+            frame
+        ):
+            return False
+        self._still.note(frame, self.latest_tensors, chain(self.inputs, self._kept.modules, self._kept.asked))
+        return True
 
     def why_not(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
         """The guard that does not hold for this call, with its source line."""
@@ -358,18 +369,13 @@ class Trace:
         return next(gradients_read(graph, self._fn), None)
 
     def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Leave to `ModuleWatch` what it sees more cheaply."""
-        watched = [is_watched(guard) or is_of_this_file(guard) for guard in guards]
-        for guard, ours in zip(guards, watched, strict=True):
-            if ours and guard.has_value and isinstance(guard.value, nn.Module):
-                self._modules[guarded_expression(guard)] = None
-        asked = [is_asked(guard) and owner_of(asked_expression(guard))[1] != "" for guard in guards]
-        self._asked |= dict.fromkeys(asked_expression(guard) for guard in compress(guards, asked))
-        return [not (ours or known) for ours, known in zip(watched, asked, strict=True)]
+        """Leave to `ModuleWatch` and `Stillness` what they see more cheaply."""
+        return self._kept.keep(guards, settings=self.runs_graph)
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
         """What is not as it was: the first guard that fails, and what the watch sees, which may be the real reason."""
-        failures = guard_failures(self._guards, frame)[:1] if self.traced else []
+        failures = guard_failures(self._guards, frame) if self.traced else []
+        failures = (failures or self._still.changed_settings(frame))[:1]
         found = [] if self._watch is None else self._what_changed(self._watch, frame, by_itself=not failures)
         for guard, where in failures:
             if not (found and is_of_tensor(guard)):  # the watch says it better
@@ -385,15 +391,11 @@ class Trace:
             known: tuple[Any, Any, Any] = self._read(frame, self._code.__globals__)
         except (AttributeError, IndexError, KeyError) as error:
             text = f"the model has another structure than when it was traced: {type(error).__name__} {error}"
-            return [Problem(text, fix=_CHANGE_RARELY)]
+            return [Problem(text, fix=CHANGE_RARELY)]
         if not by_itself and watch.unchanged(*known):
             return []
-        name, verb = watch.what_changed(*known, [*self.inputs, *self._modules, *self._asked])
-        return [Problem(f"{readable(name, frame['fn'])} {verb}", fix=_CHANGE_RARELY)]
+        name, verb = watch.what_changed(*known, [*self.inputs, *self._kept.modules, *self._kept.asked])
+        return [Problem(f"{readable(name, frame['fn'])} {verb}", fix=CHANGE_RARELY)]
 
 
-_CHANGE_RARELY = (
-    "Change modules, shapes, frozen layers, hooks and switches of torch rarely: the step is traced again "
-    "after each change"
-)
-_DYNAMO_OFF = "Unset TORCHDYNAMO_DISABLE, and remove torch.compiler.disable decorators from the step"
+_OTHER_WAY = "random numbers of the host lead to another way than was traced"

@@ -101,17 +101,20 @@ class ModuleWatch:
         return (
             modules == self._modules  # modules are equal when they are the same object
             and list(map(type, modules)) == self._classes
-            and list(map(_forward, self._kinds)) == self._forwards
             and list(map(len, self._attributes)) == self._attribute_counts
+            and all(map(operator.is_, asked, self._asked))
+            and self.unchanged_in_still_modules(tensors)
+        )
+
+    def unchanged_in_still_modules(self, tensors: Sequence[Tensor]) -> bool:
+        """The same, where `Stillness` knows that modules and objects are the same ones. Hot path."""
+        return (
+            list(map(_forward, self._kinds)) == self._forwards
             and self._look_the_same(*tensors)
             and (hook_registrations() == self._registrations or self._no_new_hooks())
             and switches() == self._switches
-            and (not asked or self._same_names(asked))
+            and (not self._named or list(map(list, self._named)) == self._names)
         )
-
-    def _same_names(self, asked: Sequence[Any]) -> bool:
-        same = all(map(operator.is_, asked, self._asked))
-        return same and list(map(list, self._named)) == self._names
 
     def _no_new_hooks(self) -> bool:
         registrations = hook_registrations()

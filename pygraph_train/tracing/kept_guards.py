@@ -1,0 +1,50 @@
+"""Which of Dynamo's guards stay, and what is looked at in the place of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from pygraph_train.torch_private.guards import asked_expression, guarded_expression
+from pygraph_train.tracing.reading import owner_of
+from pygraph_train.tracing.stillness import Settings, pinned
+from pygraph_train.tracing.traced_code import is_of_this_file
+from pygraph_train.tracing.watch import is_asked, is_watched
+
+__all__ = ["KeptGuards"]
+
+
+class KeptGuards:
+    """What the guards of one trace are about that are left to `ModuleWatch` and `Stillness`.
+
+    Attributes:
+        modules: expressions of modules that the step calls.
+        asked: expressions of objects that the step asks for attributes.
+        settings: constants of modules that the step depends on.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, None] = {}
+        self.asked: dict[str, None] = {}
+        self.settings: Settings = {}
+
+    def keep(self, guards: Sequence[Any], *, settings: bool) -> list[bool]:
+        """Whether each guard (a `GuardFilterEntry`) stays Dynamo's: the others are seen more cheaply.
+
+        Args:
+            settings: whether guards of constants may go.
+        """
+        self.settings |= pinned(guards) if settings else {}
+        kept = []
+        for guard in guards:
+            expression = guarded_expression(guard)
+            watched = is_watched(guard) or is_of_this_file(guard)
+            if watched and guard.has_value and isinstance(guard.value, nn.Module):
+                self.modules[expression] = None
+            asked = is_asked(guard) and owner_of(asked_expression(guard))[1] != ""
+            if asked:
+                self.asked[asked_expression(guard)] = None
+            kept.append(not (watched or asked or expression in self.settings))
+        return kept
