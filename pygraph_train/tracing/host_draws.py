@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pygraph_train.problems import Problem
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dispatch import no_autocast
 from pygraph_train.torch_private.drawn_numbers import CallResult
@@ -73,6 +74,10 @@ class HostDraws:
     steps: tuple[Made | Asked, ...]
     generators: frozenset[str]
     where: str | None = None
+
+    def another_way(self) -> Problem:
+        """Why a step that takes another way is not for the graph."""
+        return Problem("random numbers of the host lead to another way than was traced", self.where)
 
     def look_ahead(self) -> Ahead:
         """Find out what the step draws that comes next. The generators stay where they are. Hot path."""

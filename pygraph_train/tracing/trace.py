@@ -242,7 +242,7 @@ class Trace:
             return None
         ahead = self.host_draws.look_ahead()
         if not ahead.matches:
-            raise NotLegal(Problem(_OTHER_WAY, self.host_draws.where))
+            raise NotLegal(self.host_draws.another_way())
         return ahead.end
 
     def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
@@ -396,6 +396,3 @@ class Trace:
             return []
         name, verb = watch.what_changed(*known, [*self.inputs, *self._kept.modules, *self._kept.asked])
         return [Problem(f"{readable(name, frame['fn'])} {verb}", fix=CHANGE_RARELY)]
-
-
-_OTHER_WAY = "random numbers of the host lead to another way than was traced"
