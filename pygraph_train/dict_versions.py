@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Versions", "changed", "versions_are_known"]
+__all__ = ["Versions", "changed", "class_dict", "versions_are_known"]
 
 _WORD = 8
 _CLASS, _VERSION, _ATTRIBUTES = 8, 24, -24
@@ -64,6 +65,12 @@ def changed(before: bytes, now: bytes) -> list[int]:
     return places
 
 
+def class_dict(kind: type) -> dict[str, Any]:
+    """The dict behind `vars(kind)`, to be looked at only."""
+    found: dict[str, Any] = gc.get_referents(vars(kind))[0]
+    return found
+
+
 class _Probe:
     a: Any
     b: Any
@@ -74,8 +81,11 @@ def _numbers_follow_changes() -> bool:
     probe = _Probe()
     probe.a = probe.b = 1
     attributes = vars(probe)
+    of_class = class_dict(_Probe)
+    if type(of_class) is not dict or of_class != dict(vars(_Probe)):
+        return False
     try:
-        versions = Versions([probe], [attributes])
+        versions = Versions([probe], [attributes, of_class])
     except ValueError:
         return False
 
@@ -95,6 +105,9 @@ def _numbers_follow_changes() -> bool:
         lambda: attributes.pop("later"),
         lambda: attributes.__ior__({"a": 104}),
         lambda: attributes.clear(),
+        lambda: setattr(_Probe, "new", 1),
+        lambda: setattr(_Probe, "new", 2),
+        lambda: delattr(_Probe, "new"),
         lambda: attributes.update({"a": 105, "b": 106}),
         lambda: setattr(probe, "__class__", type("Other", (_Probe,), {})),
         lambda: setattr(probe, "__dict__", dict(attributes)),

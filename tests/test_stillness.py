@@ -33,6 +33,8 @@ class Block(nn.Module):
         x = self.drop(self.norm(self.first(x))) * self.factor + self.shift
         if self.on:
             x = x + 1
+        if hasattr(self, "extra"):
+            x = x * self.extra
         if self.kind == "plain":
             x = self.second(x).relu()
         return x.reshape(-1, *self.sizes)
@@ -69,6 +71,11 @@ def _other_attributes(block: Any) -> None:
     block.__dict__ = {**vars(block), "factor": 7.0}
 
 
+def _extra_of_class(model: Stack) -> None:
+    block_of(model).__class__ = type("Other", (Block,), {})
+    type(block_of(model)).extra = 3.0
+
+
 CHANGES: dict[str, Callable[[Stack], Any]] = {
     "float": lambda m: setattr(block_of(m), "factor", 3.0),
     "float_to_int": lambda m: setattr(block_of(m), "factor", 3),
@@ -91,6 +98,10 @@ CHANGES: dict[str, Callable[[Stack], Any]] = {
     "other_table": lambda m: _other_table(block_of(m).second),
     "other_attributes": lambda m: _other_attributes(block_of(m)),
     "layer_goes": lambda m: m.blocks.__setitem__(1, nn.Linear(4, 4)),
+    "new_attribute": lambda m: setattr(block_of(m), "extra", 3.0),
+    "new_parameter": lambda m: block_of(m).register_parameter("extra", nn.Parameter(torch.ones(8) * 3)),
+    "new_buffer": lambda m: block_of(m).register_buffer("extra", torch.ones(8) * 3),
+    "of_class": _extra_of_class,
     "dropout": lambda m: setattr(block_of(m).drop, "p", 0.5),
     "frozen": lambda m: block_of(m).second.requires_grad_(False),
 }
@@ -120,6 +131,22 @@ def test_each_change_of_a_module_between_steps_is_seen(kind: str) -> None:
             if number == 12:
                 CHANGES[kind](model)
             diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+    both(script, replays=5)
+
+
+@pytest.mark.notices("modules are always still")
+def test_an_attribute_that_the_class_of_a_module_gets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(diary: Diary) -> None:
+        model = Stack()
+        optimizer = adamw(model)
+        step = diary.step(lambda x: model(x).square().mean(), model=model, optimizer=optimizer)
+        with monkeypatch.context() as patch:
+            for k in range(24):
+                if k == 12:
+                    patch.setattr(Block, "extra", 3.0, raising=False)
+                diary.write("loss", step(torch.full((6, 4), 1.0 + k)))
         diary.write_state(model, optimizer)
 
     both(script, replays=5)

@@ -12,6 +12,7 @@ from pygraph_train.problems import is_user_file
 
 __all__ = [
     "asked_expression",
+    "asked_name",
     "gradients_asked_for",
     "guard_failures",
     "guarded_class",
@@ -42,6 +43,14 @@ def asked_expression(guard: Any) -> str:
     if not isinstance(guard.orig_guard.create_fn, functools.partial):  # 2.11: the source is the attribute
         source = source.base
     return source.name() if callable(source.name) else source.name
+
+
+def asked_name(guard: Any) -> str:
+    """The name of the attribute that a HASATTR guard asks for, "" where that is not known (torch 2.11, 2.13)."""
+    make = guard.orig_guard.create_fn
+    if isinstance(make, functools.partial):
+        return str(make.keywords["attr"])
+    return str(getattr(guard.orig_guard.originating_source, "member", ""))
 
 
 def guard_failures(guards: Any, frame_locals: dict[str, Any]) -> list[tuple[str, str | None]]:

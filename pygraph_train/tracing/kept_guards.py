@@ -9,7 +9,7 @@ from torch import nn
 
 from pygraph_train.torch_private.guards import asked_expression, guarded_expression
 from pygraph_train.tracing.reading import owner_of
-from pygraph_train.tracing.stillness import Settings, pinned
+from pygraph_train.tracing.stillness import Settings, lack, pinned
 from pygraph_train.tracing.traced_code import is_of_this_file
 from pygraph_train.tracing.watch import is_asked, is_watched
 
@@ -46,5 +46,6 @@ class KeptGuards:
             asked = is_asked(guard) and owner_of(asked_expression(guard))[1] != ""
             if asked:
                 self.asked[asked_expression(guard)] = None
-            kept.append(not (watched or asked or expression in self.settings))
+            lacks = guard.guard_type == "HASATTR" and lack(guard) in self.settings
+            kept.append(not (watched or asked or lacks or expression in self.settings))
         return kept

@@ -9,28 +9,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.dict_versions import Versions, changed, versions_are_known
+from pygraph_train.dict_versions import Versions, changed, class_dict, versions_are_known
 from pygraph_train.identity import identities
-from pygraph_train.torch_private.guards import guarded_expression, line_of_guard
+from pygraph_train.torch_private.guards import asked_expression, asked_name, guarded_expression, line_of_guard
 from pygraph_train.tracing.reading import Read, owner_of, reader
 
-__all__ = ["Setting", "Settings", "Stillness", "pinned"]
+__all__ = ["Setting", "Settings", "Stillness", "lack", "pinned"]
 
 
 class Setting(NamedTuple):
-    """A constant that a module has as an attribute, such as `dropout.p` or `training`.
+    """A constant that a module has as an attribute, such as `dropout.p` or `training`, or that it has none of a name.
 
     Attributes:
         value: what it has to be.
         where: `file:line` of the user's code that depends on it.
+        on: expression of the attribute, or of the module that has none.
     """
 
     value: Any
     where: str | None
+    on: str
 
 
 Settings = dict[str, Setting]
-"""By Dynamo's expressions of them."""
+"""By expressions of their values."""
 
 _CONSTANTS = (bool, int, float, str, types.NoneType, torch.dtype)
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -54,15 +56,24 @@ def pinned(guards: Sequence[Any]) -> Settings:
     }
     found: Settings = {}
     for guard in guards:
-        if guard.guard_type != "CONSTANT_MATCH" or not guard.has_value or not _is_constant(guard.value):
-            continue
-        expression = guarded_expression(guard)
-        owner, last = owner_of(expression)
-        module = modules.get(owner)
-        own = module is not None and last.startswith(".") and _is_own(module, last[1:])
-        if own and vars(module)[last[1:]] is guard.value:
-            found[expression] = Setting(guard.value, line_of_guard(guard))
+        if guard.guard_type == "CONSTANT_MATCH" and guard.has_value and _is_constant(guard.value):
+            expression = guarded_expression(guard)
+            owner, last = owner_of(expression)
+            module = modules.get(owner)
+            own = module is not None and last.startswith(".") and _is_own(module, last[1:])
+            if own and vars(module)[last[1:]] is guard.value:
+                found[expression] = Setting(guard.value, line_of_guard(guard), expression)
+        elif guard.guard_type == "HASATTR":
+            owner, name = asked_expression(guard), asked_name(guard)
+            module = modules.get(owner)
+            if module is not None and name and _lacks(module, name):
+                found[lack(guard)] = Setting(False, line_of_guard(guard), owner)
     return found
+
+
+def lack(guard: Any) -> str:
+    """The expression of what a HASATTR guard asks."""
+    return f"hasattr({asked_expression(guard)}, {asked_name(guard)!r})"
 
 
 class Stillness:
@@ -114,7 +125,7 @@ class Stillness:
             return []
         pairs = zip(self._settings.items(), now, strict=True)
         return [
-            (f"{name} == {was!r}", where) for (name, (was, where)), value in pairs if not _same(value, was)
+            (f"{name} == {was!r}", where) for (name, (was, where, _)), value in pairs if not _same(value, was)
         ]
 
     def note(self, frame: dict[str, Any], tensors: tuple[Tensor, ...], expressions: Iterable[str]) -> None:
@@ -128,7 +139,8 @@ class Stillness:
             self._waited += 1
             return
         self._wait, self._waited = min(2 * self._wait + 1, _MOST_WAITED), 0
-        self._way = _Way.to([*expressions, *self._settings], frame, self._namespace, tensors)
+        on = (setting.on for setting in self._settings.values())
+        self._way = _Way.to([*expressions, *on], frame, self._namespace, tensors)
 
 
 class _Way:
@@ -147,7 +159,8 @@ class _Way:
         self._versions = Versions(self._modules, [d for d, _ in self._dicts])
         self._words = self._versions.read()
         self._classes = list(map(type, self._modules))
-        self._counts = {id(vars(m)): len(vars(m)) for m in self._modules}
+        self._attributes = list(map(vars, self._modules))
+        self._names = [tuple(own) for own, _ in self._dicts]
 
     @classmethod
     def to(
@@ -158,7 +171,7 @@ class _Way:
         tensors: tuple[Tensor, ...],
     ) -> _Way | None:
         """The way to these; None where modules keep their attributes in a way of their own."""
-        found = _Links({"L": frame, "G": namespace, **namespace})
+        found = _Links({**namespace, "L": frame, "G": namespace})
         for expression in expressions:
             found.reach(expression)
         roots = reader(namespace, found.roots)
@@ -182,16 +195,15 @@ class _Way:
         """Whether what has changed is nothing that the step reads. A new attribute might shadow a method."""
         for place in changed(self._words, now):
             if place >= len(self._dicts):
-                module = self._modules[(place - len(self._dicts)) // 2]
-                if type(module) is not self._classes[(place - len(self._dicts)) // 2]:
-                    return False
-                if id(vars(module)) not in self._counts:
+                which = (place - len(self._dicts)) // 2
+                module = self._modules[which]
+                if type(module) is not self._classes[which] or vars(module) is not self._attributes[which]:
                     return False
             else:
                 own, entries = self._dicts[place]
-                if len(own) != self._counts.get(id(own), len(own)):
+                if tuple(own) != self._names[place]:
                     return False
-                if any(own.get(key, _MISSING) is not value for key, value in entries.items()):
+                if not all(_is(own[key], value) for key, value in entries.items()):
                     return False
         self._words = now
         return True
@@ -266,6 +278,8 @@ class _Links:
             if type(own.get(name)) is dict:
                 self._entries(own[name])
                 self._entry(own, name)
+        for base in type(module).__mro__[:-1]:
+            self._entries(class_dict(base))
 
     def _entries(self, own: dict[Any, Any]) -> dict[Any, Any]:
         return self.entries.setdefault(id(own), (own, {}))[1]
@@ -278,6 +292,21 @@ def _is_own(module: nn.Module, name: str, table: Mapping[str, Any] | None = None
     """Whether `module.name` is what the module's own dict says, or this table of it: no class has that name."""
     table = vars(module) if table is None else table
     return name in table and not any(name in vars(base) for base in type(module).__mro__)
+
+
+def _lacks(module: nn.Module, name: str) -> bool:
+    """Whether a module has no attribute of this name, and asks nothing but its class, its own dict and its tables."""
+    kind, own = type(module), vars(module)
+    if kind.__getattribute__ is not object.__getattribute__ or kind.__getattr__ is not nn.Module.__getattr__:
+        return False
+    places = [own, *(own.get(table, {}) for table in _TABLES), *(vars(base) for base in kind.__mro__)]
+    return all(type(own.get(table)) is dict for table in _TABLES) and not any(
+        name in place for place in places
+    )
+
+
+def _is(now: Any, was: Any) -> bool:
+    return now is was or (_is_constant(was) and _same(now, was))
 
 
 def _is_constant(value: Any) -> bool:
