@@ -233,6 +233,7 @@ def test_a_step_that_differentiates_its_gradients_stays_as_it_is():
         optimizer = adamw(model)
 
         def step_fn(batch: Any) -> Tensor:
+            torch._dynamo.graph_break()  # else the whole step is one graph
             x = batch[0].clone().requires_grad_(True)
             out = model(x)
             (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -280,6 +281,7 @@ def test_gradients_asked_for_in_the_step_do_not_have_dynamo_trace_the_library(mo
         optimizer = sgd(model)
 
         def step_fn(batch: Any) -> Tensor:
+            torch._dynamo.graph_break()  # else the whole step is one graph
             x, y = batch
             noise = torch.zeros_like(x, requires_grad=True)
             (slope,) = torch.autograd.grad(nn.functional.cross_entropy(model(x + noise), y), noise)

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import Diary, both, line_of, sgd
 
+from pygraph_train.regions.inductor import compile_whole
+from pygraph_train.tracing.trace import Trace
+
 Step = Callable[[nn.Module, Tensor], Any]
 
 
@@ -290,3 +293,21 @@ def test_a_function_that_makes_its_backwards_differentiates_inside() -> None:
         s.write_state(model, optimizer)
 
     both(script, replays=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [pinn, adversarial, of_weights, by_attribute])
+def test_inductor_compiles_a_step_that_differentiates(step: Step) -> None:
+    torch.manual_seed(0)
+    model, (x,) = Smooth(), points(1)
+    trace = Trace(torch.device("cpu"), compiler=compile_whole)
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    expected = gradients(step(model, x))
+    found = gradients(trace(lambda x: step(model, x), (x,), {}))
+    assert trace.problem is None and not trace.left
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -99,8 +99,13 @@ def _requiring(stock: Callable[..., Any]) -> Callable[..., Any]:
                 explanation="A tensor that the step was given is to require a gradient.",
                 hints=["Call x.detach().requires_grad_() or x.clone().requires_grad_()"],
             )
-        if tx.output.current_tracer.parent is not None:  # a checkpoint would make it once more
-            return stock(self, tx, requires_grad)
+        if tx.output.current_tracer.parent is not None:
+            unimplemented(
+                gb_type="requires_grad_() in a checkpoint",
+                context="",
+                explanation="A tensor in a checkpoint is to require a gradient.",
+                hints=["Call requires_grad_() outside of the checkpoint"],
+            )
         tx.output.create_proxy("call_function", require_gradient, (self.as_proxy(),), {})
         example.requires_grad_()
         self.requires_grad = True
@@ -123,11 +128,15 @@ def _as_it_is_now(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _set(stock: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if getattr(self, "fn", setattr) is setattr and len(args) == 3 and not kwargs:
-            args = [arg.realize() for arg in args]
-            if args[0].is_tensor() and _constant(args[1]) == "requires_grad" and _constant(args[2]) is True:
-                args[0].method_requires_grad_(tx, args[2])
-                return args[2]
+        if (
+            getattr(self, "fn", setattr) is setattr
+            and len(args) == 3
+            and _constant(args[1]) == "requires_grad"
+        ):
+            tensor, _, wanted = (arg.realize() for arg in args)
+            if tensor.is_tensor() and _constant(wanted) is True:
+                tensor.method_requires_grad_(tx, wanted)
+                return wanted
         return stock(self, tx, args, kwargs)
 
     return call_function
