@@ -298,7 +298,7 @@ class GlobalStep(Module):
 class BatchIndex(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        if batch_idx % 2:  # here
+        if batch_idx % 2:
             self.log("odd", loss, on_epoch=True)
         return loss
 
@@ -357,7 +357,6 @@ class LoggedStep(Module):
     ("module", "parts"),
     [
         (GlobalStep, []),
-        (BatchIndex, []),
         (Metric, []),
         (Prints, []),
         (Experiment, []),
@@ -383,6 +382,10 @@ def test_python_that_the_step_writes_is_written_by_replays(module):
         assert plain.count == graphed.count == 44
     else:
         assert len(graphed.losses) == 44 and all(map(torch.equal, plain.losses, graphed.losses))
+
+
+def test_the_number_of_the_batch_decides_between_two_graphs():
+    parity(BatchIndex, logger=MemoryLogger(), replays=30, plan="{F B O}")
 
 
 @pytest.mark.parametrize("make", [LoggedRate, lambda: LoggedRate("sgd", "step"), LoggedStep])

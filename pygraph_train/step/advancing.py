@@ -26,6 +26,7 @@ from pygraph_train.step.variants import Capture, Signature, Signatures, Variant
 from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
+from pygraph_train.tracing.reproducing import ReproducingTrace, changing_numbers
 from pygraph_train.verification import Fingerprint
 
 __all__ = ["REPLAYS_BEFORE_COMPILING", "Advancing"]
@@ -317,6 +318,10 @@ class Advancing:
             None if other_way is not None else signature.family
         )  # ways are counted, and shapes apart from them
         trace = program.new_trace(None if family is None else family.dynamic)
+        if isinstance(trace, ReproducingTrace) and other_way is None:
+            known = [other.trace for other in signature.variants]
+            with program.context():
+                trace.take_as_inputs(changing_numbers(known, program.function(), args, kwargs))
         variant = Variant(
             trace, self._signatures.lengths, signature.key, last_used=training.step, family=family
         )

@@ -260,13 +260,28 @@ _AUGMENTED = {
 def symbolic(wanted: Callable[[str], bool]) -> tuple[tuple[Any, str, Any], ...]:
     """Changes of Dynamo: integers that are read from these expressions are inputs of the graph. (2.11, 2.13)"""
     import torch._dynamo.variables.builder as builder
+    from torch._dynamo.variables.lazy import LazyConstantVariable
 
     stock = builder.is_dynamic_source
 
     def is_dynamic_source(name: str, *dim: Any) -> bool:
         return wanted(name) or bool(stock(name, *dim))
 
-    return ((builder, "is_dynamic_source", is_dynamic_source),)
+    def around(create: Any) -> Any:
+        def created(value: Any, source: Any, **options: Any) -> Any:
+            made = create.__func__(value, source, **options)
+            if type(value) is not int:
+                return made
+            name = source.name
+            # otherwise Dynamo compares a number that it has not looked at as if it were a constant
+            return made.realize() if wanted(name() if callable(name) else name) else made
+
+        return staticmethod(created)
+
+    return (
+        (builder, "is_dynamic_source", is_dynamic_source),
+        (LazyConstantVariable, "create", Around(around)),
+    )
 
 
 def deferring(

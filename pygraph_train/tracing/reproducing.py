@@ -7,6 +7,7 @@ capture, a comparison) take the writes back.
 
 from __future__ import annotations
 
+import re
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
     writes_to_inputs,
 )
+from pygraph_train.torch_private.guards import guard_failures
 from pygraph_train.torch_private.side_effects import (
     SideEffect,
     appends_in_frame,
@@ -39,7 +41,7 @@ from pygraph_train.tracing.trace import Compiler, Trace
 from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
 from pygraph_train.tracing.undo import Undo
 
-__all__ = ["ReproducingTrace", "SilentCall"]
+__all__ = ["ReproducingTrace", "SilentCall", "changing_numbers"]
 
 
 class ReproducingTrace(Trace):
@@ -159,6 +161,20 @@ class ReproducingTrace(Trace):
         if first is None:
             return super().argument_tensors(fn, args, kwargs)
         return list(zip((readable(name, fn) for name in self._arguments), first, strict=True))
+
+    def take_as_inputs(self, numbers: Iterable[str]) -> None:
+        """Before the first call: let integers be inputs of the graph, by their expressions. No tensor may depend on
+        them, so guards stand for what they decide."""
+        self._numbers.update(numbers)
+
+    def numbers(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[set[str], set[str]]:
+        """Expressions of integers that change, as far as this call shows, and of those that tensors depend on."""
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        failures = guard_failures(self._guards, frame) if self.traced else []
+        changed = [found[1] for guard, _ in failures if (found := _NUMBER.fullmatch(guard))]
+        return self._numbers.union(changed), self._decisive
 
     # -- inside Dynamo ------------------------------------------------------------------------------
 
@@ -283,6 +299,27 @@ class ReproducingTrace(Trace):
             if tensor is not before:
                 return Problem(f"{readable(expression, fn)} is replaced by the step")
         return None
+
+
+_NUMBER = re.compile(r"([LG]\[.+) == -?\d+")
+"""Dynamo's guard of an integer."""
+
+
+def changing_numbers(
+    traces: Iterable[Trace], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> set[str]:
+    """Expressions of integers that a next trace should not be bound to, where no trace so far holds for a call.
+
+    Such as the number of a batch that decides what is done in each tenth step.
+    """
+    changed: set[str] = set()
+    decisive: set[str] = set()
+    for trace in traces:
+        if isinstance(trace, ReproducingTrace):
+            found, of_tensors = trace.numbers(fn, args, kwargs)
+            changed |= found
+            decisive |= of_tensors
+    return changed - decisive
 
 
 @dataclass(frozen=True)
