@@ -173,6 +173,7 @@ class ReproducingTrace(Trace):
         """Expressions of integers that change, as far as this call shows, and of those that tensors depend on."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         failures = guard_failures(self._guards, frame) if self.traced else []
+        failures += self._still.changed_settings(frame)
         changed = [found[1] for guard, _ in failures if (found := _NUMBER.fullmatch(guard))]
         return self._numbers.union(changed), self._decisive
 
