@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from training import Diary, adamw, batches, both
 
 from pygraph_train.torch_private import copies
+from pygraph_train.tracing.reproducing import ReproducingTrace
 
 
 @pytest.fixture(params=["as torch 2.11 has it", "as this torch has it"], autouse=True)
 def dynamo(request: Any, monkeypatch: Any) -> None:
     """Dynamo of torch 2.13 follows `copy.deepcopy`; that of 2.11 takes it for a built-in function."""
-    if request.param == "as torch 2.11 has it":
+    if request.param == "as torch 2.11 has it" and torch.__version__ >= "2.13":
         monkeypatch.setattr(copies, "mends", lambda: (copies.copying(),))
 
 
@@ -31,7 +32,9 @@ class Settings:
         self.inner: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(super().__getattribute__("names").get(name, name), value)
+        if name in super().__getattribute__("names"):
+            name = super().__getattribute__("names")[name]
+        super().__setattr__(name, value)
 
     def __getattribute__(self, name: str) -> Any:
         if name != "names" and name in super().__getattribute__("names"):
@@ -170,3 +173,24 @@ def test_an_object_that_is_copied_in_a_way_of_its_own():
             diary.write("result", step(batch).detach())
 
     both(script, replays=1)
+
+
+@pytest.mark.passes_without_graphs("it only traces")
+def test_a_model_that_copies_its_configuration_is_traced() -> None:
+    """T5 makes a cache in each step, and the cache asks for the part of the configuration that is the decoder's."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    ids = torch.randint(1, 32, (2, 4))
+
+    def loss(x: Tensor) -> Tensor:
+        result: Tensor = model(input_ids=x, labels=x).loss
+        return result
+
+    trace = ReproducingTrace(torch.device("cpu"))
+    assert torch.equal(trace(loss, (ids,), {}), loss(ids))
+    assert trace.problem is None and trace.holds(loss, (ids,), {})
+    model.decoder.config.num_layers = 2
+    assert not trace.holds(loss, (ids,), {})

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +22,14 @@ from pygraph_train.torch_private.changes import Around
 __all__ = ["copying", "kept_copies", "mends"]
 
 _COPIES = "_pygraph_train_copies"
+_CLASSES = "_pygraph_train_copied_classes"
 
 
 def mends() -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value): what Dynamo gets while we trace. None are needed from 2.13 on."""
-    return () if torch.__version__ >= "2.13" else (copying(),)  # compares versions, not text
+    return (
+        () if torch.__version__ >= "2.13" else (copying(), _methods(), _classes())
+    )  # compares versions, not text
 
 
 @functools.cache
@@ -58,6 +63,60 @@ def copying() -> tuple[Any, str, Any]:
         return wrap
 
     return VariableBuilder, "_wrap", Around(around)
+
+
+@functools.cache
+def _methods() -> tuple[Any, str, Any]:
+    """Let Dynamo find methods and properties of a copy where its class has a `__getattribute__`. (2.11)"""
+    from torch._dynamo.variables import (
+        GetAttrVariable,
+        SuperVariable,
+        UserFunctionVariable,
+        UserMethodVariable,
+    )
+
+    def around(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            owner = self.objvar
+            made = any(owner is copied for copied in getattr(tx.output, _COPIES, ()))
+            if name == "__getattribute__" and made and len(args) == 1 and args[0].is_python_constant():
+                wanted = args[0].as_python_constant()
+                found = inspect.getattr_static(type(owner.value), wanted, None)
+                written = tx.output.side_effects.has_pending_mutation_of_attr(owner, wanted)
+                stock_lookup = self._resolved_getattr_and_source(tx, name)[0] is object.__getattribute__
+                if (
+                    stock_lookup and wanted == "__dict__"
+                ):  # that of the object that stands for the copy is empty
+                    return GetAttrVariable(owner, "__dict__")
+                if stock_lookup and not written and isinstance(found, types.FunctionType):
+                    return UserMethodVariable(found, owner)
+                if stock_lookup and type(found) is property and isinstance(found.fget, types.FunctionType):
+                    return UserFunctionVariable(found.fget).call_function(tx, [owner], {})
+            return stock(self, tx, name, args, kwargs)
+
+        return call_method
+
+    return SuperVariable, "call_method", Around(around)
+
+
+@functools.cache
+def _classes() -> tuple[Any, str, Any]:
+    """Let Dynamo look for an attribute in the class of a copy, with the guard of the object's class. (2.11)"""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, UserDefinedClassVariable
+
+    def around(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call_obj_hasattr(self: Any, tx: Any, name: str) -> Any:
+            source = getattr(tx.output, _CLASSES, {}).get(self.value) if self.source is None else None
+            if source is None:
+                return stock(self, tx, name)
+            install_guard(AttrSource(source, name).make_guard(GuardBuilder.HASATTR))
+            return ConstantVariable.create(hasattr(self.value, name))
+
+        return call_obj_hasattr
+
+    return UserDefinedClassVariable, "call_obj_hasattr", Around(around)
 
 
 def kept_copies() -> list[str]:
@@ -152,6 +211,7 @@ class _Copy:
                 return None
             _put(effects, made, name, copied)
         self._tx.output.__dict__.setdefault(_COPIES, []).append(made)
+        self._tx.output.__dict__.setdefault(_CLASSES, {})[type(original.value)] = source
         return made
 
     def _attributes(self, owner: Any) -> dict[str, Any] | None:

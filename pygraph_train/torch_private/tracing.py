@@ -204,8 +204,8 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
     import torch._dynamo.config as config
 
     return _tracing(
-        *second_derivatives.changes(),
         *further,
+        *second_derivatives.changes(),  # last: they go on with what is there
         regions=False,
         specialize_int=True,
         specialize_float=True,
