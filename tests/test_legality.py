@@ -1008,3 +1008,33 @@ def test_recomputed_activations_draw_the_random_numbers_of_the_forward(
     else:
         # with dropout only the optimizer has a graph, some steps after its gradients lie where they did before
         both(script, **config, replays=5 if p else 25)
+
+
+@pytest.mark.passes_without_graphs("it only traces")
+@pytest.mark.parametrize("part", ["__code__", "__defaults__"])
+def test_a_function_of_the_model_that_becomes_another_one_is_noticed(part: str) -> None:
+    """Dynamo takes short cuts where dicts are as they were, and a function is the same object all the time."""
+    if part == "__defaults__" and torch.__version__ < "2.13":
+        pytest.skip("Dynamo of this torch has no guard of them, and torch.compile goes on with the old ones")
+
+    def scaled(x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    def other(x: Tensor, factor: float = 3.0) -> Tensor:
+        return x + factor
+
+    model = Net()
+    model.activation = scaled
+
+    def step_fn(x: Tensor) -> Tensor:
+        result: Tensor = model.activation(model(x)).sum()
+        return result
+
+    trace, x = Trace(torch.device("cpu")), batches(1)[0][0]
+    trace(step_fn, (x,), {})
+    assert all(trace.holds(step_fn, (x,), {}) for _ in range(5))
+    before = getattr(scaled, part)
+    setattr(scaled, part, getattr(other, part))
+    assert not trace.holds(step_fn, (x,), {})
+    setattr(scaled, part, before)
+    assert trace.holds(step_fn, (x,), {})

@@ -216,6 +216,7 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
         capture_dynamic_output_shape_ops=False,
         skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
         skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
+        use_recursive_dict_tags_for_guards=False,  # misses new `__defaults__` and `__code__` of functions
         allow_rnn=True,  # a recurrent network is one operation of the graph
         side_effect_replay_policy="info",  # keeps the user's stack of every mutation
         recompile_limit=32,
