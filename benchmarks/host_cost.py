@@ -43,6 +43,24 @@ def measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, Any
 
 def _measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
+    step, batches, row = prepared(model, kernels, args)
+    times: list[float] = []
+    while len(times) < args.calls:
+        times += host_us(step, batches, device)
+    row["median_us"] = statistics.median(times)
+    row["p90_us"] = statistics.quantiles(times, n=10)[-1]
+    row["min_us"] = min(times)
+    profile_host = getattr(step, "profile_host", None)
+    row["breakdown"] = profile_host() if profile_host is not None else None
+    row["report"] = step.report().to_dict()
+    return row
+
+
+def prepared(
+    model: str, kernels: str, args: argparse.Namespace
+) -> tuple[GraphedStep, list[Batch], dict[str, Any]]:
+    """A step that has been replayed for a while, its batches, and a row that says whether it was."""
+    device = torch.device(args.device)
     training = build_training(model, args.scale, device)
     batches = training.batches
     engine = "cuda" if device.type == "cuda" else "emulated"
@@ -55,20 +73,10 @@ def _measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, An
             row["warmup_steps"] += 1
         first = step.report().to_dict().get("first_replay_step")
         row["steady"] = first is not None and row["warmup_steps"] >= first + STEADY_STEPS
-
-    times: list[float] = []
-    while len(times) < args.calls:
-        times += _host_us(step, batches, device)
-    row["median_us"] = statistics.median(times)
-    row["p90_us"] = statistics.quantiles(times, n=10)[-1]
-    row["min_us"] = min(times)
-    profile_host = getattr(step, "profile_host", None)
-    row["breakdown"] = profile_host() if profile_host is not None else None
-    row["report"] = step.report().to_dict()
-    return row
+    return step, batches, row
 
 
-def _host_us(step: GraphedStep, batches: list[Batch], device: torch.device) -> list[float]:
+def host_us(step: GraphedStep, batches: list[Batch], device: torch.device) -> list[float]:
     """One burst: calls that follow each other as in training, short enough not to fill the launch queue.
 
     The first calls after the wait find cold caches and a sleeping processor; they are left out.
