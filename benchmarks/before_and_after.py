@@ -98,9 +98,12 @@ def measure(name: str, args: argparse.Namespace, turns: Turns) -> Row:
                 times += host_cost.host_us(step, batches, device)
         rounds.append(times)
         time.sleep(BETWEEN)
+    with turns.alone():
+        parts = host_cost.parts_us(step, batches, device, args.calls)
     return row | {
         "windows_us": [statistics.median(times) for times in rounds],
         "shortest_us": min(map(min, rounds)),
+        "parts_us": parts,
         "report": step.report().to_dict(),
         "error": None,
     }

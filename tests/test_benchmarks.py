@@ -84,6 +84,8 @@ def test_host_cost(tmp_path):
     assert record["timing_claim"] is False
     (row,) = record["rows"]
     assert row["error"] is None and row["steady"] and row["median_us"] > 0
+    assert set(row["parts_us"]) == {"batch in", "launch", "results out", "rest"}
+    assert all(us > 0 for us in row["parts_us"].values())
 
 
 @pytest.mark.slow
