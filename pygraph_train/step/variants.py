@@ -149,6 +149,12 @@ class Variant:
             lead=self,
         )
 
+    def recompiled(self) -> Variant:
+        """A kind of call with the same trace, for which Inductor is to compile other code."""
+        again = self.member(self.key)
+        again.lengths, again.life, again.lead = self.lengths, self.life, None
+        return again
+
     @property
     def one_of_many(self) -> bool:
         """Whether its trace is for one of several shapes: Inductor's kernels should rather be for all of them."""
@@ -209,7 +215,7 @@ class Variant:
         self.replays += 1
         if self.family is not None:
             self.family.replays += 1
-            self.family.steps_without_inductor += self.lead is not None
+            self.family.steps_without_inductor += self.lead is not None and self.compiled is None
 
     def follow(self) -> None:
         """Run with the plan that was found to be the best one for other shapes. Hot path."""
