@@ -73,6 +73,8 @@ class Capture:
     """What the loop replaces, and each replay copies."""
     ids: list[int] = field(default_factory=list)
     """`id` of all that the step reads, as the capture has found it: `swap_tensors` wants no weak references."""
+    optimized: bytes = b""
+    """What tells the parameters that the optimizer holds: whose gradients are emptied before a step."""
     writer: ReproducingTrace | None = None
     """What makes the step's writes to Python after a replay. None where there are none."""
     leaf_identities: bytes = field(init=False)
