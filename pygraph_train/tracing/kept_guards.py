@@ -34,6 +34,8 @@ class KeptGuards:
         self._classes: dict[type, None] = {}
         self._methods = Methods(())
         self._environment: Environment | None = None
+        self._reads_environment = False
+        self._noted = 0
 
     def keep(self, guards: Sequence[Any], *, settings: bool) -> list[bool]:
         """Whether each guard (a `GuardFilterEntry`) stays Dynamo's: the others are seen more cheaply.
@@ -46,8 +48,7 @@ class KeptGuards:
         for guard in guards:
             if guard.has_value:
                 self._classes |= dict.fromkeys(classes_of(guard.value))
-                if reads_environment(guard.value):
-                    self._environment = Environment()
+                self._reads_environment |= reads_environment(guard.value)
             expression = guarded_expression(guard)
             watched = is_watched(guard) or is_of_this_file(guard)
             if watched and guard.has_value and isinstance(guard.value, nn.Module):
@@ -57,8 +58,14 @@ class KeptGuards:
                 self.asked[asked_expression(guard)] = None
             lacks = guard.guard_type == "HASATTR" and lack(guard) in self.settings
             kept.append(not (watched or asked or lacks or expression in self.settings))
-        self._methods = Methods(self._classes)
         return kept
+
+    def note_unguarded(self) -> None:
+        """After a trace, once classes are no longer patched for it: from now on all that no guard sees has to stay."""
+        if self._noted < len(self._classes):
+            self._noted = len(self._classes)
+            self._methods = Methods(self._classes)
+            self._environment = Environment() if self._reads_environment else None
 
     def unguarded_holds(self) -> bool:
         """Whether all is as it was that no guard of Dynamo sees: methods of classes, and the environment. Hot path."""

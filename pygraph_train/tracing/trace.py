@@ -208,6 +208,7 @@ class Trace:
             raise NotLegal(problem) from None
         finally:
             forget_notes(self._notes)
+            self._kept.note_unguarded()
         if self.host_draws is not None and not before:
             drawn = self._recording.end
         if drawn is not None:
@@ -297,9 +298,8 @@ class Trace:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, ...]:
         """The tensors behind `inputs`, read now."""
-        frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        tensors: tuple[Tensor, ...] = self._read(frame, self._code.__globals__)[0]
-        return tensors
+        read = self._read({"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
+        return tuple(read[0])
 
     def argument_tensors(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
