@@ -104,8 +104,8 @@ class Trace:
         """These tensors, as `holds` saw them last."""
         self.rebound: list[str] = []
         """Expressions of those of `inputs` that the step gives other memory (`p.data = ...`)."""
-        self.writes_state = False
-        """Whether forward writes to some of `inputs`."""
+        self.written: list[str] = []
+        """Expressions of those of `inputs` that forward writes to."""
         self.left: list[str] = []
         """What the compilation could not do."""
         self.made_once: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ class Trace:
         self.problem = self.host_draws = None
         self._recording = Recording(self.device)
         self.inputs, self.rebound, self.left, self._arguments = [], [], [], []
-        self.made_once, self.writes_state, self._draws_are_known = (), False, False
+        self.made_once, self.written, self._draws_are_known = (), [], False
         self._kept = KeptGuards()
 
     def _function_to_trace(self) -> types.FunctionType:
@@ -360,7 +360,7 @@ class Trace:
             expression = placeholder_source(target) or target.name
             if expression in self._arguments:
                 return batch_changed(readable(expression, self._fn), line_of(node))
-            self.writes_state = True
+            self.written.append(expression)
             if rebinds and expression not in self.rebound:
                 self.rebound.append(expression)
         return None
