@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ import torch
 from live_bytes import peak_bytes
 from replays import text_of
 from torch import Tensor, nn
-from training import Diary, Net, adamw, batches, both, loss_of
+from training import Diary, Net, adamw, batches, both, loss_of, sgd
 
+from pygraph_train import GraphedStep
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.step import capture_maker, capturing
+from pygraph_train.step.advancing import Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
+from pygraph_train.tracing import saved_on_host
+from pygraph_train.tracing.saved_on_host import SavedOnHost
 from pygraph_train.verification import Fingerprint, ScratchState
 
 MIB = 1 << 20
@@ -171,3 +176,129 @@ def test_an_audit_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     report = both(script, replays=8, plan="{F B O}", verify="always")
     assert len(made) > 4 and "has no memory for the step beside the graph" in text_of(report)
     assert not report.fallbacks
+
+
+# -- what a step saves while it is only looked at, before Inductor compiles it -----------------------------
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> SavedOnHost:
+    """As on CUDA with `compile=True`: a part of what watched steps save is copied, however small it is."""
+    made = SavedOnHost()
+    monkeypatch.setattr(Advancing, "_saved", lambda self, variant: made)
+    monkeypatch.setattr(saved_on_host, "_LEAST", 1)
+    return made
+
+
+class Attentive(nn.Module):
+    """Strided views, a softmax whose result is saved, dropout, and a buffer of whole numbers that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, 24)
+        self.dropout = nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(8)
+        self.out = nn.Linear(8, 3)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        q, k, v = self.project(x).view(-1, 3, 8).unbind(1)
+        weights = self.dropout(torch.softmax(q @ k.t(), -1))
+        return self.out(self.norm(torch.exp(weights @ v).t().contiguous().t()))
+
+
+@pytest.mark.parametrize("make", [Attentive, Net], ids=["attention", "batch norm"])
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_steps_whose_saved_tensors_wait_on_the_host_are_plain_steps(
+    saved: SavedOnHost, monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], share: float
+) -> None:
+    monkeypatch.setattr(saved_on_host, "_SHARE", share)
+    moved: list[int] = []
+
+    def script(diary: Diary) -> None:
+        model = make()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(16):
+            diary.write("loss", step(batch))
+            diary.write("gradients", [p.grad for p in model.parameters()])
+            moved.append(saved.moved)
+        diary.write_state(model, optimizer)
+
+    both(script, replays=8, plan="{F B O}", warmup_steps=3)
+    assert moved[16] > 0, "the first step with the library has copied what it saved"
+
+
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+def relu_in_place(x: Tensor) -> Tensor:
+    return nn.functional.relu(x + 1, inplace=True)
+
+
+def relu_in_place_by_position(x: Tensor) -> Tensor:
+    return nn.functional.relu(x + 1, True)
+
+
+def added(x: Tensor) -> Tensor:
+    y = x.exp()
+    y += 1
+    return y
+
+
+def assigned(x: Tensor) -> Tensor:
+    y = x.exp()
+    y[0] = 1.0
+    return y
+
+
+def differentiated(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda z: (z**3).sum())(x)
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("fn", "moves"),
+    [
+        (squared, True),
+        *((fn, False) for fn in (relu_in_place, relu_in_place_by_position, added, assigned)),
+        *((fn, False) for fn in (differentiated, checkpointed)),
+    ],
+)
+def test_nothing_waits_on_the_host_where_hooks_might_show(
+    saved: SavedOnHost, monkeypatch: pytest.MonkeyPatch, fn: Callable[[Tensor], Tensor], moves: bool
+) -> None:
+    monkeypatch.setattr(saved_on_host, "_SHARE", 1.0)
+    model = nn.Linear(6, 6)
+    step = GraphedStep(
+        lambda x: fn(model(x)).sum(), model=model, optimizer=sgd(model), engine="emulated", warmup_steps=2
+    )
+    wrong = fn in (added, assigned)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") if wrong else nullcontext():
+        step(torch.randn(4, 6))  # an error where plain training has one
+    assert (saved.moved > 0) is moves
+    step.close()
+
+
+def test_a_part_of_what_a_step_saves_leaves_the_device(saved: SavedOnHost) -> None:
+    model = nn.Sequential(*[nn.Tanh() for _ in range(20)])
+
+    def make() -> Tensor:
+        return torch.randn(1 << 20, requires_grad=True)
+
+    def waits(x: Tensor) -> None:
+        with saved.waiting():
+            loss = saved(model, [x]).sum()
+        loss.backward()
+
+    plain = peak_bytes(make, lambda x: model(x).sum().backward())
+    copies_included = peak_bytes(make, waits)
+    assert saved.moved == 32 * MIB and plain >= 80 * MIB
+    assert copies_included <= plain + 4 * MIB, "so 28 of 80 MiB fewer lie on the device"
+    saved(model, [make()])
+    assert saved.moved == 32 * MIB, "no other run copies anything"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -49,14 +50,16 @@ class Watching:
         """Make the step. Returns its result, and a reason against a graph of it."""
         training = self._training
         first = variant.life.stage is not Stage.WATCHED
-        versions = _versions(leaves)
+        versions, saved = _versions(leaves), variant.trace.saved
         with (
             self._updates.context(),
             self._maker.warm_up(fresh=step.position.fresh),
-            training.clock.ungraphed(traced=first),
+            training.clock.ungraphed(traced=first or saved is not None),
+            nullcontext() if saved is None else saved.waiting(),
         ):
             result = run(self._watched(variant))
-        variant.seen_in_warmup(training.times.ungraphed)
+        if saved is None:  # a step that copies what it saves is slower than one that does not
+            variant.seen_in_warmup(training.times.ungraphed)
         problem = training.program.replication.not_called_once() or variant.trace.problem
         if problem is None and first:
             problem = self._read_leaves(variant, args, kwargs, leaves)

@@ -48,16 +48,16 @@ from pygraph_train.tracing.reasons import (
     problem_of_guard,
     readable,
 )
-from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
+from pygraph_train.tracing.recompute import checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.required_gradients import GivenTensors
+from pygraph_train.tracing.saved_on_host import SavedOnHost, eager_forward
 from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.stillness import Stillness
 from pygraph_train.tracing.traced_code import fresh_code, held_weakly
 from pygraph_train.tracing.watch import ModuleWatch
 
 __all__ = ["Compiler", "Trace"]
-
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
 """Compiles a graph of Dynamo's for these inputs, and appends what it could not do to the list."""
@@ -106,6 +106,8 @@ class Trace:
         """Expressions of those of `inputs` that the step gives other memory (`p.data = ...`)."""
         self.written: list[str] = []
         """Expressions of those of `inputs` that forward writes to."""
+        self.saved: SavedOnHost | None = None
+        """Takes a part of what steps save, where they are compiled later. For one who sets it before the first call."""
         self.left: list[str] = []
         """What the compilation could not do."""
         self.made_once: tuple[str, ...] = ()
@@ -335,7 +337,7 @@ class Trace:
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
         if self._compiler is not None:
             return self._compiler(graph, example_inputs, self.left)
-        return as_eager(graph).forward
+        return eager_forward(graph, self.saved)
 
     def _look_at_draws(self, graph: torch.fx.GraphModule) -> None:
         if self.may_draw and not self._draws_are_known and not self.traced:
