@@ -130,8 +130,9 @@ def eager_forward(graph: torch.fx.GraphModule, saved: SavedOnHost | None) -> Cal
 def _is_plain(graph: torch.fx.GraphModule) -> bool:
     """Whether nothing in a graph minds that saved tensors pass through hooks.
 
-    Autograd does not notice then that a tensor was changed after it was saved, and raises no error: nothing but whole
-    numbers may change in place. Transforms of functions refuse hooks, and graphs within (checkpoints) have their own.
+    Autograd does not notice then that a tensor was changed after it was saved, and raises no error: what changes in
+    place may be nothing that anybody saves. Transforms of functions refuse hooks, and graphs within (checkpoints) have
+    their own.
     """
     if any(isinstance(child, torch.fx.GraphModule) for child in graph.children()):
         return False
@@ -146,12 +147,31 @@ def _is_plain_call(node: torch.fx.Node) -> bool:
     where = getattr(node.target, "__module__", None) or ""
     if "functorch" in where or where == "torch.autograd" or node.kwargs.get("out") is not None:
         return False
-    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-        changed = node.args[0] if node.args else None
-        value = changed.meta.get("example_value") if isinstance(changed, torch.fx.Node) else None
-        return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
-    return not _asks_for_in_place(node)
+    in_place = (
+        name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or _asks_for_in_place(node)
+    )
+    return not in_place or _changes_what_nobody_saves(node)
 
+
+def _changes_what_nobody_saves(node: torch.fx.Node) -> bool:
+    """Whether an operation changes whole numbers, or the result of one that does not save it, and that is all its use.
+
+    Activations in place after convolutions and norms are such operations, and sums with what goes past these.
+    """
+    changed = node.args[0] if node.args else None
+    if not isinstance(changed, torch.fx.Node):
+        return False
+    value = changed.meta.get("example_value")
+    if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
+        return True
+    maker = getattr(changed.target, "__name__", "") if changed.op == "call_function" else ""
+    return maker in _SAVE_NO_RESULT and len(changed.users) == 1
+
+
+_SAVE_NO_RESULT = frozenset(
+    ("conv1d", "conv2d", "conv3d", "linear", "batch_norm", "layer_norm", "group_norm", "add", "iadd", "sub")
+)
+"""Functions that save their arguments for the backward, or nothing, and return no view."""
 
 _IN_PLACE = frozenset(
     name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)
