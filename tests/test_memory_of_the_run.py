@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -19,8 +19,9 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.step import capture_maker, capturing
 from pygraph_train.step.advancing import Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
+from pygraph_train.step.comparing import Comparing
 from pygraph_train.tracing import saved_on_host
-from pygraph_train.tracing.saved_on_host import SavedOnHost
+from pygraph_train.tracing.saved_on_host import SHARE_OF_WARM_UP, SavedOnHost
 from pygraph_train.verification import Fingerprint, ScratchState
 
 MIB = 1 << 20
@@ -181,10 +182,20 @@ def test_an_audit_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
 # -- what a step saves while it is only looked at, before Inductor compiles it -----------------------------
 
 
+class Watched(SavedOnHost):
+    """Its steps leave `share` on the host where they are not told how much."""
+
+    share = SHARE_OF_WARM_UP
+
+    def waiting(self, share: float | None = None) -> AbstractContextManager[None]:
+        self.runs = getattr(self, "runs", 0) + (share == 1.0)
+        return super().waiting(self.share if share is None else share)
+
+
 @pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> SavedOnHost:
+def saved(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """As on CUDA with `compile=True`: a part of what watched steps save is copied, however small it is."""
-    made = SavedOnHost()
+    made = Watched(in_warm_up=True)
     monkeypatch.setattr(Advancing, "_saved", lambda self, variant: made)
     monkeypatch.setattr(saved_on_host, "_LEAST", 1)
     return made
@@ -211,9 +222,9 @@ class Attentive(nn.Module):
 @pytest.mark.parametrize("make", [Attentive, Net], ids=["attention", "batch norm"])
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_steps_whose_saved_tensors_wait_on_the_host_are_plain_steps(
-    saved: SavedOnHost, monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], share: float
+    saved: Watched, make: Callable[[], nn.Module], share: float
 ) -> None:
-    monkeypatch.setattr(saved_on_host, "_SHARE", share)
+    saved.share = share
     moved: list[int] = []
 
     def script(diary: Diary) -> None:
@@ -294,9 +305,9 @@ WRONG = (
     ],
 )
 def test_nothing_waits_on_the_host_where_hooks_might_show(
-    saved: SavedOnHost, monkeypatch: pytest.MonkeyPatch, fn: Callable[[Tensor], Tensor], moves: bool
+    saved: Watched, fn: Callable[[Tensor], Tensor], moves: bool
 ) -> None:
-    monkeypatch.setattr(saved_on_host, "_SHARE", 1.0)
+    saved.share = 1.0
     model = nn.Linear(6, 6)
     step = GraphedStep(
         lambda x: fn(model(x)).sum(), model=model, optimizer=sgd(model), engine="emulated", warmup_steps=2
@@ -308,7 +319,7 @@ def test_nothing_waits_on_the_host_where_hooks_might_show(
     step.close()
 
 
-def test_a_part_of_what_a_step_saves_leaves_the_device(saved: SavedOnHost) -> None:
+def test_a_part_of_what_a_step_saves_leaves_the_device(saved: Watched) -> None:
     model = nn.Sequential(*[nn.Tanh() for _ in range(20)])
 
     def make() -> Tensor:
@@ -325,3 +336,32 @@ def test_a_part_of_what_a_step_saves_leaves_the_device(saved: SavedOnHost) -> No
     assert copies_included <= plain + 4 * MIB, "so 28 of 80 MiB fewer lie on the device"
     saved(model, [make()])
     assert saved.moved == 32 * MIB, "no other run copies anything"
+
+
+def test_comparisons_beside_a_graph_leave_all_that_they_save_on_the_host(
+    saved: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where a step with eager kernels runs from its trace."""
+    saved.in_warm_up = False
+    made = Comparing.__init__
+    monkeypatch.setattr(
+        Comparing,
+        "__init__",
+        lambda self, training, updates, maker, call_of, together: made(
+            self, training, updates, maker, lambda variant: variant.trace, together
+        ),
+    )
+    moved: list[int] = []
+
+    def script(diary: Diary) -> None:
+        model = Attentive()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(16):
+            diary.write("loss", step(batch))
+            moved.append(saved.moved)
+        diary.write_state(model, optimizer)
+
+    report = both(script, replays=8, plan="{F B O}", verify="always")
+    assert moved[16] == 0 < moved[-1] and saved.runs > 6, "the warm-up did not wait, and all audits did"
+    assert not report.fallbacks

@@ -338,13 +338,13 @@ class Advancing:
         return variant
 
     def _saved(self, variant: Variant) -> SavedOnHost | None:
-        """Where steps that come before Inductor's leave a part of what they save, which would exceed what these need.
+        """Where steps with eager kernels leave what they save: before Inductor compiles the step, and beside its graph.
 
         Hooks of FSDP, and those of several processes, stay among themselves.
         """
         program = self._training.program
         alone = program.replication.group is None and not program.replication.sharded and not program.by_hand
-        return SavedOnHost() if variant.compile_next and alone else None
+        return SavedOnHost(in_warm_up=variant.compile_next) if alone else None
 
     def compare_plans(self, variant: Variant) -> Choice:
         """A comparison of the plans of this kind of call, from the next step on."""

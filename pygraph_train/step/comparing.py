@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
@@ -80,7 +80,8 @@ class Comparing:
         def without_graph() -> Fingerprint:
             # with the batch itself: what loads the graph's inputs is compared as well
             call, updates, sync = self._call_of(variant), capture.updates, step.position.sync
-            with _nothing_made():
+            saved = variant.trace.saved
+            with _nothing_made(), nullcontext() if saved is None else saved.waiting(1.0):
                 return maker.reference(
                     variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
                 )

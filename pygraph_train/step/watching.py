@@ -51,14 +51,15 @@ class Watching:
         training = self._training
         first = variant.life.stage is not Stage.WATCHED
         versions, saved = _versions(leaves), variant.trace.saved
+        waits = saved is not None and saved.in_warm_up
         with (
             self._updates.context(),
             self._maker.warm_up(fresh=step.position.fresh),
-            training.clock.ungraphed(traced=first or saved is not None),
-            nullcontext() if saved is None else saved.waiting(),
+            training.clock.ungraphed(traced=first or waits),
+            saved.waiting() if saved is not None and waits else nullcontext(),
         ):
             result = run(self._watched(variant))
-        if saved is None:  # a step that copies what it saves is slower than one that does not
+        if not waits:  # a step that copies what it saves is slower than one that does not
             variant.seen_in_warmup(training.times.ungraphed)
         problem = training.program.replication.not_called_once() or variant.trace.problem
         if problem is None and first:

@@ -3,6 +3,9 @@
 A step that is to be compiled is looked at with eager kernels first, which save more for the backward than Inductor's
 do. A part of the tensors that autograd saves is copied to host memory, and back when the backward reads it: the same
 bytes, in the same shape and strides and with the same alignment, so the same kernels compute the same.
+
+A step that is compared with a graph's replay runs beside the graph, whose memory holds all that it saves. There all of
+it may wait on the host.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from pygraph_train.graphs.memory import ALIGNMENT, extent, span
 from pygraph_train.torch_private.memory import storages
 from pygraph_train.tracing.recompute import as_eager
 
-__all__ = ["SavedOnHost", "eager_forward"]
+__all__ = ["SHARE_OF_WARM_UP", "SavedOnHost", "eager_forward"]
 
 _LEAST = 1 << 20
 """Bytes of a tensor that is worth a copy."""
 
-_SHARE = 0.4
+SHARE_OF_WARM_UP = 0.4
 """Of what a step saves: eager steps of seven models need at most a quarter more memory than compiled ones."""
 
 _MOST = 8 << 30
@@ -34,28 +37,33 @@ _MOST = 8 << 30
 
 
 class SavedOnHost:
-    """Where a part of what steps save for the backward lies, while `waiting()`."""
+    """Where a part of what steps save for the backward lies, while `waiting()`.
 
-    def __init__(self) -> None:
+    Args:
+        in_warm_up: whether steps that are watched wait, because Inductor compiles later ones.
+    """
+
+    def __init__(self, *, in_warm_up: bool) -> None:
+        self.in_warm_up = in_warm_up
         self.moved = 0
-        """Bytes of the last step."""
-        self._on = False
+        """Bytes of the last step that has waited."""
+        self._share = 0.0
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, forwards of steps leave a part of what they save on the host."""
-        self._on = True
+    def waiting(self, share: float = SHARE_OF_WARM_UP) -> Iterator[None]:
+        """Inside, forwards of steps leave this share of what they save on the host."""
+        self._share = share
         try:
             yield
         finally:
-            self._on = False
+            self._share = 0.0
 
     def __call__(self, forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         """Run `forward(*inputs)`. Its inputs live longer than the step, and stay where they are."""
-        if not self._on:
+        if not self._share:
             return forward(*inputs)
         standing = frozenset(storages(inputs))
-        most, seen = min(_MOST, _free_on_host() // 4), 0
+        most, share, seen = min(_MOST, _free_on_host() // 4), self._share, 0
         moves: dict[Hashable, bool] = {}  # by storage: nothing is gained where another part of it stays
         self.moved = 0
 
@@ -68,7 +76,7 @@ class SavedOnHost:
                 return tensor
             if memory not in moves:
                 seen += tensor.nbytes
-                moves[memory] = self.moved + tensor.nbytes <= min(most, _SHARE * seen)
+                moves[memory] = self.moved + tensor.nbytes <= min(most, share * seen)
                 self.moved += tensor.nbytes if moves[memory] else 0
             return _OnHost(tensor) if moves[memory] else tensor
 
