@@ -15,6 +15,7 @@ from training import Diary, Net, adamw, batches, both, loss_of, sgd
 
 from pygraph_train import GraphedStep
 from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.graphs.memory import fingerprints
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.step import capture_maker, capturing
 from pygraph_train.step.advancing import Advancing
@@ -50,6 +51,14 @@ def test_each_part_of_a_large_gradient_is_compared(index: int) -> None:
     assert before.same_bits(Fingerprint.of(torch.ones(()), [elsewhere])), "strides mean nothing"
     gradient.view(-1)[index] += 2.0**-23
     assert not before.same_bits(Fingerprint.of(torch.ones(()), [gradient]))
+
+
+def test_results_of_replays_are_compared_without_copies_of_them() -> None:
+    """What a forward saves for the backward is such a result: as much as all activations."""
+    needed = peak_bytes(
+        lambda: [torch.randn(512, 1024) for _ in range(32)], lambda tensors: fingerprints(tensors)
+    )
+    assert needed < 14 * MIB, f"{needed / MIB:.1f} MiB beside 64 that are compared"
 
 
 def wide() -> nn.Module:
