@@ -19,6 +19,9 @@ __all__ = ["AuditLedger", "Audits", "Fingerprint", "HostCopy", "PlainRuns", "Scr
 
 _SAMPLES = 256
 
+_PART = 1 << 21
+"""Elements that are looked at together. torch converts what it adds up, and makes a copy for that."""
+
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 """Relative, where a replay is compared with a run that has other arithmetic, such as gradients exchanged elsewhere."""
 
@@ -66,10 +69,14 @@ class Fingerprint:
                 )
             )
         real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in present]
-        flat = [g.reshape(-1) for g in real]
-        exact = [_bits(f).sum(dtype=torch.int64) for f in flat]
-        norms = [f.double().norm() if f.numel() < 1 << 20 else f.float().norm().double() for f in flat]
-        samples = [f[:: max(1, f.numel() // _SAMPLES)].double() for f in flat]
+        exact, norms, samples = [], [], []
+        for g in (
+            real
+        ):  # one after the other, and in parts: a copy of all gradients would be as large as the model
+            parts = _in_memory(g).split(_PART)
+            exact.append(_sum([_bits(part).sum(dtype=torch.int64) for part in parts]))
+            norms.append(_norm(parts))
+            samples.append(_sampled(g))
         empty = torch.zeros(0, device=loss.device)
         return cls(
             loss=loss.detach().clone(),
@@ -227,6 +234,30 @@ def _apart(a: Tensor, b: Tensor) -> Tensor:
 
 def _rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """All elements in one dimension, in the order in which they lie in memory. A copy where others lie in between."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1)
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """Values spread over a tensor, in the order of its shape."""
+    step = max(1, tensor.numel() // _SAMPLES)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step].double()
+    return tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)).double()
+
+
+def _norm(parts: Sequence[Tensor]) -> Tensor:
+    if parts[0].numel() < 1 << 20:
+        return parts[0].double().norm()
+    return torch.stack([part.float().norm() for part in parts]).double().norm()
+
+
+def _sum(numbers: Sequence[Tensor]) -> Tensor:
+    return numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum()
 
 
 def _bits(flat: Tensor) -> Tensor:

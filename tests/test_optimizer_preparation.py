@@ -32,6 +32,7 @@ from torch.optim import (
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.optimizers import preparation as module
 from pygraph_train.optimizers.kernels import (
     GroupPlan,
@@ -122,7 +123,7 @@ def test_prepared_training_is_bit_identical_and_invisible(name: str, schedule: s
             assert all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
             optimizer.step()
             assert_same(optimizer.state_dict(), plain.state_dict())  # also in the middle of a step
-        prep.settle()
+        prep.settle(EmulatedEngine())
         plain_schedule.step()
         ours_schedule.step()
         assert_same(params, plain_params)
@@ -399,7 +400,7 @@ def test_changed_state_is_noticed(change: Callable[[Optimizer], Any]) -> None:
     prep = OptimizerPreparation(optimizer, emulated=True)
     assert not prep.state_unchanged()
     run(optimizer, params, range(1), prep)
-    prep.settle()
+    prep.settle(EmulatedEngine())
     prep.remember()
     run(optimizer, params, range(1, 2), prep)
     assert prep.state_unchanged()

@@ -16,7 +16,7 @@ __all__ = [
     "bits",
     "copy_elsewhere",
     "extent",
-    "fingerprint",
+    "fingerprints",
     "span",
 ]
 
@@ -76,23 +76,39 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return span(tensor.data).view(torch.uint8)
 
 
-_FEW = 1 << 22  # bytes that are compared themselves
+_FEW = 1 << 14
+"""Bytes of a tensor that are compared themselves. All that a forward saves is compared at once, so few are copied."""
+
+_PART = 1 << 22
+"""Bytes that are added up at once."""
 
 
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """What tells the bytes of a tensor from others without a copy of all of them.
+def fingerprints(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What tells the bytes of tensors from others without a copy of all of them.
 
     Few bytes are copied. Many are added up, each word with a weight of its own: a change of one word always shows,
     and changes of several words cancel out once in 2**64 times. Nothing waits for the device.
     """
-    data = bits(tensor)
-    if data.numel() <= _FEW:
-        return data.clone()
-    weights = torch.arange(1, _FEW // 8 + 1, dtype=torch.int64, device=data.device)
+    weights: dict[torch.device, torch.Tensor] = {}
+    found = []
+    for tensor in tensors:
+        data = bits(tensor)
+        if data.numel() > _FEW and data.device not in weights:
+            weights[data.device] = _weights(data.device)
+        found.append(data.clone() if data.numel() <= _FEW else _sum(data, weights[data.device]))
+    return found
+
+
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern, for the words of one part."""
+    weights = torch.arange(1, _PART // 8 + 1, dtype=torch.int64, device=device)
     weights.mul_(-7046029254386353131)
-    weights.bitwise_xor_(weights >> 29).mul_(-4658895280553007687).bitwise_or_(1)
+    return weights.bitwise_xor_(weights >> 29).mul_(-4658895280553007687).bitwise_or_(1)
+
+
+def _sum(data: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for part in data.split(_FEW):
+    for part in data.split(_PART):
         words = part.new_zeros(-(-part.numel() // 8) * 8)
         words[: part.numel()].copy_(part)
         products = words.view(torch.int64).mul_(weights[: words.numel() // 8])

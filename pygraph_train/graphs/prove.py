@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from pygraph_train.graphs.engine import IndirectGraph
-from pygraph_train.graphs.memory import bits, copy_elsewhere, fingerprint, span
+from pygraph_train.graphs.memory import bits, copy_elsewhere, fingerprints, span
 
 __all__ = ["poison", "prove"]
 
@@ -38,7 +38,7 @@ def prove(
         with torch.random.fork_rng([device.index for device in devices]):
             graph.replay()
         # what it wrote into its inputs counts as well
-        return [fingerprint(tensor) for tensor in (*outputs(), *of)]
+        return fingerprints((*outputs(), *of))
 
     def holds(moved: Sequence[int]) -> bool:
         using = [copy_elsewhere(before[i]) if i in moved else inputs[i] for i in range(len(inputs))]

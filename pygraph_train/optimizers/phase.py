@@ -257,7 +257,7 @@ class OptimizerPhase:
         self.problem = OF_SHARDS if self._program.exchanges() else preparation.prove()
         if self.problem is not None:
             return None
-        preparation.settle()
+        preparation.settle(self._engine)
         gradients = list(map(_grad, parameters))
         stand_in = _copy if buffers else borrow_memory
         stand_ins = [None if g is None else stand_in(g) for g in gradients]

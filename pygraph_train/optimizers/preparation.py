@@ -22,6 +22,7 @@ from torch.optim import SGD, Adagrad, Optimizer, Rprop
 
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.identity import identities
+from pygraph_train.optimizers.compact import move_together
 from pygraph_train.optimizers.kernels import (
     CAPTURABLE,
     FUSED,
@@ -347,30 +348,21 @@ class OptimizerPreparation:
 
     # State
 
-    def settle(self) -> None:
+    def settle(self, engine: Engine) -> None:
         """Move host state to the device and make the state compact, once its tensors exist.
 
         Call it after a prepared step outside of a capture, and again after `generation` changed. On CUDA
         the state that warm-up created lies between activations freed since, and pins their segments.
-        Cloning all of it after `empty_cache()` fills the holes of few segments and leaves the others
-        empty, so that the second `empty_cache()` returns them.
         """
         if self._class is None or self._closed:
             return
         self._move_host_state()
         # Only plain tensors: a wrapper's `.data` (DTensor) is not where its memory is.
-        state = [t for t in self.state_tensors() if type(t) is Tensor and t.is_cuda]
+        state = [t for t in self.state_tensors() if type(t) is Tensor and t.device == engine.device]
         loose = [t for t in state if t.data_ptr() not in self._compacted]
-        size = sum(t.nbytes for t in loose)
-        if size <= 1 << 20:
+        if sum(t.nbytes for t in loose) <= 1 << 20:
             return
-        torch.cuda.empty_cache()
-        # Where a copy does not fit beside the state, the state stays as it is.
-        if torch.cuda.mem_get_info(loose[0].device)[0] > size:
-            for t, clone in zip(loose, [t.clone() for t in loose], strict=True):
-                t.data = clone
-            del clone
-            torch.cuda.empty_cache()
+        if move_together(loose, engine):
             self.generation += 1
         self._compacted = {t.data_ptr() for t in state}
 

@@ -127,10 +127,10 @@ class SeveralPreparations:
         for member in self._members:
             member.sync()
 
-    def settle(self) -> None:
+    def settle(self, engine: Engine) -> None:
         """See `OptimizerPreparation.settle`."""
         for member in self._members:
-            member.settle()
+            member.settle(engine)
 
     def hyperparameters(self) -> tuple[Any, ...]:
         """See `OptimizerPreparation.hyperparameters`."""

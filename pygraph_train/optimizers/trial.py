@@ -139,7 +139,7 @@ class OptimizerTrial(OptimizerPreparation):
         """Learning rates are baked in; schedulers know of the call."""
         count_optimizer_step(self._optimizer)
 
-    def settle(self) -> None:
+    def settle(self, engine: Engine) -> None:
         """State stays where it is."""
 
     def hyperparameters(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from pygraph_train.graphs import Engine, Graph
 from pygraph_train.graphs.engine import CaptureError, IndirectGraph, IndirectionUnavailable
-from pygraph_train.graphs.memory import copy_elsewhere, fingerprint, span
+from pygraph_train.graphs.memory import copy_elsewhere, fingerprints, span
 from pygraph_train.graphs.prove import poison, prove
 from pygraph_train.regions.arena import Occupant
 from pygraph_train.regions.blocks import block_of
@@ -208,7 +208,7 @@ def _unproven(
     def results() -> list[torch.Tensor]:
         with torch.random.fork_rng(sorted({x.device.index for x in own if x.device.type == "cuda"})):
             repeatable.replay()
-        return [fingerprint(x) for x in own]
+        return fingerprints(own)
 
     try:
         before = results()

@@ -27,6 +27,7 @@ from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
 from pygraph_train.tracing.reproducing import ReproducingTrace, changing_numbers
+from pygraph_train.tracing.saved_on_host import SavedOnHost
 from pygraph_train.verification import Fingerprint
 
 __all__ = ["REPLAYS_BEFORE_COMPILING", "Advancing"]
@@ -263,7 +264,9 @@ class Advancing:
         result, problem = self._watching(step, variant, args, kwargs, leaves, run)
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
+            saved = variant.trace.saved
             variant.trace = self._training.program.new_trace(variant.trace.dynamic)
+            variant.trace.saved = saved
         elif problem is not None and variant.trace.dynamic:
             self._shapes.refused(variant)
         elif problem is not None:
@@ -330,8 +333,18 @@ class Advancing:
         first = self._signatures.is_first(signature)
         wanted = training.config.compile is True and self._decisions.compiles
         variant.compile_next = wanted and first and other_way is None
+        trace.saved = self._saved(variant)
         signature.variants.insert(0, variant)
         return variant
+
+    def _saved(self, variant: Variant) -> SavedOnHost | None:
+        """Where steps with eager kernels leave what they save: before Inductor compiles the step, and beside its graph.
+
+        Hooks of FSDP, and those of several processes, stay among themselves.
+        """
+        program = self._training.program
+        alone = program.replication.group is None and not program.replication.sharded and not program.by_hand
+        return SavedOnHost(in_warm_up=variant.compile_next) if alone else None
 
     def compare_plans(self, variant: Variant) -> Choice:
         """A comparison of the plans of this kind of call, from the next step on."""

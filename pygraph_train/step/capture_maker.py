@@ -351,10 +351,13 @@ class CaptureMaker:
     def beside_parameters(
         self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Tensor]:
-        """Device tensors, other than parameters, that forward and backward may write in place."""
+        """Device tensors, other than parameters, that forward and backward may write in place.
+
+        Frozen parameters are parameters: most of the model, where only adapters are trained.
+        """
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
         found = {id(t): t for t in self._program.model.buffers()}
-        found |= {id(t): t for t in reads if not t.requires_grad or variant.writes_parameters}
+        found |= {id(t): t for t in reads if not variant.is_unwritten_parameter(t)}
         found |= {id(t): t for t in self._program.extra_state()}
         return list(found.values())
 

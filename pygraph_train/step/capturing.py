@@ -301,7 +301,7 @@ class Capturing:
                 self._leave_update_outside(
                     step, Problem(f"the optimizer runs outside of the graph: {reason}")
                 )
-            updates.preparation.settle()
+            updates.preparation.settle(training.engine)
         if len({p.constants for p, _, _ in variant.captures}) > MOST_RETRACES:
             raise NotLegal(
                 Problem(f"Python values of the training loop change again and again: {position.constants}")

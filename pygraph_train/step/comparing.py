@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
@@ -16,12 +16,17 @@ from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
-from pygraph_train.tracing.refusals import problem_of
+from pygraph_train.tracing.refusals import OUT_OF_MEMORY, problem_of
 from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = ["Comparing"]
 
 log = logging.getLogger("pygraph_train")
+
+_NO_MEMORY_TO_COMPARE = (
+    "a replay was not compared with the step without a graph once more: the device has no memory for the step beside "
+    "the graph"
+)
 
 R = TypeVar("R")
 
@@ -75,12 +80,19 @@ class Comparing:
         def without_graph() -> Fingerprint:
             # with the batch itself: what loads the graph's inputs is compared as well
             call, updates, sync = self._call_of(variant), capture.updates, step.position.sync
-            with _nothing_made():
+            saved = variant.trace.saved
+            with _nothing_made(), nullcontext() if saved is None else saved.waiting(1.0):
                 return maker.reference(
                     variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
                 )
 
-        expected = without_graph() if expected is None else expected
+        if expected is None:
+            try:
+                expected = without_graph()
+            except NotLegal as refused:
+                if not capture.verified or refused.problem is not OUT_OF_MEMORY or self._together is not None:
+                    raise
+                return self._unaudited(capture, started, replay)
         with _nothing_made():
             before = capture.gradients.snapshot()
             with maker.stage():
@@ -141,6 +153,15 @@ class Comparing:
         if stands:
             undo()
         raise NotLegal(problem)
+
+    def _unaudited(self, capture: Capture, started: float, replay: Callable[[], R]) -> R:
+        """Make a replay that cannot be compared once more: a step without a graph has no memory beside the graph."""
+        training = self._training
+        training.engine.tidy()  # what the run that failed has left
+        capture.audits.took(time.perf_counter() - started, first=False)
+        training.clock.interrupted()
+        training.report.note(_NO_MEMORY_TO_COMPARE)
+        return replay()
 
     def _timed(self, variant: Variant, replay: Callable[[], R]) -> R:
         """Make a replay that is compared, and so waited for. What it takes decides which shapes get graphs."""

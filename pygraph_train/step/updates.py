@@ -97,7 +97,7 @@ class Updates:
                 f"{type(program.optimizer).__qualname__} is not from torch.optim; a graph of its own is tried"
             )
         if self.fusable:
-            preparation.settle()
+            preparation.settle(training.engine)
         elif self.whole_steps:
             training.note(Problem(f"the optimizer has a graph of its own: {self.between}"))
 

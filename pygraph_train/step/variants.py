@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph
@@ -191,6 +191,10 @@ class Variant:
         """
         found = [t for t in reads if self.writes_parameters or not t.requires_grad]
         return Storages(map(local_tensor, found)) if found else None
+
+    def is_unwritten_parameter(self, tensor: Tensor) -> bool:
+        """Whether this is a parameter, trained or frozen, that forward and backward do not write."""
+        return not self.writes_parameters and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
 
     def meets(self, event: LifeEvent) -> None:
         """Go on in life."""

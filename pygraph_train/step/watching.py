@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.capture_maker import CaptureMaker
@@ -18,6 +19,7 @@ from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Variant
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.tracing.refusals import history
+from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Watching"]
 
@@ -48,14 +50,17 @@ class Watching:
         """Make the step. Returns its result, and a reason against a graph of it."""
         training = self._training
         first = variant.life.stage is not Stage.WATCHED
-        versions = _versions(leaves)
+        versions, saved = _versions(leaves), variant.trace.saved
+        waits = saved is not None and saved.in_warm_up
         with (
             self._updates.context(),
             self._maker.warm_up(fresh=step.position.fresh),
-            training.clock.ungraphed(traced=first),
+            training.clock.ungraphed(traced=first or waits),
+            saved.waiting() if saved is not None and waits else nullcontext(),
         ):
             result = run(self._watched(variant))
-        variant.seen_in_warmup(training.times.ungraphed)
+        if not waits:  # a step that copies what it saves is slower than one that does not
+            variant.seen_in_warmup(training.times.ungraphed)
         problem = training.program.replication.not_called_once() or variant.trace.problem
         if problem is None and first:
             problem = self._read_leaves(variant, args, kwargs, leaves)
@@ -77,7 +82,9 @@ class Watching:
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
                 variant.trace.problem = refused.problem
                 return fn(*args, **kwargs)
-            variant.writes_parameters |= variant.trace.writes_state or before != _versions(parameters)
+            variant.writes_parameters |= before != _versions(parameters) or _writes_a_parameter(
+                variant.trace, fn, args, kwargs
+            )
             if moves.found() and not variant.trace.rebound and variant.trace.problem is None:
                 variant.trace.problem = UNSEEN_MOVE
             return result
@@ -111,6 +118,20 @@ class Watching:
         places = {id(tensor): k for k, tensor in enumerate(state)}
         variant.anchored = [(i, places[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in places]
         return None
+
+
+def _writes_a_parameter(
+    trace: Trace, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether forward writes to parameters, trained or frozen, as far as the trace shows: not to buffers alone."""
+    if not trace.written:
+        return False
+    try:
+        tensors = dict(zip(trace.inputs, trace.tensors(fn, args, kwargs), strict=True))
+        written = [tensors[expression] for expression in trace.written]
+    except Exception:  # expressions that only Dynamo's own code understands
+        return True
+    return any(t.requires_grad or isinstance(t, nn.Parameter) for t in written)
 
 
 def _versions(leaves: Sequence[Any]) -> list[int]:

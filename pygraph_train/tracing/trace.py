@@ -48,16 +48,16 @@ from pygraph_train.tracing.reasons import (
     problem_of_guard,
     readable,
 )
-from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
+from pygraph_train.tracing.recompute import checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.required_gradients import GivenTensors
+from pygraph_train.tracing.saved_on_host import SavedOnHost, eager_forward
 from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.stillness import Stillness
 from pygraph_train.tracing.traced_code import fresh_code, held_weakly
 from pygraph_train.tracing.watch import ModuleWatch
 
 __all__ = ["Compiler", "Trace"]
-
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any], list[str]], Callable[..., Any]]
 """Compiles a graph of Dynamo's for these inputs, and appends what it could not do to the list."""
@@ -104,8 +104,10 @@ class Trace:
         """These tensors, as `holds` saw them last."""
         self.rebound: list[str] = []
         """Expressions of those of `inputs` that the step gives other memory (`p.data = ...`)."""
-        self.writes_state = False
-        """Whether forward writes to some of `inputs`."""
+        self.written: list[str] = []
+        """Expressions of those of `inputs` that forward writes to."""
+        self.saved: SavedOnHost | None = None
+        """Takes a part of what steps save, where they are compiled later. For one who sets it before the first call."""
         self.left: list[str] = []
         """What the compilation could not do."""
         self.made_once: tuple[str, ...] = ()
@@ -174,7 +176,7 @@ class Trace:
         self._compiles, self.problem, self.host_draws = 0, None, None
         self._recording, self._kept = Recording(self.device), KeptGuards()
         self.inputs, self.rebound, self.left, self._arguments = [], [], [], []
-        self.made_once, self.writes_state, self._draws_are_known = (), False, False
+        self.made_once, self.written, self._draws_are_known = (), [], False
 
     def _function_to_trace(self) -> types.FunctionType:
         """Calls a step's function."""
@@ -336,7 +338,7 @@ class Trace:
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
         if self._compiler is not None:
             return self._compiler(graph, example_inputs, self.left)
-        return as_eager(graph).forward
+        return eager_forward(graph, self.saved)
 
     def _look_at_draws(self, graph: torch.fx.GraphModule) -> None:
         if self.may_draw and not self._draws_are_known and not self.traced:
@@ -361,7 +363,7 @@ class Trace:
             expression = placeholder_source(target) or target.name
             if expression in self._arguments:
                 return batch_changed(readable(expression, self._fn), line_of(node))
-            self.writes_state = True
+            self.written.append(expression)
             if rebinds and expression not in self.rebound:
                 self.rebound.append(expression)
         return None

@@ -14,7 +14,7 @@ from torch import nn
 
 import pygraph_train.backend as backend
 from pygraph_train.graphs import memory as memory_module
-from pygraph_train.graphs.memory import bits, fingerprint
+from pygraph_train.graphs.memory import bits, fingerprints
 
 pytestmark = [
     pytest.mark.gpu,
@@ -220,9 +220,9 @@ def test_warming_up_takes_no_more_memory_than_compiling(indirection: str) -> Non
 
 
 def test_fingerprints_are_the_same_on_both_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "_FEW", 1 << 10)
+    monkeypatch.setattr(memory_module, "_PART", 1 << 10)
     tensor = torch.randn(1000, 7)
-    assert torch.equal(fingerprint(tensor), fingerprint(tensor.cuda()).cpu())
+    assert torch.equal(fingerprints([tensor])[0], fingerprints([tensor.cuda()])[0].cpu())
     other = tensor.cuda()
     bits(other)[12345] ^= 1
-    assert not torch.equal(fingerprint(tensor), fingerprint(other).cpu())
+    assert not torch.equal(fingerprints([tensor])[0], fingerprints([other])[0].cpu())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.optim import (
     Rprop,
 )
 
+from pygraph_train.graphs.cuda import CudaEngine
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 
 pytestmark = [
@@ -52,6 +54,13 @@ CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
 IDS = [f"{cls.__name__}-{'-'.join(options) or 'default'}" for cls, options in CASES]
 
 
+@pytest.fixture
+def engine() -> Iterator[CudaEngine]:
+    made = CudaEngine(torch.device("cuda"))
+    yield made
+    made.close()
+
+
 def make(cls: type[Optimizer], options: dict[str, Any]) -> tuple[list[torch.nn.Parameter], Any]:
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(n, 7, generator=generator).cuda()) for n in (5, 64, 1)]
@@ -74,7 +83,7 @@ def set_lr(optimizer: Optimizer, step: int) -> None:
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
 def test_replayed_steps_equal_eager_steps_while_the_learning_rate_changes(
-    cls: type[Optimizer], options: dict[str, Any]
+    cls: type[Optimizer], options: dict[str, Any], engine: CudaEngine
 ) -> None:
     params, optimizer = make(cls, options)
     eager_params, eager = make(cls, options)
@@ -95,7 +104,7 @@ def test_replayed_steps_equal_eager_steps_while_the_learning_rate_changes(
             with torch.cuda.stream(stream), prep.prepared():
                 optimizer.step()
             torch.cuda.current_stream().wait_stream(stream)
-            prep.settle()
+            prep.settle(engine)
         else:
             if step == 2:
                 prep.remember()
@@ -113,7 +122,7 @@ def test_replayed_steps_equal_eager_steps_while_the_learning_rate_changes(
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=IDS)
 def test_checkpoint_of_prepared_training_is_that_of_plain_training(
-    cls: type[Optimizer], options: dict[str, Any]
+    cls: type[Optimizer], options: dict[str, Any], engine: CudaEngine
 ) -> None:
     params, optimizer = make(cls, options)
     plain_params, plain = make(cls, options)
@@ -127,7 +136,7 @@ def test_checkpoint_of_prepared_training_is_that_of_plain_training(
             plain.step()
             with prep.prepared():
                 optimizer.step()
-            prep.settle()
+            prep.settle(engine)
 
     def compare() -> None:
         ours, theirs = optimizer.state_dict(), plain.state_dict()
@@ -161,7 +170,7 @@ def _tensors(optimizer: Optimizer) -> list[Tensor]:
     return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
 
-def test_settle_keeps_identity_and_values_and_then_rests() -> None:
+def test_settle_keeps_identity_and_values_and_then_rests(engine: CudaEngine) -> None:
     params = [torch.nn.Parameter(torch.randn(512, 1024, device="cuda")) for _ in range(4)]
     for p in params:
         p.grad = torch.randn_like(p)
@@ -171,11 +180,11 @@ def test_settle_keeps_identity_and_values_and_then_rests() -> None:
         optimizer.step()
     tensors = prep.state_tensors()
     values = [t.clone() for t in tensors]
-    prep.settle()
+    prep.settle(engine)
     assert all(a is b for a, b in zip(prep.state_tensors(), tensors, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(tensors, values, strict=True))
     generation, addresses = prep.generation, [t.data_ptr() for t in tensors]
-    prep.settle()
+    prep.settle(engine)
     assert prep.generation == generation
     assert [t.data_ptr() for t in tensors] == addresses
 
@@ -198,3 +207,21 @@ def test_scaler_step_of_default_sgd_reads_nothing_back() -> None:
             torch.cuda.set_sync_debug_mode("default")
     scaler.update()
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_settle_has_little_of_the_state_in_memory_twice(engine: CudaEngine) -> None:
+    params = [torch.nn.Parameter(torch.randn(512, 1024, device="cuda")) for _ in range(64)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = AdamW(params)
+    prep = OptimizerPreparation(optimizer, emulated=False)
+    with prep.prepared():
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    prep.settle(engine)
+    size = sum(t.nbytes for t in prep.state_tensors())
+    assert torch.cuda.max_memory_allocated() - allocated < size / 8
+    assert torch.cuda.max_memory_reserved() - reserved < size / 4

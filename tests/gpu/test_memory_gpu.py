@@ -1,0 +1,56 @@
+"""Memory of the first steps on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pygraph_train import GraphedStep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))]
+    model = nn.Sequential(*layers).cuda()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def peak_of(step: object, x: Tensor) -> tuple[int, Tensor]:
+    """Bytes above those that are allocated between steps, in three steps, and the loss of the last one."""
+    assert callable(step)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        loss = step(x)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, loss
+
+
+def test_steps_before_compilation_need_less_memory_than_plain_ones() -> None:
+    x = torch.randn(1 << 14, 256, device="cuda")
+    model, optimizer = model_and_optimizer()
+
+    def plain(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    plain_peak, plain_loss = peak_of(plain, x)
+    ours, its_optimizer = model_and_optimizer()
+    step = GraphedStep(
+        lambda x: ours(x).square().mean(), model=ours, optimizer=its_optimizer, compile=True, warmup_steps=4
+    )
+    peak, loss = peak_of(step, x)
+    step.close()
+    assert torch.equal(plain_loss, loss)
+    assert all(map(torch.equal, model.parameters(), ours.parameters()))
+    assert peak < 0.8 * plain_peak

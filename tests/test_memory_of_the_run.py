@@ -1,0 +1,376 @@
+"""What comparisons, snapshots and moves need beside what the step needs: little, and nothing as large as the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from live_bytes import peak_bytes
+from replays import text_of
+from torch import Tensor, nn
+from training import Diary, Net, adamw, batches, both, loss_of, sgd
+
+from pygraph_train import GraphedStep
+from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.graphs.memory import fingerprints
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.step import capture_maker, capturing
+from pygraph_train.step.advancing import Advancing
+from pygraph_train.step.capture_maker import CaptureMaker
+from pygraph_train.step.comparing import Comparing
+from pygraph_train.tracing import saved_on_host
+from pygraph_train.tracing.saved_on_host import SHARE_OF_WARM_UP, SavedOnHost
+from pygraph_train.verification import Fingerprint, ScratchState
+
+MIB = 1 << 20
+
+
+def as_they_are(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+@pytest.mark.parametrize("layout", [as_they_are, Tensor.t], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_summed_up_without_copies_of_them(
+    dtype: torch.dtype, layout: Callable[[Tensor], Tensor]
+) -> None:
+    gradients = [layout(torch.ones(4096, 2048, dtype=dtype)) for _ in range(2)]
+    size = sum(g.nbytes for g in gradients)
+    needed = peak_bytes(lambda: gradients, lambda found: Fingerprint.of(torch.ones(()), found))
+    assert needed < 18 * MIB < size, f"{needed / MIB:.1f} MiB beside gradients of {size / MIB:.1f}"
+
+
+@pytest.mark.parametrize("index", [0, 1 << 21, (1 << 23) - 1])
+def test_each_part_of_a_large_gradient_is_compared(index: int) -> None:
+    gradient = torch.randn(4096, 2048).clamp_(0.5, 1.0)
+    before = Fingerprint.of(torch.ones(()), [gradient])
+    elsewhere = gradient.t().contiguous().t()
+    assert before.same_bits(Fingerprint.of(torch.ones(()), [elsewhere])), "strides mean nothing"
+    gradient.view(-1)[index] += 2.0**-23
+    assert not before.same_bits(Fingerprint.of(torch.ones(()), [gradient]))
+
+
+def test_results_of_replays_are_compared_without_copies_of_them() -> None:
+    """What a forward saves for the backward is such a result: as much as all activations."""
+    needed = peak_bytes(
+        lambda: [torch.randn(512, 1024) for _ in range(32)], lambda tensors: fingerprints(tensors)
+    )
+    assert needed < 14 * MIB, f"{needed / MIB:.1f} MiB beside 64 that are compared"
+
+
+def wide() -> nn.Module:
+    """A model with more optimizer state than is left where it lies."""
+    return nn.Sequential(nn.Linear(6, 700), nn.Tanh(), nn.Linear(700, 700), nn.Tanh(), nn.Linear(700, 3))
+
+
+def prepared(count: int, size: int) -> OptimizerPreparation:
+    """An optimizer that has made a step: parameters of `size` times `size` elements."""
+    params = [nn.Parameter(torch.randn(size, size)) for _ in range(count)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = torch.optim.AdamW(params, fused=True)
+    made = OptimizerPreparation(optimizer, emulated=True)
+    with made.prepared():
+        optimizer.step()
+    return made
+
+
+def test_the_state_of_an_optimizer_moves_a_few_tensors_at_a_time() -> None:
+    needed = peak_bytes(lambda: prepared(16, 1024), lambda made: made.settle(EmulatedEngine()))
+    assert needed <= 16 * MIB, f"{needed / MIB:.1f} MiB beside a state of 128"
+
+
+def test_state_that_has_moved_is_the_same_and_rests() -> None:
+    made = prepared(4, 700)
+    tensors = made.state_tensors()
+    values, places = [t.clone() for t in tensors], [t.data_ptr() for t in tensors]
+    made.settle(EmulatedEngine())
+    assert all(a is b for a, b in zip(made.state_tensors(), tensors, strict=True))
+    assert all(map(torch.equal, tensors, values))
+    settled = [t.data_ptr() for t in tensors]
+    assert settled != places and made.generation == 1
+    made.settle(EmulatedEngine())
+    assert [t.data_ptr() for t in tensors] == settled and made.generation == 1
+
+
+def test_state_that_does_not_fit_twice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = prepared(2, 700)
+    places = [t.data_ptr() for t in made.state_tensors()]
+
+    def full(self: EmulatedEngine) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(EmulatedEngine, "lasting_memory", full)
+    made.settle(EmulatedEngine())
+    assert [t.data_ptr() for t in made.state_tensors()] == places and made.generation == 0
+
+
+def test_training_whose_state_moves_is_plain_training() -> None:
+    def script(diary: Diary) -> None:
+        model = wide()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for number, batch in enumerate(batches(16)):
+            if number == 9:
+                optimizer.load_state_dict(optimizer.state_dict())  # new state, which is to be moved again
+            diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+    both(script, replays=6, plan="{F B O}")
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """The addresses of what was copied on the device, each time."""
+    found: list[set[int]] = []
+
+    class Spy(ScratchState):
+        def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
+            found.append({t.data_ptr() for t in tensors})
+            super().__init__(device, tensors)
+
+    for module in (capture_maker, capturing):
+        monkeypatch.setattr(module, "ScratchState", Spy)
+    return found
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["read", "written"])
+def test_frozen_parameters_are_copied_only_where_the_step_writes_them(
+    kept: list[set[int]], writes: bool
+) -> None:
+    frozen: list[int] = []
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        model.first.requires_grad_(False)
+        frozen[:] = [model.first.weight.data_ptr()]
+        optimizer = adamw(model)
+
+        def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+            if writes:
+                with torch.no_grad():
+                    model.first.weight.mul_(0.99)
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(16):
+            diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+    both(script, replays=8, plan="{F B O}")
+    assert kept and all((frozen[0] in places) is writes for places in kept)
+
+
+def test_an_audit_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, made = CaptureMaker.reference, []
+
+    def full_later(self: CaptureMaker, *args: Any, **kwargs: Any) -> Fingerprint:
+        made.append(1)
+        if len(made) > 1:
+            raise torch.OutOfMemoryError("planted")
+        return reference(self, *args, **kwargs)
+
+    monkeypatch.setattr(CaptureMaker, "reference", full_later)
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(16):
+            diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+    report = both(script, replays=8, plan="{F B O}", verify="always")
+    assert len(made) > 4 and "has no memory for the step beside the graph" in text_of(report)
+    assert not report.fallbacks
+
+
+# -- what a step saves while it is only looked at, before Inductor compiles it -----------------------------
+
+
+class Watched(SavedOnHost):
+    """Its steps leave `share` on the host where they are not told how much."""
+
+    share = SHARE_OF_WARM_UP
+
+    def waiting(self, share: float | None = None) -> AbstractContextManager[None]:
+        self.runs = getattr(self, "runs", 0) + (share == 1.0)
+        return super().waiting(self.share if share is None else share)
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """As on CUDA with `compile=True`: a part of what watched steps save is copied, however small it is."""
+    made = Watched(in_warm_up=True)
+    monkeypatch.setattr(Advancing, "_saved", lambda self, variant: made)
+    monkeypatch.setattr(saved_on_host, "_LEAST", 1)
+    return made
+
+
+class Attentive(nn.Module):
+    """Strided views, a softmax whose result is saved, dropout, and a buffer of whole numbers that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, 24)
+        self.dropout = nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(8)
+        self.out = nn.Linear(8, 3)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        q, k, v = self.project(x).view(-1, 3, 8).unbind(1)
+        weights = self.dropout(torch.softmax(q @ k.t(), -1))
+        return self.out(self.norm(torch.exp(weights @ v).t().contiguous().t()))
+
+
+@pytest.mark.parametrize("make", [Attentive, Net], ids=["attention", "batch norm"])
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_steps_whose_saved_tensors_wait_on_the_host_are_plain_steps(
+    saved: Watched, make: Callable[[], nn.Module], share: float
+) -> None:
+    saved.share = share
+    moved: list[int] = []
+
+    def script(diary: Diary) -> None:
+        model = make()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(16):
+            diary.write("loss", step(batch))
+            diary.write("gradients", [p.grad for p in model.parameters()])
+            moved.append(saved.moved)
+        diary.write_state(model, optimizer)
+
+    both(script, replays=8, plan="{F B O}", warmup_steps=3)
+    assert moved[16] > 0, "the first step with the library has copied what it saved"
+
+
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+def activated_in_place(x: Tensor) -> Tensor:
+    y = nn.functional.layer_norm(x, (6,))
+    y += x
+    return nn.functional.hardswish(nn.functional.relu(y, True) - 1, inplace=True)
+
+
+def changed_what_was_saved(x: Tensor) -> Tensor:
+    return nn.functional.relu(x.exp(), inplace=True)
+
+
+def changed_what_was_saved_by_position(x: Tensor) -> Tensor:
+    return nn.functional.hardswish(torch.sigmoid(x), True)
+
+
+def changed_what_another_one_saved(x: Tensor) -> Tensor:
+    y = x + 1
+    z = y * y
+    return z + nn.functional.relu(y, inplace=True)
+
+
+def changed_a_view(x: Tensor) -> Tensor:
+    y = x.exp()
+    return nn.functional.relu(y[1:], inplace=True).sum() + y
+
+
+def added(x: Tensor) -> Tensor:
+    y = x.exp()
+    y += 1
+    return y
+
+
+def assigned(x: Tensor) -> Tensor:
+    y = x.exp()
+    y[0] = 1.0
+    return y
+
+
+def differentiated(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda z: (z**3).sum())(x)
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
+
+
+WRONG = (
+    *(added, assigned, changed_what_was_saved, changed_what_was_saved_by_position),
+    *(changed_what_another_one_saved, changed_a_view),
+)
+"""Plain training ends with an error."""
+
+
+@pytest.mark.parametrize(
+    ("fn", "moves"),
+    [
+        *((fn, True) for fn in (squared, activated_in_place)),
+        *((fn, False) for fn in (*WRONG, differentiated, checkpointed)),
+    ],
+)
+def test_nothing_waits_on_the_host_where_hooks_might_show(
+    saved: Watched, fn: Callable[[Tensor], Tensor], moves: bool
+) -> None:
+    saved.share = 1.0
+    model = nn.Linear(6, 6)
+    step = GraphedStep(
+        lambda x: fn(model(x)).sum(), model=model, optimizer=sgd(model), engine="emulated", warmup_steps=2
+    )
+    wrong = fn in WRONG
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") if wrong else nullcontext():
+        step(torch.randn(4, 6))  # an error where plain training has one
+    assert (saved.moved > 0) is moves
+    step.close()
+
+
+def test_a_part_of_what_a_step_saves_leaves_the_device(saved: Watched) -> None:
+    model = nn.Sequential(*[nn.Tanh() for _ in range(20)])
+
+    def make() -> Tensor:
+        return torch.randn(1 << 20, requires_grad=True)
+
+    def waits(x: Tensor) -> None:
+        with saved.waiting():
+            loss = saved(model, [x]).sum()
+        loss.backward()
+
+    plain = peak_bytes(make, lambda x: model(x).sum().backward())
+    copies_included = peak_bytes(make, waits)
+    assert saved.moved == 32 * MIB and plain >= 80 * MIB
+    assert copies_included <= plain + 4 * MIB, "so 28 of 80 MiB fewer lie on the device"
+    saved(model, [make()])
+    assert saved.moved == 32 * MIB, "no other run copies anything"
+
+
+def test_comparisons_beside_a_graph_leave_all_that_they_save_on_the_host(
+    saved: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where a step with eager kernels runs from its trace."""
+    saved.in_warm_up = False
+    made = Comparing.__init__
+    monkeypatch.setattr(
+        Comparing,
+        "__init__",
+        lambda self, training, updates, maker, call_of, together: made(
+            self, training, updates, maker, lambda variant: variant.trace, together
+        ),
+    )
+    moved: list[int] = []
+
+    def script(diary: Diary) -> None:
+        model = Attentive()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(16):
+            diary.write("loss", step(batch))
+            moved.append(saved.moved)
+        diary.write_state(model, optimizer)
+
+    report = both(script, replays=8, plan="{F B O}", verify="always")
+    assert moved[16] == 0 < moved[-1] and saved.runs > 6, "the warm-up did not wait, and all audits did"
+    assert not report.fallbacks
