@@ -129,6 +129,19 @@ def test_a_draw_keeps_graphs_only_where_they_are_not_slower():
         assert controller.exploration_steps <= controller.rules.exploration
 
 
+@pytest.mark.parametrize(
+    ("share", "kept"), [(1.0, False), (0.995, False), (1.02, False), (0.9, True), (0.7, True)]
+)
+def test_a_graph_of_the_update_alone_has_to_prove_that_it_is_faster(share, kept):
+    alone = Arm(OPTIMIZER)
+    for seed in range(20):
+        machine = Machine({alone: 5e-3 * share, OFF: 5e-3}, seed, noise=0.01)
+        controller = Controller([alone, OFF])
+        machine.run(controller, 400)
+        assert controller.settled
+        assert (controller.best == alone) is kept, (seed, controller.verdicts)
+
+
 def test_a_planted_drift_opens_the_question_again():
     for seed in range(20):
         table = {FUSED: 0.010, OFF: 0.013}

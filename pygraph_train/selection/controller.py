@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
-from pygraph_train.selection.arms import NOTHING, Arm
+from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm
 from pygraph_train.selection.samples import Summary, summary, surely_faster, surely_no_faster
 
 __all__ = ["Controller", "Estimate", "Rules", "Switch", "Window"]
@@ -234,10 +234,11 @@ class Controller:
                 ours, other = self._agreed(mine, theirs)
                 if math.isfinite(ours.mean) and math.isfinite(other.mean):
                     break
+            first, second = (ours, other) if self._has_to_prove(challenger) else (other, ours)
             if (
                 self._reopen is not None
-                or surely_no_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain)
-                or surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain)
+                or surely_no_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
+                or surely_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
             ):
                 break
         if self._reopen is not None:
@@ -255,7 +256,7 @@ class Controller:
         if surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain):
             self.verdicts[incumbent] = f"{here}, and {challenger} takes {there}"
             self._choose(challenger, f"{there} against {here} of {incumbent} {self._why}".strip())
-        elif challenger.plan == NOTHING and other.mean < ours.mean * (1 - rules.tolerance):
+        elif self._is_safer(challenger, ours, other):
             self.verdicts[incumbent] = f"not proved to be faster than no graphs: {here} against {there}"
             self._choose(
                 challenger,
@@ -263,6 +264,17 @@ class Controller:
             )
         else:
             self.verdicts[challenger] = f"{there}, and {incumbent} takes {here}"
+
+    def _has_to_prove(self, challenger: Arm) -> bool:
+        """Whether the best arm has to prove that it is faster than no graphs: a graph of the update alone is small."""
+        return challenger.plan == NOTHING and self.best.plan == OPTIMIZER
+
+    def _is_safer(self, challenger: Arm, ours: Summary, other: Summary) -> bool:
+        """Whether no graphs are better than a plan that is not proved to be faster."""
+        rules = self.rules
+        if self._has_to_prove(challenger):
+            return not surely_faster(ours, other, confidence=rules.confidence, gain=rules.min_gain)
+        return challenger.plan == NOTHING and other.mean < ours.mean * (1 - rules.tolerance)
 
     def _watch(self, look_every: int) -> Generator[Window, None, None]:
         """Short looks at the chosen arm, until something has changed for good."""
