@@ -134,6 +134,7 @@ class Advancing:
             if not variant.arm.plan.forward_backward:  # an earlier run knew better than to capture
                 variant.choice = self.compare_plans(variant)
         step.arm = variant.arm
+        self._updates.serve(variant.arm.plan)
         if not variant.arm.plan.forward_backward:
             return Ran(self._ungraphed.as_its_arm_says(step, run))
         return self._graphed(step, signature, variant, args, kwargs, leaves, run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from pygraph_train.config import PyGraphConfig
@@ -155,6 +155,7 @@ class StepRunner:
             else:
                 step.count_for(choice)
                 variant.arm = choice.arm
+                self._updates.serve(variant.arm.plan)
                 settled_without = choice.controller.settled and not variant.arm.plan.forward_backward
                 signature.no_graphs = choice if settled_without else None
         elif variant.lead is not None:
@@ -212,6 +213,14 @@ class StepRunner:
         captures = [key for variant in self._signatures.variants() for key in variant.captures]
         self._training.addresses.keep(compiled for _, _, compiled in captures)
         self._updates.release_graphs(arm.plan, whole_steps=bool(captures) or arm.plan.forward_backward)
+        if not captures and all(map(_leaves_update_alone, [arm, *self._settled_arms()])):
+            self._updates.rest()
+
+    def _settled_arms(self) -> Iterator[Arm | None]:
+        """What steps run with of which plans are compared; None where it is not known yet."""
+        choices = [variant.choice for variant in self._signatures.variants()]
+        for choice in filter(None, [*choices, self._ungraphed.choice]):
+            yield choice.arm if choice.controller.settled else None
 
     @property
     def stopped(self) -> bool:
@@ -245,6 +254,11 @@ class StepRunner:
         self._regions.close()
         self._refusing.close()
         let_go(self._training.engine)
+
+
+def _leaves_update_alone(arm: Arm | None) -> bool:
+    """Whether no graph of an arm needs the optimizer prepared."""
+    return arm is not None and not (arm.plan.forward_backward or arm.plan.optimizer_alone)
 
 
 def _signatures(training: TrainingRun) -> Signatures:

@@ -70,4 +70,8 @@ class UngraphedSteps:
             self.choice = self._decisions.choice(None, plans, self._training.steps_made)
         step.count_for(self.choice)
         step.arm = self.choice.arm
+        if not self._updates.serve(step.arm.plan):  # the optimizer was refused while it had no graph
+            self.choice = None
+            step.give_up()
+            return self.plainly(run)
         return self.as_its_arm_says(step, run)
