@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from test_given_up import Counting, loss_of
+from test_given_up import Counting, calls_of, loss_of
 from torch import nn
-from training import CONFIG, Diary, adamw, batches, both
+from training import CONFIG, Diary, PlainStep, adamw, batches, both
 
 from pygraph_train import GraphedStep
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, Plan
+from pygraph_train.step import graphed, launch_bound, runner
+from pygraph_train.step.launch_bound import LaunchBoundCheck
 
 KERNELS = importlib.import_module("torch.optim.adam")
 
@@ -71,6 +76,123 @@ def test_the_loops_own_optimizer_makes_the_update(declared):
 
     report = both(script, replays=3)
     assert report.plan == report.running_plan == "F B O", str(report)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is said never to wait for the host."""
+    monkeypatch.setattr(launch_bound, "_SHARE", 2.0)
+    monkeypatch.setattr(LaunchBoundCheck, "wanted", staticmethod(lambda config, engine: True))
+
+
+KINDS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "slower": lambda: (Counting(), {}),
+    "slower for these batches": lambda: (nn.Linear(6, 3), {}),
+    "regions only": lambda: (Counting(), {"optimizer": "off"}),
+    "waits": lambda: (Counting(), {"compile": False}),
+    "off": lambda: (Counting(), {"engine": "off"}),
+}
+
+
+@pytest.mark.passes_without_graphs("steps run without graphs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_at_rest_looks_at_nothing(kind, request, declared):
+    """Neither its batch, nor a key, a clock, guards or the optimizer; and it calls few functions more than the loop."""
+    if kind == "waits":
+        request.getfixturevalue("waits")
+    counts = []
+    for made in (PlainStep, GraphedStep):
+        torch.manual_seed(0)
+        model, options = KINDS[kind]()
+        optimizer, batch = adamw(model), batches(1)[0]
+        given = {"config": dataclasses.replace(CONFIG, **options)} if made is GraphedStep else {}
+        step = made(lambda b, model=model: loss_of(model, b), model=model, optimizer=optimizer, **given)
+        for _ in range(80):
+            step(batch)
+        if made is GraphedStep:
+            while not step._rest:
+                step(batch)
+            before = step.report().steps
+        with (
+            mock.patch.object(runner, "flattened") as flattened,
+            mock.patch.object(runner, "key_of") as key_of,
+            mock.patch.object(OptimizerPreparation, "prepared") as prepared,
+            mock.patch.object(time, "perf_counter") as clock,
+        ):
+            counts.append(calls_of(lambda step=step, batch=batch: step(batch)))
+        for never in (flattened, key_of, prepared, clock):
+            assert not never.called, never
+    assert step.report().steps == before + 2
+    plain, ours = counts
+    assert sum(ours.values()) - sum(plain.values()) <= 7, ours - plain
+
+
+@pytest.mark.passes_without_graphs("steps run without graphs")
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_rests_begin_and_end_anywhere_in_an_accumulation(accumulate, waits):
+    def script(diary: Diary) -> None:
+        model = Counting()
+        optimizer = adamw(model)
+        step = diary.step(lambda b: loss_of(model, b), model=model, optimizer=optimizer)
+        if diary.graphed:
+            step._runner._launch_bound._distance = 8
+        for index, batch in enumerate(batches(90)):
+            last = index % accumulate == accumulate - 1
+            diary.write("loss", (step if last else step.accumulate)(batch))
+            diary.write_state(model, optimizer)
+        if diary.graphed:
+            check = step._runner._launch_bound
+            assert (
+                check._steps == 90 + step._rest and step._runner._training.step == 90 == step.report().steps
+            )
+            assert "does not wait" in step.report().why_nothing
+
+    both(script, never="the device does not wait for the host", compile=False)
+
+
+@pytest.mark.passes_without_graphs("steps run without graphs")
+def test_steps_are_looked_at_more_and_more_rarely(declared):
+    torch.manual_seed(0)
+    model = Counting()
+    step = GraphedStep(lambda b: loss_of(model, b), model=model, optimizer=adamw(model), config=CONFIG)
+    looked, batch = [], batches(1)[0]
+    for index in range(4000):
+        if not step._rest:
+            looked.append(index)
+        step(batch)
+    late = [index for index in looked if index > 2000]
+    assert len(late) <= 30, len(late)
+    assert step.report().steps == 4000
+
+
+@pytest.mark.passes_without_graphs("nothing is made")
+def test_a_batch_on_the_device_is_not_flattened_at_rest(declared, monkeypatch):
+    model, moved = Counting(), []
+    step = GraphedStep(lambda b: loss_of(model, b), model=model, optimizer=adamw(model), config=CONFIG)
+    step._transfer = lambda move: moved.append(1) or move()  # as on CUDA
+    monkeypatch.setattr(graphed, "_are_there", lambda value: True)
+    for batch in batches(150):
+        at_rest = step._rest > 0
+        with mock.patch.object(graphed, "flattened", wraps=graphed.flattened) as flattened:
+            step(batch)
+        assert flattened.called is not at_rest
+    assert at_rest
+
+
+@pytest.mark.passes_without_graphs("nothing is made")
+def test_a_glance_at_a_batch_never_takes_the_host_for_the_device():
+    there, here = mock.Mock(is_cuda=True), torch.zeros(1)
+    assert graphed._are_there((1, "x", None, 2.0, [True], {"a": ()}))
+    for value in (
+        here,
+        [here],
+        {"a": (1, here)},
+        there,
+        object(),
+        collections.OrderedDict(a=1),
+        nn.Parameter(here),
+    ):
+        assert not graphed._are_there(value)
 
 
 @pytest.mark.parametrize("graphable", [False, True])

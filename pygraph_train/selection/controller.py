@@ -18,6 +18,9 @@ __all__ = ["Controller", "Estimate", "Rules", "Switch", "Window"]
 
 _MORE_STEPS = "twice as many steps"
 
+_FARTHEST = 64
+"""Times `Rules.look_every`, which looks are apart at most."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -35,7 +38,7 @@ class Rules:
         drift: a lasting change of the chosen arm's time by more than this share opens the question again.
         patience: looks in a row that must agree on a drift.
         look_every: steps from one look at the chosen arm to the next; doubled by every opening that
-            changed nothing.
+            changed nothing, and by every look at steps without graphs that has found the same as before.
     """
 
     window: int = 9
@@ -153,6 +156,7 @@ class Controller:
         self._too_dear: set[Arm] = set()
         self._windows = self._run()
         self._present: Window | None = None
+        self._most = _FARTHEST * self.rules.look_every
 
     def next_window(self) -> Window:
         """The next window. Call it when the steps of the last one were made."""
@@ -181,7 +185,7 @@ class Controller:
             if self._reopen is None:
                 self.settled = True
                 settled = first or self.best != before
-                look_every = rules.look_every if settled else min(2 * look_every, 64 * rules.look_every)
+                look_every = rules.look_every if settled else min(2 * look_every, self._most)
                 yield from self._watch(look_every)
             if self._reopen is not None:
                 why = self._why = f"after {self._reopen}"
@@ -291,6 +295,8 @@ class Controller:
                 change = now / reference - 1
                 beyond = 0 if abs(change) <= self.rules.drift else (1 if change > 0 else -1)
                 strikes = strikes + beyond if strikes * beyond > 0 else beyond
+                if self.best.plan == NOTHING:  # such looks cost what nothing else of these steps costs
+                    look_every = self.rules.look_every if beyond else min(2 * look_every, self._most)
                 if abs(strikes) >= self.rules.patience:
                     self._reopen = self._reopen or f"a drift of {change:+.0%} in the time of {self.best}"
             if self._too_dear and self._steps_left() is None and self.steps >= 2 * began:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from pygraph_train.selection.controller import Switch
 from pygraph_train.step.advancing import REPLAYS_BEFORE_COMPILING, Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Families
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
@@ -43,6 +45,9 @@ R = TypeVar("R")
 
 _PATIENCE = 40
 """Steps without a replay, and with a reason, after which there is no hope."""
+
+_LONGEST_REST = 1024
+"""Steps in a row in which nobody looks at the batch: another shape of it may have a graph."""
 
 
 class StepRunner:
@@ -232,6 +237,25 @@ class StepRunner:
         """Whether nothing of any further step can have a graph. Who makes them needs nothing but `count`."""
         return self._together is None and (self._ungraphed.over or self._refusing.stopped)
 
+    def take_rest(self) -> float:
+        """So many further steps need nothing but `count`: who makes them makes them as the plain loop does.
+
+        Ask between steps, and ask again when they were made: they count as made from here on.
+        """
+        if self._together is not None:
+            return 0
+        if self.over:
+            return math.inf
+        if (check := self._launch_bound) is not None:
+            steps = 0 if check.open else check.rest
+            check.skip(steps)
+            return steps
+        if self._updates.phase is not None:
+            return 0
+        if self._refusing.off is not None:
+            return _rest_of([self._ungraphed.choice])
+        return _rest_of(self._signatures.without_graphs())
+
     @property
     def hopeless(self) -> bool:
         """Whether many steps have brought reasons, and neither a replay nor a region."""
@@ -254,6 +278,17 @@ class StepRunner:
         self._regions.close()
         self._refusing.close()
         let_go(self._training.engine)
+
+
+def _rest_of(choices: Sequence[Choice | None]) -> int:
+    """So many further steps need nothing of these comparisons, which are all there are. They count as made."""
+    known = [choice for choice in choices if choice is not None and not choice.arm.plan.graphs]
+    if not known or len(known) < len(choices):
+        return 0
+    steps = min(_LONGEST_REST, *(choice.quiet for choice in known))
+    for choice in known:
+        choice.quiet -= steps
+    return steps
 
 
 def _leaves_update_alone(arm: Arm | None) -> bool:

@@ -328,6 +328,10 @@ class Signatures:
         """Every kind of call."""
         return (variant for signature in self._by_key.values() for variant in signature.variants)
 
+    def without_graphs(self) -> list[Choice | None]:
+        """For each signature the comparison that has settled on no graphs, None where there is no such one."""
+        return [signature.no_graphs for signature in self._by_key.values()]
+
     def close(self) -> None:
         """Release all captures, and forget everything."""
         for variant in self.variants():
