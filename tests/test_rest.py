@@ -22,6 +22,7 @@ from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, Plan
 from pygraph_train.step import graphed, launch_bound, runner
 from pygraph_train.step.launch_bound import LaunchBoundCheck
+from pygraph_train.step.runner import StepRunner
 
 KERNELS = importlib.import_module("torch.optim.adam")
 
@@ -261,3 +262,66 @@ def test_closing_the_step_leaves_a_plain_optimizer(declared):
     step.close()
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_state_dict_post_hooks
     step(batch)
+
+
+class Began:
+    """Which steps a runner was asked to begin, and how many there were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began: list[int] = []
+        stock = StepRunner.begin
+
+        def begin(runner: StepRunner, position: Any) -> Any:
+            step = stock(runner, position)
+            self.began.append(runner._training.step)
+            return step
+
+        monkeypatch.setattr(StepRunner, "begin", begin)
+
+    def between(self, first: int, last: int) -> int:
+        return sum(first <= step < last for step in self.began)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Began:
+    return Began(monkeypatch)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_trainer_of_lightning_makes_its_steps_at_rest(accumulate, declared, asked):
+    """They are logged, validated and counted as ever, and a later look finds that graphs are faster."""
+    pytest.importorskip("lightning.pytorch")
+    import lightning.pytorch as pl
+    from lightning_training import MemoryLogger, Module, parity
+
+    passed_over: list[bool] = []
+
+    class Declares(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            declared.best = "F B O" if trainer.current_epoch < 15 * accumulate else "F B {O}"
+
+        def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+            passed_over.append(any(c.on_after_backward is None for c in trainer.callbacks))
+
+    class Counts(Module):
+        def __init__(self) -> None:
+            super().__init__(scheduler="step")
+            self.net = Counting()
+
+    _, graphed = parity(
+        Counts,
+        lambda: [Declares()],
+        max_epochs=60 * accumulate,
+        validate=True,
+        accumulate_grad_batches=accumulate,
+        logger=MemoryLogger(),
+        replays=20,
+    )
+    steps, progress = graphed.report.steps, graphed.report.progress()
+    assert (steps, progress.with_optimizer) == (660 * accumulate, 660 if accumulate == 1 else 720), str(
+        graphed.report
+    )
+    assert graphed.report.running_plan == "F B {O}"
+    assert asked.between(1, 165 * accumulate) < 100 * accumulate and sum(passed_over) == steps - len(
+        asked.began
+    ), asked.began

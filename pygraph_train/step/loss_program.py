@@ -145,11 +145,11 @@ class LossSteps:
 
     def _make_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
         """Make one step that has no graph, where one process trains: what the user's own loop would do. Hot path."""
+        program = self._program
         if self._runner is not None:
-            self._runner.count()
+            self._runner.count(update and program.optimizer is not None)
         else:
             self._report.step_began(elsewhere=self._counted_elsewhere)
-        program = self._program
         if isinstance(program, FunctionByHand):
             return detached_results(program.function()(*args, **kwargs))
         optimizer = program.optimizer

@@ -85,7 +85,7 @@ class StepRunner:
         maker = CaptureMaker(training, updates.context, together)
         self._together, self._lookup = together, Lookup(program, updates, maker.anchors)
         self._training, self._regions, self._updates = training, regions, updates
-        self.count = training.step_began  # a step is made without this runner
+        self.count = training.step_made_elsewhere  # without this runner
         self._signatures = signatures
         self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
