@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -325,3 +326,87 @@ def test_a_trainer_of_lightning_makes_its_steps_at_rest(accumulate, declared, as
     assert asked.between(1, 165 * accumulate) < 100 * accumulate and sum(passed_over) == steps - len(
         asked.began
     ), asked.began
+
+
+@pytest.fixture
+def waits_for_a_while(waits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is said to wait for the host from the fifth look on, which come soon one after the other."""
+    judge = LaunchBoundCheck._judge
+
+    def judged(check: LaunchBoundCheck, host: float, whole: float) -> None:
+        check._looks = getattr(check, "_looks", 0) + 1  # type: ignore[attr-defined]
+        judge(check, host if check._looks < 5 else math.inf, whole)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(LaunchBoundCheck, "_judge", judged)
+    monkeypatch.setattr(launch_bound, "_FIRST_DISTANCE", 8)
+
+
+LAST_LOOK = 3 + 8 + 16 + 32
+"""The step of the fifth look."""
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_of_accelerate_is_the_functions_own_at_rest(accumulate, waits_for_a_while, asked):
+    pytest.importorskip("accelerate")
+    from accelerate_training import Script, loss_of, setup
+    from accelerate_training import both as both_accelerators
+
+    def script(script: Script) -> None:
+        accelerator, (model, optimizer, loader, schedule) = script.accelerator, setup(script, count=960)
+
+        def fn(batch: dict[str, Any]) -> Any:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            return loss
+
+        step = script.graphed(fn)
+        for batch in loader:
+            script.write("loss", step(batch).detach())
+            script.write_state(model, optimizer)
+
+    report = both_accelerators(script, replays=30, gradient_accumulation_steps=accumulate)
+    (whole,) = report.whole_steps.values()
+    updates = whole.progress().with_optimizer
+    assert whole.steps == 120 and updates - 120 // accumulate in (0, accumulate - 1), str(
+        whole
+    )  # the first is observed
+    assert asked.between(1, LAST_LOOK) <= 8, asked.began
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_of_fabric_is_the_loops_own_at_rest(accumulate, waits_for_a_while, asked):
+    pytest.importorskip("lightning.fabric")
+    from fabric_training import Script, loss_of, setup
+    from fabric_training import both as both_fabrics
+
+    def script(script: Script) -> None:
+        model, optimizer, loader, schedule = setup(script, steps=120)
+        step = script.whole(lambda batch: loss_of(model, batch), model, optimizer, max_norm=0.5)
+        for index, batch in enumerate(loader):
+            last = index % accumulate == accumulate - 1
+            script.write("loss", step(batch, update=last))
+            script.write("optimizer", optimizer.optimizer.state_dict())
+            if last:
+                schedule.step()
+
+    report = both_fabrics(script, replays=30)
+    (whole,) = report.whole_steps.values()
+    assert whole.steps == 120 and whole.progress().with_optimizer == 120 // accumulate, str(whole)
+    assert asked.between(1, LAST_LOOK) <= 8, asked.began
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_trainer_of_transformers_makes_its_steps_at_rest(accumulate, waits_for_a_while, asked, tmp_path):
+    pytest.importorskip("transformers")
+    from test_transformers_trainer import both as both_trainers
+    from test_transformers_trainer import whole
+
+    given = {"num_train_epochs": 4, "gradient_accumulation_steps": accumulate, "lr_scheduler_type": "cosine"}
+    trainer = both_trainers(whole(), tmp_path, replays=20, **given)
+    (report,) = trainer.report().whole_steps.values()
+    assert report.steps == 120 and report.progress().with_optimizer == 120 // accumulate, str(report)
+    assert asked.between(1, LAST_LOOK) <= 8, asked.began

@@ -88,6 +88,7 @@ class GraphedStepFunction:
         self._patience = _PATIENCE + 2 * loop.config.warmup_steps
         self._program: _StepFunctionProgram | AccelerateByHand | None = None
         self._runner: StepRunner | None = None
+        self._rest: float = 0  # so many further steps are nothing but plain ones
         self._on = loop.active
         if self._on:
             loop.report.whole_step(self.name, self._report)
@@ -103,6 +104,8 @@ class GraphedStepFunction:
         if not self._on:
             self._report.step_began(elsewhere=self._loop.active)
             return detached_results(self._fn(*args, **kwargs))
+        if self._rest:
+            return self._plain_step(args, kwargs)
         if self._hoists_accumulate:
             self._accelerator._do_sync()
         script = self._observed.get(self._accelerator.sync_gradients)
@@ -133,6 +136,17 @@ class GraphedStepFunction:
             self._leave(program.problem)
         elif runner.stopped or runner.hopeless or runner.over or self._lost >= self._patience:
             self._leave(None)
+        elif not step.replayed:
+            self._rest = runner.take_rest()
+        return result
+
+    def _plain_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make one step of which nothing has a graph, and nothing is looked at."""
+        self._rest -= 1
+        with self._loop.paused():
+            result = detached_results(self._fn(*args, **kwargs))
+        if self._runner is not None:
+            self._runner.count(self._accelerator.sync_gradients)
         return result
 
     def report(self) -> StepReport:

@@ -100,6 +100,7 @@ class StepRunner:
         )
         self._present = self._flight(PositionInAccumulation(), None)
         self._launch_bound = decisions.launch_bound(training.steps_made)
+        self._tried_from = 0  # the step in which it was found that graphs may be of use
 
     def begin(self, position: PositionInAccumulation) -> StepInFlight:
         """A training step begins, or one micro-batch of it: `position` says where that stands in accumulation."""
@@ -139,7 +140,7 @@ class StepRunner:
                 together.waits_for_host(self._launch_bound.open)
             if not (self._launch_bound.open if together is None else together.open):
                 return Ran(self._launch_bound.run(lambda: self._ungraphed.plainly(run)))
-            self._launch_bound = None
+            self._launch_bound, self._tried_from = None, self._training.step
         if self._refusing.off is not None:
             return Ran(self._ungraphed.with_the_best_plan(step, run))
         structure, leaves = flat or flattened((args, kwargs))
@@ -260,7 +261,11 @@ class StepRunner:
     def hopeless(self) -> bool:
         """Whether many steps have brought reasons, and neither a replay nor a region."""
         run = self._training
-        return run.step >= _PATIENCE and run.reasons > 0 and not (run.replays or self._regions.records)
+        return (
+            run.step - self._tried_from >= _PATIENCE
+            and run.reasons > 0
+            and not (run.replays or self._regions.records)
+        )
 
     def share(self, flag: bool) -> list[bool] | None:
         """Between steps: a flag of each rank, without a look at the device. None where ranks exchange nothing."""
