@@ -157,6 +157,32 @@ def test_a_planted_drift_opens_the_question_again():
         assert all("after a drift" in switch.why for switch in controller.history[1:])
 
 
+def test_the_first_looks_at_steps_without_graphs_are_what_later_looks_are_compared_with():
+    """Their updates have the loop's own kernels, and those of the comparison had the kernels of graphs."""
+    machine = Machine({FUSED: 9e-3, OFF: 5e-3}, noise=0.01)
+
+    def decided(switch: Switch) -> None:
+        if switch.arm == OFF and len(controller.history) < 3:
+            machine.table[OFF] *= 1.3  # the first steps after the comparison have them already
+
+    controller = Controller([FUSED, OFF], decided=decided)
+    machine.run(controller, 3000)
+    assert controller.best == OFF and controller.exploration_steps == controller.rules.probe
+    machine.table[OFF] *= 3
+    machine.run(controller, 15_000)
+    assert controller.best == FUSED
+
+
+def test_looks_at_steps_without_graphs_become_rare_and_looks_at_graphs_do_not():
+    for best, least, most in ((OFF, 8, 20), (FUSED, 200, 330)):
+        machine = Machine({arm: 5e-3 if arm == best else 9e-3 for arm in (FUSED, OFF)}, noise=0.01)
+        controller, looks = Controller([FUSED, OFF]), 0
+        while len(machine.ran) < 20_000:
+            machine.run(controller, 1)
+            looks += 1
+        assert controller.settled and least < looks < most, (best, looks)
+
+
 def test_noise_and_single_bursts_do_not_open_it():
     for seed in range(20):
         table = {FUSED: 0.010, OFF: 0.020}

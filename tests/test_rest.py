@@ -23,6 +23,7 @@ from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, Plan
 from pygraph_train.step import graphed, launch_bound, runner
 from pygraph_train.step.launch_bound import LaunchBoundCheck
+from pygraph_train.step.lookup import Lookup
 from pygraph_train.step.runner import StepRunner
 
 KERNELS = importlib.import_module("torch.optim.adam")
@@ -251,6 +252,74 @@ def test_other_batches_may_still_have_graphs(declared):
                 diary.write_state(model, optimizer)
 
     both(script, replays=6)
+
+
+class Reads(nn.Module):
+    """No graph can hold it for batches of another size than eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] != 8:
+            x = x * (1 + int(x.sum().item() > 1e9))
+        result: torch.Tensor = self.layer(x)
+        return result
+
+
+def test_batches_that_can_have_no_graph_are_looked_at_rarely(monkeypatch):
+    """Those of the other size go on from graphs at once, however long the first kind went on."""
+    looks: list[int] = []
+    stock = Lookup.variant_of
+
+    def looked(lookup: Lookup, signature: Any, args: Any, kwargs: Any, leaves: Any) -> Any:
+        looks.append(len(args[0][0]))
+        return stock(lookup, signature, args, kwargs, leaves)
+
+    monkeypatch.setattr(Lookup, "variant_of", looked)
+
+    def script(diary: Diary) -> None:
+        torch.manual_seed(0)
+        model = Reads()
+        optimizer = adamw(model)
+        step = diary.step(lambda b: loss_of(model, b), model=model, optimizer=optimizer)
+        for count, size in ((20, 8), (160, 5), (20, 8)):
+            looks.clear()
+            for batch in batches(count, size):
+                diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+            if diary.graphed:
+                assert len(looks) < 70 if size == 5 else len(looks) >= 19, (size, len(looks))
+
+    assert both(script, replays=30).steps_replayed >= 30
+
+
+def test_batches_that_take_turns_are_all_looked_at():
+    """One kind of a size has a graph, the other cannot: no replay is missed."""
+
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.reads = nn.Linear(6, 3), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.reads:
+                x = x * (1 + int(x.sum().item() > 1e9))
+            result: torch.Tensor = self.layer(x)
+            return result
+
+    def script(diary: Diary) -> None:
+        model = Turns()
+        optimizer = adamw(model)
+        step = diary.step(lambda b: loss_of(model, b), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(90)):
+            model.reads = index >= 30 and index % 2 == 1
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, replays=45)
+    assert report.steps_replayed >= 45, str(report)
 
 
 def test_closing_the_step_leaves_a_plain_optimizer(declared):

@@ -18,6 +18,9 @@ __all__ = ["Controller", "Estimate", "Rules", "Switch", "Window"]
 
 _MORE_STEPS = "twice as many steps"
 
+_REFERENCES = 2
+"""Looks at steps without graphs which later ones are compared with."""
+
 _FARTHEST = 64
 """Times `Rules.look_every`, which looks are apart at most."""
 
@@ -283,6 +286,8 @@ class Controller:
     def _watch(self, look_every: int) -> Generator[Window, None, None]:
         """Short looks at the chosen arm, until something has changed for good."""
         reference, strikes, began = self.times[self.best], 0, max(self.steps, 1)
+        # the loop's own optimizer makes the updates from here on, with other kernels than in the comparison
+        first = [] if self.best.plan == NOTHING else [reference]
         while self._reopen is None:
             window = Window(self.best, look_every, self.rules.window, skipped=0)
             yield window
@@ -292,6 +297,9 @@ class Controller:
             (now,) = self._agree([summary(window.samples).mean])
             if math.isfinite(now):
                 self.times[self.best] = now
+                if self.best.plan == NOTHING and len(first) < _REFERENCES:
+                    first.append(now)
+                    reference = min(first)  # disturbances only make steps longer
                 change = now / reference - 1
                 beyond = 0 if abs(change) <= self.rules.drift else (1 if change > 0 else -1)
                 strikes = strikes + beyond if strikes * beyond > 0 else beyond

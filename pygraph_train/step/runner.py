@@ -152,6 +152,9 @@ class StepRunner:
             no_graphs.quiet -= step.position.fresh  # no graph of both is settled: nothing has to be checked
             step.arm, step.given_up = no_graphs.arm, True
             return Ran(self._ungraphed.as_its_arm_says(step, run))
+        if signature.is_unseen():
+            step.given_up = True
+            return Ran(self._ungraphed.with_the_best_plan(step, run))
         variant = self._lookup.variant_of(signature, args, kwargs, leaves)
         if variant is None:
             return self._advance(step, self._signatures.meet(key), None, args, kwargs, leaves, run)
@@ -183,7 +186,7 @@ class StepRunner:
                         variant.forget_captures()
                     return Ran(self._ungraphed.plainly(run))
                 return self._advance.audited(step, signature, variant, capture, args, kwargs, leaves, run)
-            step.replayed = True
+            step.replayed, signature.refused = True, 0
             if variant.choice is None and variant.lead is None:
                 variant.choice = self._advance.compare_plans(variant)
             made = self._replay(variant, capture, loaded)
