@@ -72,7 +72,8 @@ class TrainingRun:
 
     def step_made_elsewhere(self, updated: bool = True) -> None:
         """One more step, or micro-batch, without a graph, which nothing else is known of than whether it updated."""
-        self.step_began()
+        self.step += 1
+        self.report.step_began()
         if not updated:
             self.report.step_ended(NOTHING, updated=False)
 
