@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -132,12 +133,13 @@ class GraphedStepFunction:
             step.finish()
         if isinstance(program, AccelerateByHand):
             self._lost = 0 if step.replayed else self._lost + (_SERIOUS if step.given_up else 1)
+        rest = 0 if step.replayed else runner.take_rest()
         if program.problem is not None:
             self._leave(program.problem)
-        elif runner.stopped or runner.hopeless or runner.over or self._lost >= self._patience:
+        elif runner.stopped or runner.hopeless or rest == math.inf or self._lost >= self._patience:
             self._leave(None)
-        elif not step.replayed:
-            self._rest = runner.take_rest()
+        else:
+            self._rest = rest
         return result
 
     def _plain_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

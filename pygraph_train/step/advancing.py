@@ -109,7 +109,6 @@ class Advancing:
         variant = served
         life = signature.life if variant is None else variant.life
         if self._refusing.off is not None or life.stage is Stage.REFUSED:
-            step.given_up = True
             if self._together is None:
                 signature.is_refused_again()
             return Ran(self._ungraphed.with_the_best_plan(step, run))

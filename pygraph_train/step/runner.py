@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pygraph_train.config import PyGraphConfig
@@ -18,7 +17,6 @@ from pygraph_train.selection.controller import Switch
 from pygraph_train.step.advancing import REPLAYS_BEFORE_COMPILING, Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.capturing import Capturing
-from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Families
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
@@ -30,6 +28,7 @@ from pygraph_train.step.program import Call, StepProgram
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.regions import Regions
+from pygraph_train.step.resting import Resting
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
@@ -45,9 +44,6 @@ R = TypeVar("R")
 
 _PATIENCE = 40
 """Steps without a replay, and with a reason, after which there is no hope."""
-
-_LONGEST_REST = 1024
-"""Steps in a row in which nobody looks at the batch: another shape of it may have a graph."""
 
 
 class StepRunner:
@@ -78,7 +74,7 @@ class StepRunner:
         regions = Regions(program, config, engine, report, announce, training.clock.compiled)
         updates = Updates(training, regions)
         decisions = Decisions(
-            program, config, engine, report, training.times, steps_left, on_decision, self._release
+            program, config, engine, report, training.times, steps_left, on_decision, self._settled
         )
         signatures = _signatures(training)
         together = None if program.replication.group is None else Together(training, program.replication)
@@ -89,8 +85,7 @@ class StepRunner:
         self._signatures = signatures
         self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
-        self._outside = Outside(program)
-        self._writes = PythonWrites(program)
+        self._outside, self._writes = Outside(program), PythonWrites(program)
         watch = Watching(training, updates, maker)
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing, watch, capture)
@@ -99,8 +94,10 @@ class StepRunner:
             StepInFlight, training=training, updates=updates, regions=regions, leave=self._refusing.update
         )
         self._present = self._flight(PositionInAccumulation(), None)
-        self._launch_bound = decisions.launch_bound(training.steps_made)
-        self._tried_from = 0  # the step in which it was found that graphs may be of use
+        self._launch_bound, self._tried_from = decisions.launch_bound(training.steps_made), 0
+        rests = (training, self._launch_bound, updates, signatures, self._ungraphed, self._refusing, together)
+        self._resting = Resting(*rests)
+        self.take_rest = self._resting.take
 
     def begin(self, position: PositionInAccumulation) -> StepInFlight:
         """A training step begins, or one micro-batch of it: `position` says where that stands in accumulation."""
@@ -153,7 +150,6 @@ class StepRunner:
             step.arm, step.given_up = no_graphs.arm, True
             return Ran(self._ungraphed.as_its_arm_says(step, run))
         if signature.is_unseen():
-            step.given_up = True
             return Ran(self._ungraphed.with_the_best_plan(step, run))
         variant = self._lookup.variant_of(signature, args, kwargs, leaves)
         if variant is None:
@@ -217,19 +213,8 @@ class StepRunner:
             self._advance.consider_compiling(variant)
         return Replayed(capture.outputs(leaves), capture.updates)
 
-    def _release(self, arm: Arm) -> None:
-        """Let go of what only other arms than this one, which is settled, have used."""
-        captures = [key for variant in self._signatures.variants() for key in variant.captures]
-        self._training.addresses.keep(compiled for _, _, compiled in captures)
-        self._updates.release_graphs(arm.plan, whole_steps=bool(captures) or arm.plan.forward_backward)
-        if not captures and all(map(_leaves_update_alone, [arm, *self._settled_arms()])):
-            self._updates.rest()
-
-    def _settled_arms(self) -> Iterator[Arm | None]:
-        """What steps run with of which plans are compared; None where it is not known yet."""
-        choices = [variant.choice for variant in self._signatures.variants()]
-        for choice in filter(None, [*choices, self._ungraphed.choice]):
-            yield choice.arm if choice.controller.settled else None
+    def _settled(self, arm: Arm) -> None:
+        self._resting.settled(arm)
 
     @property
     def stopped(self) -> bool:
@@ -237,38 +222,11 @@ class StepRunner:
         return self._refusing.off is not None
 
     @property
-    def over(self) -> bool:
-        """Whether nothing of any further step can have a graph. Who makes them needs nothing but `count`."""
-        return self._together is None and (self._ungraphed.over or self._refusing.stopped)
-
-    def take_rest(self) -> float:
-        """So many further steps need nothing but `count`: who makes them makes them as the plain loop does.
-
-        Ask between steps, and ask again when they were made: they count as made from here on.
-        """
-        if self._together is not None:
-            return 0
-        if self.over:
-            return math.inf
-        if (check := self._launch_bound) is not None:
-            steps = 0 if check.open else check.rest
-            check.skip(steps)
-            return steps
-        if self._updates.phase is not None:
-            return 0
-        if self._refusing.off is not None:
-            return _rest_of([self._ungraphed.choice])
-        return _rest_of(self._signatures.without_graphs())
-
-    @property
     def hopeless(self) -> bool:
         """Whether many steps have brought reasons, and neither a replay nor a region."""
         run = self._training
-        return (
-            run.step - self._tried_from >= _PATIENCE
-            and run.reasons > 0
-            and not (run.replays or self._regions.records)
-        )
+        tried = run.step - self._tried_from >= _PATIENCE
+        return tried and run.reasons > 0 and not (run.replays or self._regions.records)
 
     def share(self, flag: bool) -> list[bool] | None:
         """Between steps: a flag of each rank, without a look at the device. None where ranks exchange nothing."""
@@ -286,22 +244,6 @@ class StepRunner:
         self._regions.close()
         self._refusing.close()
         let_go(self._training.engine)
-
-
-def _rest_of(choices: Sequence[Choice | None]) -> int:
-    """So many further steps need nothing of these comparisons, which are all there are. They count as made."""
-    known = [choice for choice in choices if choice is not None and not choice.arm.plan.graphs]
-    if not known or len(known) < len(choices):
-        return 0
-    steps = min(_LONGEST_REST, *(choice.quiet for choice in known))
-    for choice in known:
-        choice.quiet -= steps
-    return steps
-
-
-def _leaves_update_alone(arm: Arm | None) -> bool:
-    """Whether no graph of an arm needs the optimizer prepared."""
-    return arm is not None and not (arm.plan.forward_backward or arm.plan.optimizer_alone)
 
 
 def _signatures(training: TrainingRun) -> Signatures:

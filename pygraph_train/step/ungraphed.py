@@ -55,6 +55,7 @@ class UngraphedSteps:
 
     def with_the_best_plan(self, step: StepInFlight, run: Callable[[Call], R]) -> R:
         """Make a step that can have no graph of both: its regions and its update may still have graphs."""
+        step.given_up = True
         if self.over:
             return self.plainly(run)
         self._updates.prepare()
