@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -171,13 +171,15 @@ class Loop:
     def paused(self) -> Iterator[None]:
         """Inside, modules run as they are, and steps are counted elsewhere: something else traces or captures them."""
         before, self._counts_steps = self._counts_steps, False
+        calls = [(call, call.paused) for call in self._calls]
+        for call, _ in calls:
+            call.paused = True
         try:
-            with ExitStack() as stack:
-                for call in self._calls:
-                    stack.enter_context(call.pause())
-                yield
+            yield
         finally:
             self._counts_steps = before
+            for call, was_paused in calls:
+                call.paused = was_paused
 
     # -- while training -----------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 from benchmarks import before_and_after, known_issues
+from benchmarks.fallback_loops import LOOPS
+from benchmarks.fallback_states import STATES
 
 ROOT = Path(__file__).parents[1]
 
@@ -125,15 +127,25 @@ def test_before_and_after_notices_another_package(tmp_path):
 
 
 @pytest.mark.slow
-def test_fallback_cost(tmp_path):
+@pytest.mark.parametrize("loop", LOOPS)
+def test_fallback_cost(loop, tmp_path):
     pytest.importorskip("accelerate")
-    record = run("benchmarks.fallback_cost", tmp_path / "fallback.json", "--windows", "2", "--steps", "5")
+    pytest.importorskip("transformers")
+    options = ("--windows", "1", "--steps", "5", "--states", "refused", "--loops", loop)
+    record = run("benchmarks.fallback_cost", tmp_path / "fallback.json", *options)
     assert record["timing_claim"] is False
-    assert [row["loop"] for row in record["rows"]] == [
-        *("graphed-step", "lightning", "accelerate-step", "accelerate-loop")
-    ]
-    for row in record["rows"]:
-        assert row["error"] is None and row["ratio"] > 0 and not row["graphs_ran"], row
+    (row,) = record["rows"]
+    assert row["error"] is None and row["ratio"] > 0 and row["plan"] == "F B O", row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", [name for name in STATES if name != "refused"])
+def test_fallback_cost_in_other_states(state, tmp_path):
+    options = ("--windows", "1", "--steps", "5", "--states", state, "--loops", "graphed-step")
+    record = run("benchmarks.fallback_cost", tmp_path / "fallback.json", *options)
+    (row,) = record["rows"]
+    plan = "F B {O}" if state == "update-alone" else "F B O"
+    assert row["error"] is None and row["plan"] == plan and row["more_us"], row
 
 
 @pytest.mark.slow

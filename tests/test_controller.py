@@ -129,6 +129,19 @@ def test_a_draw_keeps_graphs_only_where_they_are_not_slower():
         assert controller.exploration_steps <= controller.rules.exploration
 
 
+@pytest.mark.parametrize(
+    ("share", "kept"), [(1.0, False), (0.995, False), (1.02, False), (0.9, True), (0.7, True)]
+)
+def test_a_graph_of_the_update_alone_has_to_prove_that_it_is_faster(share, kept):
+    alone = Arm(OPTIMIZER)
+    for seed in range(20):
+        machine = Machine({alone: 5e-3 * share, OFF: 5e-3}, seed, noise=0.01)
+        controller = Controller([alone, OFF])
+        machine.run(controller, 400)
+        assert controller.settled
+        assert (controller.best == alone) is kept, (seed, controller.verdicts)
+
+
 def test_a_planted_drift_opens_the_question_again():
     for seed in range(20):
         table = {FUSED: 0.010, OFF: 0.013}
@@ -142,6 +155,32 @@ def test_a_planted_drift_opens_the_question_again():
         machine.run(controller, 3000)
         assert controller.best == FUSED, (seed, controller.history)
         assert all("after a drift" in switch.why for switch in controller.history[1:])
+
+
+def test_the_first_looks_at_steps_without_graphs_are_what_later_looks_are_compared_with():
+    """Their updates have the loop's own kernels, and those of the comparison had the kernels of graphs."""
+    machine = Machine({FUSED: 9e-3, OFF: 5e-3}, noise=0.01)
+
+    def decided(switch: Switch) -> None:
+        if switch.arm == OFF and len(controller.history) < 3:
+            machine.table[OFF] *= 1.3  # the first steps after the comparison have them already
+
+    controller = Controller([FUSED, OFF], decided=decided)
+    machine.run(controller, 3000)
+    assert controller.best == OFF and controller.exploration_steps == controller.rules.probe
+    machine.table[OFF] *= 3
+    machine.run(controller, 15_000)
+    assert controller.best == FUSED
+
+
+def test_looks_at_steps_without_graphs_become_rare_and_looks_at_graphs_do_not():
+    for best, least, most in ((OFF, 8, 20), (FUSED, 200, 330)):
+        machine = Machine({arm: 5e-3 if arm == best else 9e-3 for arm in (FUSED, OFF)}, noise=0.01)
+        controller, looks = Controller([FUSED, OFF]), 0
+        while len(machine.ran) < 20_000:
+            machine.run(controller, 1)
+            looks += 1
+        assert controller.settled and least < looks < most, (best, looks)
 
 
 def test_noise_and_single_bursts_do_not_open_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -73,7 +74,7 @@ def test_steps_go_on_as_in_the_plain_loop(options, accumulate):
             if last:
                 scheduler.step()
         if diary.graphed:
-            assert step._over and step.report().steps == 60, str(step.report())
+            assert step._rest == math.inf and step.report().steps == 60, str(step.report())
             assert not found["loss"].requires_grad
 
     report = both(script, **NO_GRAPH)
@@ -107,7 +108,7 @@ def test_what_is_no_loss_is_told():
     step = GraphedStep(fn, model=model, optimizer=sgd(model), config=CONFIG)
     for batch in batches(40):
         step(batch)
-    assert step._over
+    assert step._rest == math.inf
     for value[0] in (1, 2, 3):
         with pytest.raises(TypeError, match="must return the loss"):
             step(batch)
@@ -129,7 +130,7 @@ def test_raising_for_a_failure_says_so_once():
             step(batch)
         except PyGraphError:
             raised += 1
-    assert 1 <= raised <= 2 and step._over
+    assert 1 <= raised <= 2 and step._rest == math.inf
 
 
 def test_a_graph_of_the_optimizer_goes_on():
@@ -142,7 +143,7 @@ def test_a_graph_of_the_optimizer_goes_on():
         for batch in batches(60):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
-        assert not diary.graphed or not step._over
+        assert not diary.graphed or step._rest < math.inf
 
     report = both(script, replays=20)
     assert report.optimizer_steps_replayed >= 20, str(report)

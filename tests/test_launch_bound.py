@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from typing import Any
 
 import pytest
@@ -73,7 +73,34 @@ def test_a_compute_bound_step_is_left_alone_and_looked_at_now_and_then() -> None
     assert said == [
         "the GPU does not wait for the host: launching a step takes 1 ms, and the step takes 40 ms"
     ]
-    assert machine.waits == 2 * (2 + math.floor((1000 - 3) / 256))
+    assert machine.waits == 2 * 4  # in steps 2, 3, 259 and 771
+
+
+def test_looks_that_find_the_same_are_made_more_and_more_rarely() -> None:
+    machine = Machine(host=1e-3, whole=40e-3)
+    check, _ = check_on(machine)
+    looks, before = [], 0
+    for made in range(1, 20_001):
+        check.run(machine.step)
+        if machine.waits > before:
+            looks.append(made)
+        before = machine.waits
+    distances = [b - a for a, b in itertools.pairwise(looks)]
+    assert distances == [1, 256, 512, 1024, 2048, 4096, 4096, 4096]
+
+
+def test_steps_that_are_made_elsewhere_bring_the_next_look_nearer() -> None:
+    machine = Machine(host=1e-3, whole=40e-3)
+    check, _ = check_on(machine)
+    run(check, machine, 2)
+    assert check.rest == 0
+    run(check, machine, 1)
+    assert check.rest == 255
+    check.skip(check.rest)
+    assert check.rest == 0
+    waits = machine.waits
+    run(check, machine, 1)
+    assert machine.waits == waits + 2 and check.rest == 511
 
 
 def test_it_opens_when_steps_become_launch_bound() -> None:

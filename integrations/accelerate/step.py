@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -88,6 +89,7 @@ class GraphedStepFunction:
         self._patience = _PATIENCE + 2 * loop.config.warmup_steps
         self._program: _StepFunctionProgram | AccelerateByHand | None = None
         self._runner: StepRunner | None = None
+        self._rest: float = 0  # so many further steps are nothing but plain ones
         self._on = loop.active
         if self._on:
             loop.report.whole_step(self.name, self._report)
@@ -103,6 +105,8 @@ class GraphedStepFunction:
         if not self._on:
             self._report.step_began(elsewhere=self._loop.active)
             return detached_results(self._fn(*args, **kwargs))
+        if self._rest:
+            return self._plain_step(args, kwargs)
         if self._hoists_accumulate:
             self._accelerator._do_sync()
         script = self._observed.get(self._accelerator.sync_gradients)
@@ -129,10 +133,22 @@ class GraphedStepFunction:
             step.finish()
         if isinstance(program, AccelerateByHand):
             self._lost = 0 if step.replayed else self._lost + (_SERIOUS if step.given_up else 1)
+        rest = 0 if step.replayed else runner.take_rest()
         if program.problem is not None:
             self._leave(program.problem)
-        elif runner.stopped or runner.hopeless or runner.over or self._lost >= self._patience:
+        elif runner.stopped or runner.hopeless or rest == math.inf or self._lost >= self._patience:
             self._leave(None)
+        else:
+            self._rest = rest
+        return result
+
+    def _plain_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make one step of which nothing has a graph, and nothing is looked at."""
+        self._rest -= 1
+        with self._loop.paused():
+            result = detached_results(self._fn(*args, **kwargs))
+        if self._runner is not None:
+            self._runner.count(self._accelerator.sync_gradients)
         return result
 
     def report(self) -> StepReport:

@@ -246,10 +246,10 @@ class _FabricProgram(LossProgram):
     def acts_before_update(self) -> str | None:
         if not self._clipping.reads_on_host:
             return None
-        return "clip_gradients reads the norm of the gradients on the host. Pass error_if_nonfinite=False, which "
-
-
-"does not read it"
+        return (
+            "clip_gradients reads the norm of the gradients on the host. Pass error_if_nonfinite=False, which does not "
+            "read it"
+        )
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

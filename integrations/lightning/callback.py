@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import MethodType
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning.by_hand import StepsByHand, why_not_whole
-from pygraph_train.integrations.lightning.given_up import ON_EACH_BATCH, only_count
+from pygraph_train.integrations.lightning.given_up import ON_EACH_BATCH, only_count, pass_over
 from pygraph_train.integrations.lightning.hooks import (
     CLIPPING,
     INSIDE_FORWARD_BACKWARD,
@@ -266,6 +267,8 @@ class _AutomaticStep:
         self._program = program
         self._runner = runner
         self._step: StepInFlight | None = None
+        self._rest: float = 0  # so many further batches are Lightning's alone
+        self._idle = [hook for hook in ON_EACH_BATCH if not overrides(callback, hook)]
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._lightning_run = self._loop.run
         # torch's optimizers ask for the loss once, and first (LBFGS is refused)
@@ -301,9 +304,24 @@ class _AutomaticStep:
         self._program.book.ran()
         self._give_back()
         self._step = None
-        callback = self._callback
-        idle = [hook for hook in ON_EACH_BATCH if not overrides(callback, hook)]
-        self._undo.append(only_count(self._loop, self._runner, self._lightning_run, callback, idle))
+        given = (self._loop, self._runner, self._lightning_run, self._callback, self._idle)
+        self._undo.append(only_count(*given))
+
+    def _begin_rest(self, batches: float) -> None:
+        """So many batches from now on have no graph: Lightning makes them, and they are counted."""
+        if batches == math.inf:
+            return self._only_count()
+        if batches:
+            self._rest, self._step = batches, None
+            self._undo.append(pass_over(self._callback, self._idle))
+
+    def _run_at_rest(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        self._rest -= 1
+        if not self._rest:
+            self._undo.pop()()
+        if not self._loop._skip_backward:
+            self._runner.count(not self._trainer.fit_loop._should_accumulate())
+        return self._lightning_run(optimizer, batch_idx, kwargs)
 
     def _share_sigterm(self, stock: Callable[[], None]) -> None:
         """Before each batch: has the first rank been told to end? Lightning asks the device, which waits for it."""
@@ -335,6 +353,8 @@ class _AutomaticStep:
 
     def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """One batch: forward, backward and, at the end of an accumulation, the optimizer."""
+        if self._rest:
+            return self._run_at_rest(optimizer, batch_idx, kwargs)
         loop, trainer = self._loop, self._trainer
         if loop._skip_backward:
             self._program.book.ran()
@@ -378,8 +398,7 @@ class _AutomaticStep:
         if not isinstance(outcome, Replayed):
             step.finish()
             self._program.book.ran()
-            if self._runner.over:
-                self._only_count()
+            self._begin_rest(self._runner.take_rest())
             return outcome.result
         output, logged = outcome.outputs
         self._program.book.replayed(logged)

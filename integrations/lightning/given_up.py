@@ -1,4 +1,4 @@
-"""Training in Lightning's loop in which no step can have a graph any more."""
+"""Training in Lightning's loop in which no step can have a graph any more, or none has one for a while."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from pygraph_train.step.runner import StepRunner
 
-__all__ = ["ON_EACH_BATCH", "only_count"]
+__all__ = ["ON_EACH_BATCH", "only_count", "pass_over"]
 
 ON_EACH_BATCH = (
     "on_train_batch_start",
@@ -31,18 +31,32 @@ def only_count(
         idle: those of `ON_EACH_BATCH` that do nothing in it.
     """
 
+    fit_loop = loop.trainer.fit_loop
+
     def counted(optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         if not loop._skip_backward:
-            runner.count()
+            runner.count(not fit_loop._should_accumulate())
         return run(optimizer, batch_idx, kwargs)
 
     loop.run = counted
-    # Lightning passes over hooks that cannot be called, and measures the time of all others
+    show = pass_over(callback, idle)
+
+    def undo() -> None:
+        loop.__dict__.pop("run", None)
+        show()
+
+    return undo
+
+
+def pass_over(callback: Any, idle: list[str]) -> Callable[[], None]:
+    """Let Lightning pass over hooks of a callback that do nothing: it measures the time of all that can be called.
+
+    Returns what undoes it.
+    """
     attributes = vars(callback)
     attributes.update(dict.fromkeys(idle))
 
     def undo() -> None:
-        loop.__dict__.pop("run", None)
         for hook in idle:
             attributes.pop(hook, None)
 

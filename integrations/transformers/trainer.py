@@ -109,6 +109,7 @@ class _WholeStep:
         self._report = StepReport()
         self._runner: StepRunner | None = None
         self._step: StepInFlight | None = None
+        self._rest: float = 0  # so many further steps are the Trainer's alone
         self._undo: Callable[[], None] = lambda: None
         problem = _not_whole(trainer)
         self._replication = _replication(trainer)
@@ -126,6 +127,10 @@ class _WholeStep:
         if runner is None:
             return step(model, inputs)
         trainer, program = self._trainer, self._program
+        if self._rest:
+            self._rest, self._step = self._rest - 1, None
+            runner.count(trainer.accelerator.sync_gradients)
+            return step(model, inputs)
         program.model.train()
         inputs = dict(trainer._prepare_inputs(inputs))
         program.scale = _loss_scale(trainer, num_items)
@@ -153,8 +158,14 @@ class _WholeStep:
         else:
             loss = outcome.result
         if not update:
-            self._step.finish()
+            self._end(runner, self._step)
         return loss
+
+    def _end(self, runner: StepRunner, step: StepInFlight) -> None:
+        """The step has ended, its update included."""
+        step.finish()
+        if not step.replayed:
+            self._rest = runner.take_rest()
 
     def close(self) -> None:
         """Release all graphs and give the optimizer back."""
@@ -185,12 +196,14 @@ class _WholeStep:
     def _optimizer_step(self, body: Callable[[], None]) -> None:
         """In the place of the optimizer's: nothing after a replay that held it."""
         runner, step = self._runner, self._step
-        assert runner is not None and step is not None
+        if step is None:
+            return body()
+        assert runner is not None
         if self.updated:
             self.updated = False
         else:
             step.update(body)
-        step.finish()
+        self._end(runner, step)
         if runner.stopped or runner.hopeless:
             self._fall_back(None)
 

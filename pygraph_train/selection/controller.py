@@ -11,12 +11,18 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
-from pygraph_train.selection.arms import NOTHING, Arm
+from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm
 from pygraph_train.selection.samples import Summary, summary, surely_faster, surely_no_faster
 
 __all__ = ["Controller", "Estimate", "Rules", "Switch", "Window"]
 
 _MORE_STEPS = "twice as many steps"
+
+_REFERENCES = 2
+"""Looks at steps without graphs which later ones are compared with."""
+
+_FARTHEST = 64
+"""Times `Rules.look_every`, which looks are apart at most."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Rules:
         drift: a lasting change of the chosen arm's time by more than this share opens the question again.
         patience: looks in a row that must agree on a drift.
         look_every: steps from one look at the chosen arm to the next; doubled by every opening that
-            changed nothing.
+            changed nothing, and by every look at steps without graphs that has found the same as before.
     """
 
     window: int = 9
@@ -153,6 +159,7 @@ class Controller:
         self._too_dear: set[Arm] = set()
         self._windows = self._run()
         self._present: Window | None = None
+        self._most = _FARTHEST * self.rules.look_every
 
     def next_window(self) -> Window:
         """The next window. Call it when the steps of the last one were made."""
@@ -181,7 +188,7 @@ class Controller:
             if self._reopen is None:
                 self.settled = True
                 settled = first or self.best != before
-                look_every = rules.look_every if settled else min(2 * look_every, 64 * rules.look_every)
+                look_every = rules.look_every if settled else min(2 * look_every, self._most)
                 yield from self._watch(look_every)
             if self._reopen is not None:
                 why = self._why = f"after {self._reopen}"
@@ -234,10 +241,11 @@ class Controller:
                 ours, other = self._agreed(mine, theirs)
                 if math.isfinite(ours.mean) and math.isfinite(other.mean):
                     break
+            first, second = (ours, other) if self._has_to_prove(challenger) else (other, ours)
             if (
                 self._reopen is not None
-                or surely_no_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain)
-                or surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain)
+                or surely_no_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
+                or surely_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
             ):
                 break
         if self._reopen is not None:
@@ -255,7 +263,7 @@ class Controller:
         if surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain):
             self.verdicts[incumbent] = f"{here}, and {challenger} takes {there}"
             self._choose(challenger, f"{there} against {here} of {incumbent} {self._why}".strip())
-        elif challenger.plan == NOTHING and other.mean < ours.mean * (1 - rules.tolerance):
+        elif self._is_safer(challenger, ours, other):
             self.verdicts[incumbent] = f"not proved to be faster than no graphs: {here} against {there}"
             self._choose(
                 challenger,
@@ -264,9 +272,22 @@ class Controller:
         else:
             self.verdicts[challenger] = f"{there}, and {incumbent} takes {here}"
 
+    def _has_to_prove(self, challenger: Arm) -> bool:
+        """Whether the best arm has to prove that it is faster than no graphs: a graph of the update alone is small."""
+        return challenger.plan == NOTHING and self.best.plan == OPTIMIZER
+
+    def _is_safer(self, challenger: Arm, ours: Summary, other: Summary) -> bool:
+        """Whether no graphs are better than a plan that is not proved to be faster."""
+        rules = self.rules
+        if self._has_to_prove(challenger):
+            return not surely_faster(ours, other, confidence=rules.confidence, gain=rules.min_gain)
+        return challenger.plan == NOTHING and other.mean < ours.mean * (1 - rules.tolerance)
+
     def _watch(self, look_every: int) -> Generator[Window, None, None]:
         """Short looks at the chosen arm, until something has changed for good."""
         reference, strikes, began = self.times[self.best], 0, max(self.steps, 1)
+        # the loop's own optimizer makes the updates from here on, with other kernels than in the comparison
+        first = [] if self.best.plan == NOTHING else [reference]
         while self._reopen is None:
             window = Window(self.best, look_every, self.rules.window, skipped=0)
             yield window
@@ -276,9 +297,14 @@ class Controller:
             (now,) = self._agree([summary(window.samples).mean])
             if math.isfinite(now):
                 self.times[self.best] = now
+                if self.best.plan == NOTHING and len(first) < _REFERENCES:
+                    first.append(now)
+                    reference = min(first)  # disturbances only make steps longer
                 change = now / reference - 1
                 beyond = 0 if abs(change) <= self.rules.drift else (1 if change > 0 else -1)
                 strikes = strikes + beyond if strikes * beyond > 0 else beyond
+                if self.best.plan == NOTHING:  # such looks cost what nothing else of these steps costs
+                    look_every = self.rules.look_every if beyond else min(2 * look_every, self._most)
                 if abs(strikes) >= self.rules.patience:
                     self._reopen = self._reopen or f"a drift of {change:+.0%} in the time of {self.best}"
             if self._too_dear and self._steps_left() is None and self.steps >= 2 * began:

@@ -110,7 +110,8 @@ class Advancing:
         variant = served
         life = signature.life if variant is None else variant.life
         if self._refusing.off is not None or life.stage is Stage.REFUSED:
-            step.given_up = True
+            if self._together is None:
+                signature.is_refused_again()
             return Ran(self._ungraphed.with_the_best_plan(step, run))
         if not self._training.program.replication.traceable():
             self._untraceable += 1
@@ -135,6 +136,7 @@ class Advancing:
             if not variant.arm.plan.forward_backward:  # an earlier run knew better than to capture
                 variant.choice = self.compare_plans(variant)
         step.arm = variant.arm
+        self._updates.serve(variant.arm.plan)
         if not variant.arm.plan.forward_backward:
             return Ran(self._ungraphed.as_its_arm_says(step, run))
         return self._graphed(step, signature, variant, args, kwargs, leaves, run)

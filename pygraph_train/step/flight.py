@@ -135,6 +135,8 @@ class StepInFlight:
         updates, plan = self._updates, self.arm.plan
         phase = updates.phase
         if phase is None:
+            if plan.optimizer_alone and self.choice is not None:
+                self.choice.as_planned = False
             return body()
         if not plan.optimizer_alone:
             # all plans use the same kernels, and keep the state where these want it

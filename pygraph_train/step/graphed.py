@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphedStep"]
 
+_NO_TENSORS = (bool, int, float, str, type(None))
+
 
 class GraphedStep(LossSteps):
     """One training step of a plain PyTorch loop: forward, loss, backward, clipping, optimizer.
@@ -129,7 +131,7 @@ class GraphedStep(LossSteps):
         if torch.compiler.is_dynamo_compiling():
             end_trace_here()
         flat = None
-        if self._transfer is not None:
+        if self._transfer is not None and not (self._rest and _are_there(args) and _are_there(kwargs)):
             flat = flattened((args, kwargs))
             if not all(leaf.is_cuda for leaf in flat[1] if isinstance(leaf, Tensor)):
                 args, kwargs = self._moved_to_device(args, kwargs)
@@ -187,6 +189,19 @@ def _one(
             "parameter group for each"
         )
     return OptimizerSet(members)
+
+
+def _are_there(value: Any) -> bool:
+    """Whether all tensors in a value are on a CUDA device, as far as a glance shows: False needs a closer look."""
+    kind = type(value)
+    if kind is Tensor:
+        on_device: bool = value.is_cuda
+        return on_device
+    if kind is tuple or kind is list:
+        return all(map(_are_there, value))
+    if kind is dict:
+        return all(map(_are_there, value.values()))
+    return kind in _NO_TENSORS
 
 
 def _mover(device: torch.device) -> Callable[[Any], Any]:

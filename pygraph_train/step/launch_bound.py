@@ -22,8 +22,11 @@ _SHARE = 0.25
 _AGREEING = 2
 """Measured steps that must say so; the very first one, which sets things up, is not measured."""
 
-_LOOK_EVERY = 256
-"""Steps from one look to the next: sequences may get shorter, or the GPU may change."""
+_FIRST_DISTANCE = 256
+"""Steps from the first look to the next: sequences may get shorter, or the GPU may change. Each look that finds the
+same as before doubles the distance."""
+
+_LARGEST_DISTANCE = 16 * _FIRST_DISTANCE
 
 _COMPILED_SAVES = 1 / 3
 """The share of the device time that Inductor usually saves."""
@@ -59,6 +62,7 @@ class LaunchBoundCheck:
         self._clock = clock
         self._steps = self._agreeing = 0
         self._next = 2
+        self._distance = _FIRST_DISTANCE
 
     @staticmethod
     def wanted(config: PyGraphConfig, engine: str) -> bool:
@@ -91,10 +95,26 @@ class LaunchBoundCheck:
                 f"takes {whole * 1000.0:.3g} ms"
             )
         if self._agreeing >= _AGREEING:
-            self._next = self._steps + _LOOK_EVERY
+            self._next = self._steps + max(1, min(self._distance, self._until_compiling_pays(whole)))
+            self._distance = min(2 * self._distance, _LARGEST_DISTANCE)
+
+    @property
+    def rest(self) -> int:
+        """So many further steps are not looked at."""
+        return max(0, self._next - self._steps - 1) if self._agreeing >= _AGREEING else 0
+
+    def skip(self, steps: int) -> None:
+        """So many of them are made elsewhere."""
+        self._steps += steps
 
     def _compiling_pays(self, seconds: float) -> bool:
         if self._compile_seconds is None:
             return False
         left = self._steps_left()
         return seconds * _COMPILED_SAVES * (self._steps if left is None else left) > self._compile_seconds
+
+    def _until_compiling_pays(self, seconds: float) -> int:
+        """Steps from now on, where nobody knows how many training will make. Others only get fewer."""
+        if self._compile_seconds is None or self._steps_left() is not None:
+            return _LARGEST_DISTANCE
+        return int(self._compile_seconds / (seconds * _COMPILED_SAVES)) + 1 - self._steps

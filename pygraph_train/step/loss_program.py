@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -56,7 +57,7 @@ class LossSteps:
         self._pending = False
         self._counted_elsewhere = False
         self._made = False
-        self._over = False  # no step can have a graph any more
+        self._rest: float = 0  # so many further steps are nothing but plain ones
         self._after_first: AfterFirstStep | None = None
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         if engine is None:
@@ -104,7 +105,8 @@ class LossSteps:
             What that function returned, detached: tensors of their own.
         """
         program = self._program
-        if self._over:
+        if self._rest:
+            self._rest -= 1
             return self._make_plainly(args, kwargs, update=update)
         if self._after_first is not None:
             self._second_step(self._after_first)
@@ -121,6 +123,8 @@ class LossSteps:
         if self._runner is None:
             self._report.step_began(elsewhere=self._counted_elsewhere)
             result = program.run(plain_call, args, kwargs, position, plain_update)
+            if self._made and program.replication.group is None:
+                self._rest = math.inf
         else:
             step = self._runner.begin(position)
 
@@ -135,7 +139,8 @@ class LossSteps:
             else:
                 result = outcome.result
             step.finish()
-            self._over = self._made and self._runner.over
+            if self._made and not step.replayed:
+                self._rest = self._runner.take_rest()
         self._pending = not update  # only now: a step that raised is not part of an accumulation
         if not self._made:
             self._made = True
@@ -144,11 +149,14 @@ class LossSteps:
         return result
 
     def _make_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
-        """Make one step where no graph is left, and one process trains: what the user's own loop would do. Hot path."""
-        self._report.step_began()
+        """Make one step that has no graph, where one process trains: what the user's own loop would do. Hot path."""
         program = self._program
+        if self._runner is not None:
+            self._runner.count(update and program.optimizer is not None)
+        else:
+            self._report.step_began(elsewhere=self._counted_elsewhere)
         if isinstance(program, FunctionByHand):
-            return program.run(plain_call, args, kwargs, self._position, plain_update)
+            return detached_results(program.function()(*args, **kwargs))
         optimizer = program.optimizer
         if optimizer is not None and not self._pending:
             optimizer.zero_grad(set_to_none=True)

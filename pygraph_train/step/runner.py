@@ -28,6 +28,7 @@ from pygraph_train.step.program import Call, StepProgram
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.regions import Regions
+from pygraph_train.step.resting import Resting
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
@@ -73,19 +74,18 @@ class StepRunner:
         regions = Regions(program, config, engine, report, announce, training.clock.compiled)
         updates = Updates(training, regions)
         decisions = Decisions(
-            program, config, engine, report, training.times, steps_left, on_decision, self._release
+            program, config, engine, report, training.times, steps_left, on_decision, self._settled
         )
         signatures = _signatures(training)
         together = None if program.replication.group is None else Together(training, program.replication)
         maker = CaptureMaker(training, updates.context, together)
         self._together, self._lookup = together, Lookup(program, updates, maker.anchors)
         self._training, self._regions, self._updates = training, regions, updates
-        self.count = training.step_began  # a step is made without this runner
+        self.count = training.step_made_elsewhere  # without this runner
         self._signatures = signatures
         self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
-        self._outside = Outside(program)
-        self._writes = PythonWrites(program)
+        self._outside, self._writes = Outside(program), PythonWrites(program)
         watch = Watching(training, updates, maker)
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing, watch, capture)
@@ -94,7 +94,10 @@ class StepRunner:
             StepInFlight, training=training, updates=updates, regions=regions, leave=self._refusing.update
         )
         self._present = self._flight(PositionInAccumulation(), None)
-        self._launch_bound = decisions.launch_bound(training.steps_made)
+        self._launch_bound, self._tried_from = decisions.launch_bound(training.steps_made), 0
+        rests = (training, self._launch_bound, updates, signatures, self._ungraphed, self._refusing, together)
+        self._resting = Resting(*rests)
+        self.take_rest = self._resting.take
 
     def begin(self, position: PositionInAccumulation) -> StepInFlight:
         """A training step begins, or one micro-batch of it: `position` says where that stands in accumulation."""
@@ -134,7 +137,7 @@ class StepRunner:
                 together.waits_for_host(self._launch_bound.open)
             if not (self._launch_bound.open if together is None else together.open):
                 return Ran(self._launch_bound.run(lambda: self._ungraphed.plainly(run)))
-            self._launch_bound = None
+            self._launch_bound, self._tried_from = None, self._training.step
         if self._refusing.off is not None:
             return Ran(self._ungraphed.with_the_best_plan(step, run))
         structure, leaves = flat or flattened((args, kwargs))
@@ -146,6 +149,8 @@ class StepRunner:
             no_graphs.quiet -= step.position.fresh  # no graph of both is settled: nothing has to be checked
             step.arm, step.given_up = no_graphs.arm, True
             return Ran(self._ungraphed.as_its_arm_says(step, run))
+        if signature.is_unseen():
+            return Ran(self._ungraphed.with_the_best_plan(step, run))
         variant = self._lookup.variant_of(signature, args, kwargs, leaves)
         if variant is None:
             return self._advance(step, self._signatures.meet(key), None, args, kwargs, leaves, run)
@@ -155,6 +160,7 @@ class StepRunner:
             else:
                 step.count_for(choice)
                 variant.arm = choice.arm
+                self._updates.serve(variant.arm.plan)
                 settled_without = choice.controller.settled and not variant.arm.plan.forward_backward
                 signature.no_graphs = choice if settled_without else None
         elif variant.lead is not None:
@@ -176,7 +182,7 @@ class StepRunner:
                         variant.forget_captures()
                     return Ran(self._ungraphed.plainly(run))
                 return self._advance.audited(step, signature, variant, capture, args, kwargs, leaves, run)
-            step.replayed = True
+            step.replayed, signature.refused = True, 0
             if variant.choice is None and variant.lead is None:
                 variant.choice = self._advance.compare_plans(variant)
             made = self._replay(variant, capture, loaded)
@@ -207,11 +213,8 @@ class StepRunner:
             self._advance.consider_compiling(variant)
         return Replayed(capture.outputs(leaves), capture.updates)
 
-    def _release(self, arm: Arm) -> None:
-        """Let go of what only other arms than this one, which is settled, have used."""
-        captures = [key for variant in self._signatures.variants() for key in variant.captures]
-        self._training.addresses.keep(compiled for _, _, compiled in captures)
-        self._updates.release_graphs(arm.plan, whole_steps=bool(captures) or arm.plan.forward_backward)
+    def _settled(self, arm: Arm) -> None:
+        self._resting.settled(arm)
 
     @property
     def stopped(self) -> bool:
@@ -219,15 +222,11 @@ class StepRunner:
         return self._refusing.off is not None
 
     @property
-    def over(self) -> bool:
-        """Whether nothing of any further step can have a graph. Who makes them needs nothing but `count`."""
-        return self._together is None and (self._ungraphed.over or self._refusing.stopped)
-
-    @property
     def hopeless(self) -> bool:
         """Whether many steps have brought reasons, and neither a replay nor a region."""
         run = self._training
-        return run.step >= _PATIENCE and run.reasons > 0 and not (run.replays or self._regions.records)
+        tried = run.step - self._tried_from >= _PATIENCE
+        return tried and run.reasons > 0 and not (run.replays or self._regions.records)
 
     def share(self, flag: bool) -> list[bool] | None:
         """Between steps: a flag of each rank, without a look at the device. None where ranks exchange nothing."""

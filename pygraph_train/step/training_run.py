@@ -11,6 +11,7 @@ from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.selection.arms import NOTHING
 from pygraph_train.selection.controller import Switch
 from pygraph_train.step.clock import Clock
 from pygraph_train.step.program import StepProgram
@@ -68,6 +69,13 @@ class TrainingRun:
         """One more step, or micro-batch."""
         self.step += 1
         self.report.step_began()
+
+    def step_made_elsewhere(self, updated: bool = True) -> None:
+        """One more step, or micro-batch, without a graph, which nothing else is known of than whether it updated."""
+        self.step += 1
+        self.report.step_began()
+        if not updated:
+            self.report.step_ended(NOTHING, updated=False)
 
     def steps_made(self) -> int:
         """The number of the present step, for those that must not keep the whole run."""

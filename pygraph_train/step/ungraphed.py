@@ -41,26 +41,27 @@ class UngraphedSteps:
         self._decisions = decisions
 
     def plainly(self, run: Callable[[Call], R]) -> R:
-        """Make a step as the user wrote it."""
-        with self._updates.context():
+        """Make a step as the user wrote it. Its update may have other kernels, see `StepInFlight.update`."""
+        if not self._training.program.by_hand:
+            return run(plain_call)
+        with self._updates.context():  # the step makes its updates itself
             return run(plain_call)
 
     def as_its_arm_says(self, step: StepInFlight, run: Callable[[Call], R]) -> R:
         """Make a step of a plan without a graph of both."""
         if not step.arm.plan.regions:
             return self.plainly(run)
-        with self._updates.context():
-            return self._regions.run(run, watched=step.choice is not None)
+        return self._regions.run(run, watched=step.choice is not None)
 
     def with_the_best_plan(self, step: StepInFlight, run: Callable[[Call], R]) -> R:
         """Make a step that can have no graph of both: its regions and its update may still have graphs."""
+        step.given_up = True
         if self.over:
             return self.plainly(run)
         self._updates.prepare()
         if self.choice is None:
             if self._regions.problem is None and not self._regions.found:
-                with self._updates.context():
-                    return self._regions.run(run)
+                return self._regions.run(run)
             if (problem := self._regions.problem) is not None:
                 self._training.report.note(f"{problem.reason}" if not problem.fix else str(problem))
             plans = self._updates.plans(forward_backward=False)
@@ -70,4 +71,8 @@ class UngraphedSteps:
             self.choice = self._decisions.choice(None, plans, self._training.steps_made)
         step.count_for(self.choice)
         step.arm = self.choice.arm
+        if not self._updates.serve(step.arm.plan):  # the optimizer was refused while it had no graph
+            self.choice = None
+            step.give_up()
+            return self.plainly(run)
         return self.as_its_arm_says(step, run)

@@ -36,6 +36,7 @@ class Updates:
         made: updates that ran with the kernels of graphs.
         changes: how often captures were thrown away because of the optimizer.
         whole_steps: whether forward and backward may be in one graph.
+        at_rest: whether the optimizer was given back because no plan that is kept has a graph of the update.
     """
 
     def __init__(self, training: TrainingRun, regions: Regions) -> None:
@@ -44,6 +45,7 @@ class Updates:
         self.between: str | None = None
         self.made = self.changes = 0
         self.whole_steps = True
+        self.at_rest = self._closed = False
         self._training = training
         self._regions = regions
 
@@ -52,7 +54,7 @@ class Updates:
         plans = legal_plans(
             self._training.config,
             forward_backward=forward_backward,
-            optimizer=self.phase is not None,
+            optimizer=self.phase is not None or self.at_rest,
             between=self.between is not None,
             regions=self._regions.problem is None,
         )
@@ -68,7 +70,7 @@ class Updates:
     def prepare(self) -> None:
         """From the first legal step on, every update uses the kernels that graphs will hold."""
         training, program = self._training, self._training.program
-        if self.preparation is not None or program.optimizer is None:
+        if self.preparation is not None or program.optimizer is None or self.at_rest or self._closed:
             return
         emulated = training.engine.name == "emulated"
         optimizer: Any = program.optimizer
@@ -156,8 +158,30 @@ class Updates:
             engine.fresh_pool()()
             engine.trim()
 
+    def rest(self) -> None:
+        """No plan that is kept has a graph of the update: the loop's own call of the optimizer makes it from now on.
+
+        The optimizer is as plain training would have it, until `serve` is called for another plan.
+        """
+        if self.phase is None or self._training.program.replication.group is not None:
+            return
+        self._give_back()
+        self.preparation = None
+        self.at_rest, self.made = True, 0
+
+    def serve(self, plan: Plan) -> bool:
+        """Get ready for a step of this plan. Returns whether the update can have the graph that the plan has of it."""
+        if self.at_rest and (plan.forward_backward or plan.optimizer_alone):
+            self.at_rest = False
+            self.prepare()
+        return self.phase is not None or not plan.optimizer_alone
+
     def close(self) -> None:
-        """Give the optimizer back as it was."""
+        """Give the optimizer back as it was, for good."""
+        self.at_rest, self._closed = False, True
+        self._give_back()
+
+    def _give_back(self) -> None:
         if self.phase is not None:
             self.phase.close()
             self.phase = None

@@ -37,6 +37,14 @@ __all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant", "moved
 _MOST_SIGNATURES = 1024
 """Shapes remembered; the oldest are forgotten."""
 
+_PATIENCE = 32
+"""Steps in a row that can have no graph, each of which is looked at."""
+
+_SHARE = 8
+"""Of the steps in a row so far that are not looked at next: at most so many replays are missed in the end."""
+
+_MOST_UNSEEN = 64
+
 CaptureKey = tuple[PositionInAccumulation, bool, bool]
 """Position in accumulation, whether the optimizer is inside, whether the kernels are Inductor's."""
 
@@ -262,6 +270,8 @@ class Signature:
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
         ways: how often steps went which way, of those where random numbers of the host decide.
         other_way: what was drawn for the present step, which goes another way than any variant.
+        refused: steps in a row for which no variant had a graph, and none can get one.
+        unseen: so many further steps are taken for such ones without a look.
     """
 
     key: Key
@@ -273,6 +283,22 @@ class Signature:
     no_graphs: Choice | None = None
     ways: Ways = field(default_factory=Ways)
     other_way: tuple[Any, ...] | None = None
+    refused: int = 0
+    unseen: int = 0
+
+    def is_refused_again(self) -> None:
+        """One more step in a row that can have no graph: the longer they go on, the more rarely they are looked at."""
+        self.refused += 1
+        if self.refused >= _PATIENCE:
+            self.unseen = min(self.refused // _SHARE, _MOST_UNSEEN)
+
+    def is_unseen(self) -> bool:
+        """Whether a step is taken for a refused one without a look; it is counted as one then."""
+        if not self.unseen:
+            return False
+        self.unseen -= 1
+        self.refused += 1
+        return True
 
 
 class Signatures:
@@ -339,6 +365,10 @@ class Signatures:
     def variants(self) -> Iterator[Variant]:
         """Every kind of call."""
         return (variant for signature in self._by_key.values() for variant in signature.variants)
+
+    def without_graphs(self) -> list[Choice | None]:
+        """For each signature the comparison that has settled on no graphs, None where there is no such one."""
+        return [signature.no_graphs for signature in self._by_key.values()]
 
     def close(self) -> None:
         """Release all captures, and forget everything."""
