@@ -186,6 +186,18 @@ def test_a_read_that_decides(read: str) -> None:
     assert not train(make, steps=44).fallbacks
 
 
+def test_a_value_that_nobody_uses() -> None:
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            int(y.sum())
+            return nn.functional.cross_entropy(model(x), y)
+
+        return step_fn
+
+    assert "decide which way" not in text_of(train(make))
+
+
 def test_a_read_that_only_one_way_reaches() -> None:
     def make(model: nn.Module) -> Step:
         def step_fn(batch: Any) -> Tensor:

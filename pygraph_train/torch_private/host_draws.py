@@ -190,6 +190,9 @@ class _Hooks:
             host_numbers.end_graph("a value is read on the host, and more than a decision follows from it")
 
     def _number(self, slot: CallResult, otherwise: Callable[[], NoReturn]) -> Any:
+        if not isinstance(self.recorder.value(slot), (int, float)):  # "%d" % number
+            self._refuse_read(slot)
+
         def refuse() -> NoReturn:
             self._refuse_read(slot)
             otherwise()

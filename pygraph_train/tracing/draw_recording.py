@@ -47,7 +47,10 @@ class Recording:
     Attributes:
         where: `file:line` of the first question.
         end: where the generators are after what was drawn so far; None before.
+        has_read: whether anything was read ahead.
     """
+
+    has_read = False
 
     def __init__(self, device: torch.device) -> None:
         self.where: str | None = None

@@ -28,11 +28,13 @@ class LookingAhead:
     Attributes:
         draws: what decides; None where nothing does.
         among: keys of the questions that may be asked of tensors; None for all.
+        leaves_out: whether the graph leaves out reads that the function makes.
     """
 
     def __init__(self, device: torch.device, *, draws: bool, reads: bool) -> None:
         self.draws: HostDraws | None = None
         self.among: frozenset[int] | None = None
+        self.leaves_out = False
         self._device = device
         self._may_draw, self._may_read = draws, reads
         self._left: set[str] = set()  # places of reads that are left to the step
@@ -43,7 +45,7 @@ class LookingAhead:
 
     def forget(self) -> None:
         """A trace was given up. What was learned from it is kept."""
-        self.draws = None
+        self.draws, self.leaves_out = None, False
         self._is_known = not self._may_draw
         self._recording = self._new_recording()
 
@@ -71,7 +73,7 @@ class LookingAhead:
         """
         if not self._is_known:
             self._is_known = True
-            self.draws = self._recording.finish(graph)
+            self.draws, self.leaves_out = self._recording.finish(graph), self._recording.has_read
 
     @property
     def reads(self) -> bool:

@@ -69,6 +69,7 @@ class ReadingAhead(Recording):
 
     def _begin(self, trace: Any) -> None:
         super()._begin(trace)
+        self.has_read = False
         self._followed: dict[fx.Node, CallResult] = {}  # nodes of the graph that are computed ahead
         self._keys: dict[int, int] = {}  # of what is in slots, where it follows from given tensors alone
         self._read_at: dict[int, frozenset[str]] = {}  # where that was read
@@ -90,6 +91,7 @@ class ReadingAhead(Recording):
             return None
         slot = self._followed[node]
         self._read_at[slot.place] = self._read_at.get(slot.place, frozenset()) | {where}
+        self.has_read = True
         return slot
 
     def make(

@@ -290,7 +290,7 @@ class ReproducingTrace(Trace):
         except Exception:  # an expression that only Dynamo's own code understands: `Trace` says so
             self._guards = None
             return
-        if self.reproduces or self.ahead.reads:
+        if self.reproduces or self.ahead.leaves_out:
             self._resume = types.FunctionType(entries[0].code, self._code.__globals__)
         if self.reproduces:
             self._first = [inputs[place] for place in self._argument_places]
