@@ -100,18 +100,22 @@ class HostDraws:
     @property
     def questions(self) -> frozenset[int]:
         """Keys of what it asks of such tensors."""
-        made = [step for step in self.steps if not isinstance(step, Asked)]
-        asked = [made[step.slot] for step in self.steps if isinstance(step, Asked)]
-        return frozenset(call.key for call in asked if isinstance(call, Made) and call.key is not None)
+        return frozenset(key for key in self._asked_keys() if key is not None)
 
     @property
     def told(self) -> str:
         """What decides about the way, for messages."""
-        if not self.generators:
+        keys = self._asked_keys()
+        if None not in keys and keys:
             return "values of tensors that are read on the host"
         if not self.inputs:
             return "random numbers that are drawn on the host"
         return "random numbers that are drawn on the host, and values of tensors that are read there,"
+
+    def _asked_keys(self) -> list[int | None]:
+        made = [step for step in self.steps if not isinstance(step, Asked)]
+        asked = [made[step.slot] for step in self.steps if isinstance(step, Asked)]
+        return [call.key if isinstance(call, Made) else None for call in asked]
 
     def another_way(self) -> Problem:
         """Why a step that takes another way is not for the graph."""
