@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from training import Diary, Net, adamw, batches, both, line_of, loss_of, sgd
 
 from pygraph_train import StepReport
+from pygraph_train.problems import NotLegal
+from pygraph_train.tracing.reproducing import ReproducingTrace
 
 Step = Callable[..., Any]
 Change = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -108,6 +110,23 @@ def test_a_check_that_fails_in_the_first_step() -> None:
 
 def test_a_check_that_never_fails() -> None:
     assert not train(checking).fallbacks
+
+
+def looked_up(model: nn.Module) -> Step:
+    """Where a label is too large, the value that decides cannot be computed."""
+    known = torch.tensor([True, True, False])
+
+    def step_fn(batch: Any) -> Tensor:
+        x, y = batch
+        if known[y].all():
+            x = x * 2
+        return nn.functional.cross_entropy(model(x), y)
+
+    return step_fn
+
+
+def test_a_read_that_raises_does_so_in_the_line_of_the_step() -> None:
+    train(looked_up, too_large_in(12, 17, 18, 20), replays=10)
 
 
 def masked(model: nn.Module) -> Step:
@@ -267,6 +286,17 @@ def through_another_name(model: nn.Module) -> Step:
     return step_fn
 
 
+def with_other_memory(model: nn.Module) -> Step:
+    def step_fn(batch: Any) -> Tensor:
+        x, y = batch
+        model.norm.running_mean.data = model.norm.running_mean * 0.5 + 0.5  # type: ignore[operator, union-attr]
+        if model.norm.running_mean[0] > 0.7:  # type: ignore[operator, union-attr, index]
+            x = x * 2
+        return nn.functional.cross_entropy(model(x), y)
+
+    return step_fn
+
+
 def a_copy_that_is_changed(model: nn.Module) -> Step:
     def step_fn(batch: Any) -> Tensor:
         x, y = batch
@@ -336,6 +366,7 @@ def many_operations(model: nn.Module) -> Step:
 REFUSED: dict[str, tuple[Callable[[nn.Module], Step], str]] = {
     "written before": (after_the_write, "if model.norm"),
     "written through another name": (through_another_name, "if model.norm"),
+    "other memory": (with_other_memory, "if model.norm"),
     "a copy that is changed": (a_copy_that_is_changed, "if mask.all()"),
     "the loss": (the_loss, "if loss > 1.0"),
     "random numbers": (random_numbers, "if (x + torch"),
@@ -509,3 +540,44 @@ def test_with_inductors_kernels() -> None:
         assert report.steps_replayed >= 15, str(report)
         step.close()
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x * 2
+        return x * 3 if self.count > 0 else x
+
+
+def test_buffers_that_processes_exchange_are_left_to_the_step() -> None:
+    """They are other ones than before the step, on all processes but the first."""
+    for of_buffers in (True, False):
+        trace, x = ReproducingTrace(torch.device("cpu")), torch.ones(3)
+        trace.ahead.of_buffers = of_buffers
+        step = Counting()
+        if of_buffers:
+            assert torch.equal(trace(step, (x,), {}), x * 2) and trace.host_draws is not None
+            with pytest.raises(NotLegal, match="another way"):
+                trace(step, (-x,), {})
+        else:
+            with pytest.raises(NotLegal, match="read on the host"):
+                trace(step, (x,), {})
+
+
+def test_compiled_code_asks_no_more_than_what_is_looked_at() -> None:
+    def step(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and x.min() > 0:
+            return x * 2
+        return x * 3 if x.max() > 0 else x
+
+    x = torch.ones(3)
+    trace = ReproducingTrace(torch.device("cpu"))
+    assert torch.equal(trace(step, (x,), {}), x * 3)
+    compiled = ReproducingTrace(torch.device("cpu"), compiler=lambda graph, inputs, left: graph.forward)
+    compiled.ahead.ask_no_more_than(trace.ahead)
+    with pytest.raises(NotLegal, match="read on the host"):
+        compiled(step, (x,), {})

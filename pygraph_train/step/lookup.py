@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pygraph_train.step.lifecycle import Stage
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.rebinding import Anchors
 from pygraph_train.step.updates import Updates
@@ -43,6 +44,7 @@ class Lookup:
         elsewhere: list[Variant] = []
         untraced: Variant | None = None
         known: dict[int, Any] = {}  # what is read ahead, once for all variants
+        refused = all(variant.life.stage is Stage.REFUSED for variant in signature.variants)
         with program.context():
             fn = program.function()
             for variant in signature.variants:
@@ -60,7 +62,7 @@ class Lookup:
                         continue
                 if not trace.holds(fn, args, kwargs) or (variant.anchored and not variant.is_for(leaves)):
                     continue
-                if draws is None or drawn is not None:
+                if draws is None or drawn is not None or refused:  # what it reads is of no use then
                     return variant
                 variant.ahead = trace.ahead.look({"fn": fn, "args": args, "kwargs": kwargs}, known)
                 if variant.ahead.matches:

@@ -137,16 +137,10 @@ class HostDraws:
             with no_autocast(), torch.no_grad():
                 for step in self.steps:
                     if isinstance(step, Made):
-                        if step.key is not None and step.key in known:
-                            values.append(known[step.key])
-                            continue
-                        if step.filled:
-                            args, kwargs = filled((step.args, step.kwargs), values)
-                            values.append(step.fn(*args, **kwargs))
-                        else:
-                            values.append(step.fn(*step.args, **step.kwargs))
-                        if step.key is not None:
-                            known[step.key] = values[-1]
+                        try:
+                            values.append(_result(step, values, known))
+                        except Exception as error:  # in the step it raises as well
+                            return Ahead(False, (*path, type(error)))
                         continue
                     if isinstance(step, Given):
                         values.append(next(left).detach())
@@ -158,6 +152,16 @@ class HostDraws:
             return Ahead(True, tuple(path), HostRandomState(self.generators))
         finally:
             before.restore()
+
+
+def _result(call: Made, values: Sequence[Any], known: dict[int, Any]) -> Any:
+    if call.key is not None and call.key in known:
+        return known[call.key]
+    args, kwargs = filled((call.args, call.kwargs), values) if call.filled else (call.args, call.kwargs)
+    result = call.fn(*args, **kwargs)
+    if call.key is not None:
+        known[call.key] = result
+    return result
 
 
 def filled(tree: Any, values: Sequence[Any]) -> Any:

@@ -28,6 +28,7 @@ class LookingAhead:
     Attributes:
         draws: what decides; None where nothing does.
         among: keys of the questions that may be asked of tensors; None for all.
+        of_buffers: whether buffers are before the step what the step finds. To be set before the first call.
         leaves_out: whether the graph leaves out reads that the function makes.
     """
 
@@ -35,6 +36,7 @@ class LookingAhead:
         self.draws: HostDraws | None = None
         self.among: frozenset[int] | None = None
         self.leaves_out = False
+        self.of_buffers = True
         self._device = device
         self._may_draw, self._may_read = draws, reads
         self._left: set[str] = set()  # places of reads that are left to the step
@@ -50,11 +52,9 @@ class LookingAhead:
         self._recording = self._new_recording()
 
     def _new_recording(self) -> Recording:
-        return (
-            ReadingAhead(self._device, self._left, lambda: self.among)
-            if self._may_read
-            else Recording(self._device)
-        )
+        if not self._may_read:
+            return Recording(self._device)
+        return ReadingAhead(self._device, self._left, lambda: self.among, lambda: self.of_buffers)
 
     def learned(self) -> bool:
         """Whether the trace that was given up has shown what the next one should not read ahead."""

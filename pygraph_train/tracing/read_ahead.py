@@ -37,6 +37,7 @@ from pygraph_train.tracing.graph_calls import (
     without_gradient,
 )
 from pygraph_train.tracing.host_draws import Given, HostDraws, Made, filled
+from pygraph_train.tracing.signature import ARGUMENTS
 
 __all__ = ["ReadingAhead"]
 
@@ -58,13 +59,19 @@ class ReadingAhead(Recording):
         left: places (`file:line`) whose values the step has to read itself: more than a decision follows from them. It
             gets those that are found here.
         among: returns keys of the questions that may be asked of tensors; None for all.
+        of_buffers: returns whether buffers are before the step what the step finds: processes may exchange them.
     """
 
     def __init__(
-        self, device: torch.device, left: set[str], among: Callable[[], frozenset[int] | None] = lambda: None
+        self,
+        device: torch.device,
+        left: set[str],
+        among: Callable[[], frozenset[int] | None] = lambda: None,
+        of_buffers: Callable[[], bool] = lambda: True,
     ) -> None:
         self._left = left
         self._among = among
+        self._of_buffers = of_buffers
         super().__init__(device)
 
     def _begin(self, trace: Any) -> None:
@@ -80,14 +87,13 @@ class ReadingAhead(Recording):
         """What a node of the graph computes, made now, if it follows from tensors that the step is given."""
         if where is None or where in self._left:
             return None
-        chain = _chain(node)
-        if chain is None or any(self._is_drawn(x) for x in chain):
-            return None
         try:
-            slots = [self._follow(x) for x in chain]
+            chain = _chain(node)
+            if chain is None or any(self._is_drawn(x) or not self._may_be_given(x) for x in chain):
+                return None
+            if None in [self._follow(x) for x in chain]:
+                return None
         except Exception:  # the step itself will say what is wrong
-            return None
-        if None in slots:
             return None
         slot = self._followed[node]
         self._read_at[slot.place] = self._read_at.get(slot.place, frozenset()) | {where}
@@ -128,6 +134,17 @@ class ReadingAhead(Recording):
         self._values.clear()  # they hold tensors of the batch
         self._followed.clear()
         return found
+
+    def _may_be_given(self, node: fx.Node) -> bool:
+        """Whether a tensor is before the step what the step finds, if the node is one that it is given."""
+        example = node.meta.get("example_value")
+        if (
+            node.op != "placeholder"
+            or self._of_buffers()
+            or (isinstance(example, Tensor) and example.requires_grad)
+        ):
+            return True
+        return str(placeholder_source(node)).startswith(ARGUMENTS)
 
     # -- the graph so far -----------------------------------------------------------------------------------
 
@@ -258,7 +275,7 @@ def _is_changed(chain: list[fx.Node]) -> bool:
 
 def _is_known(fn: Any) -> bool:
     """Whether what a function changes is seen at the versions of tensors."""
-    if isinstance(fn, HigherOrderOperator):
+    if isinstance(fn, HigherOrderOperator) or fn is Tensor.set_:  # `x.data = y`, which takes its count back
         return False
     return is_operator_of_torch(fn) or not str(getattr(fn, "__module__", "")).startswith(
         ("torch._ops", "torch.ops")
