@@ -197,6 +197,8 @@ class ReproducingTrace(Trace):
             return True
         if self.traced:
             return False
+        if self.ahead.learned():
+            return True
         if self._deferred:  # more was done to a list than to append to it
             self._defers = self._deferred = False
             return True
