@@ -22,6 +22,8 @@ from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.rebinding import Moves
 from pygraph_train.tracing import watch
+from pygraph_train.tracing.host_draws import Ahead
+from pygraph_train.tracing.looking_ahead import LookingAhead
 from pygraph_train.tracing.methods import Environment, Methods
 from pygraph_train.tracing.stillness import _Way
 from pygraph_train.tracing.trace import Trace
@@ -123,6 +125,18 @@ def _modules_are_never_looked_at(patch: pytest.MonkeyPatch) -> None:
     _constant(ModuleWatch, "unchanged_in_still_modules", True)(patch)
 
 
+def _reads_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    look = LookingAhead.look
+
+    def late(self: LookingAhead, *args: Any) -> Ahead:
+        ahead = look(self, *args)
+        before = vars(self).get("before", ahead)
+        vars(self)["before"] = ahead
+        return before if self.reads else ahead
+
+    patch.setattr(LookingAhead, "look", late)
+
+
 FAULTS: dict[str, Plant] = {
     "guards always hold": _constant(Trace, "holds", True),
     "the last tensor of a batch is not copied": _forgets_the_last_tensor,
@@ -146,5 +160,6 @@ FAULTS: dict[str, Plant] = {
         watch, "tensor_looks", lambda *tensors: True
     ),
     "a capture that fails loses gradients": _constant(Gradients, "restore", None),
+    "reads ahead are those of the step before": _reads_of_the_step_before,
     "hooks on gradients are not noticed": _everywhere("hooked", False, lookup, capturing),
 }

@@ -327,6 +327,18 @@ def test_a_number_that_only_decides_is_no_obstacle() -> None:
     assert not explained(step).obstacles
 
 
+def test_a_condition_on_the_batch_is_no_obstacle() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        if x.max().item() > 100:
+            raise ValueError("too large")
+        if (x > 0).any() and not x.isnan().any():
+            x = 2 * x
+        return model(x).square().mean()
+
+    found = explained(step)
+    assert found.is_one_graph and not found.obstacles
+
+
 def test_what_is_explained_as_one_graph_is_replayed_as_one() -> None:
     model = Net()
     optimizer = adamw(model)

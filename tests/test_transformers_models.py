@@ -109,6 +109,47 @@ def test_layers_that_are_left_out_at_random(model: str, layerdrop: float) -> Non
     assert both(script, replays=20).steps_replayed >= 20
 
 
+_TOKENS: dict[str, Any] = {"vocab_size": 50, "pad_token_id": 0}
+_ENCODER = {
+    **_TOKENS,
+    **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+}
+_READING: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {**_ENCODER, "num_key_value_heads": 2},
+    "BertForMaskedLM": _ENCODER,
+    "M2M100ForConditionalGeneration": {
+        **_SMALL,
+        **{"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "decoder_start_token_id": 1},
+        **{"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    },
+    "XLMWithLMHeadModel": {**_TOKENS, "emb_dim": 16, "n_layers": 1, "n_heads": 2},
+}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("model", _READING)
+def test_masks_that_are_read_on_the_host(model: str) -> None:
+    """Without padding they take another branch, in graphs too."""
+    if model.startswith("M2M100") and torch.__version__ < "2.13":  # compares versions, not text
+        pytest.skip("Dynamo of this torch cannot trace how the model makes its configuration")
+
+    def script(diary: Any) -> None:
+        kind = getattr(transformers, model)
+        net = kind(kind.config_class(**_READING[model])).train()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+        step = diary.step(lambda given: net(**given).loss, model=net, optimizer=optimizer)
+        numbers = torch.Generator().manual_seed(1)
+        for number in range(40):
+            ids = torch.randint(3, 50, (2, 8), generator=numbers)
+            mask = torch.ones_like(ids)
+            mask[0, 6:] = number % 2
+            diary.write("loss", step({"input_ids": ids, "attention_mask": mask, "labels": ids}))
+            diary.write_state(net, optimizer)
+
+    report = both(script, replays=20, plan="{F B O}")
+    assert "asks whether it is compiled" not in str(report.verbose()), str(report)
+
+
 class _Variable:
     """Set at the start of a forward and reset at its end, like transformers' output collector."""
 

@@ -18,7 +18,9 @@ class OneWay:
     def __init__(self, *, proved: bool = True, replays: int = 0, last_used: int = 0) -> None:
         self.life = Life(Stage.GRAPHED) if proved else Life(Stage.WATCHED, 1)
         self.replays, self.last_used = replays, last_used
-        self.trace: Any = type("Trace", (), {"host_draws": type("Draws", (), {"where": "step.py:3"})})
+        self.trace: Any = type(
+            "Trace", (), {"host_draws": type("Draws", (), {"where": "step.py:3", "told": "numbers"})}
+        )
         self.forgotten = False
 
     def forget_captures(self) -> None:

@@ -24,6 +24,7 @@ from pygraph_train.torch_private.past_obstacles import Condition, PastObstacles
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.obstacles import batch_changed, gradients_asked, gradients_read, on_host, written
+from pygraph_train.tracing.read_ahead import ReadingAhead
 from pygraph_train.tracing.reasons import (
     compiler_failed,
     first_use,
@@ -107,15 +108,20 @@ def look(
         by_hand: whether the function makes its backwards and updates itself.
     """
     seen = Findings()
+    left: set[str] = set()  # places of reads that no graph can do without
     avoided: dict[Condition, bool] = {}  # ways on which the step raises an exception
     known: set[tuple[Condition, bool]] = set()
     waiting: list[dict[Condition, bool]] = [{}]
     for _ in range(_MOST_LOOKS):
         if not waiting:
             break
-        one = _OneLook(fn, args, kwargs, device, recorder, leaves, avoided | waiting.pop(0), by_hand=by_hand)
-        with context():
-            one.trace()
+        leaves_out, before = avoided | waiting.pop(0), -1
+        while len(left) > before:  # a value that is read ahead turned out to be more than a decision
+            before = len(left)
+            recording = Recording(device) if by_hand else ReadingAhead(device, left)
+            one = _OneLook(fn, args, kwargs, recording, device, recorder, leaves, leaves_out, by_hand=by_hand)
+            with context():
+                one.trace()
         seen.add(one)
         ways = one.past.ways
         known.update(ways)
@@ -143,6 +149,7 @@ class _OneLook:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        recording: Recording,
         device: torch.device,
         recorder: str | tuple[str, ...] | None,
         leaves: list[Any],
@@ -162,7 +169,7 @@ class _OneLook:
         )
         self._fn, self._args, self._kwargs = fn, args, kwargs
         self._is_of_batch = batch_expressions(args, kwargs)
-        self._recording = Recording(device)
+        self._recording = recording
         self._device, self._recorder = device, recorder
         self._leaves = {id(leaf) for leaf in leaves}
         self._notes: list[tuple[Any, str]] = []

@@ -263,7 +263,12 @@ class Advancing:
         leaves: list[Any],
         run: Callable[[Call], R],
     ) -> R:
-        result, problem = self._watching(step, variant, args, kwargs, leaves, run)
+        try:
+            result, problem = self._watching(step, variant, args, kwargs, leaves, run)
+        except BaseException:
+            if variant.way is not None and not variant.trace.traced:  # the way of a check that has failed
+                self._close_way(signature, variant, variant.way)
+            raise
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
             saved = variant.trace.saved
@@ -271,9 +276,17 @@ class Advancing:
             variant.trace.saved = saved
         elif problem is not None and variant.trace.dynamic:
             self._shapes.refused(variant)
+        elif problem is not None and variant.way is not None:
+            self._close_way(signature, variant, variant.way)
+            self._training.note(problem)
         elif problem is not None:
             self._refusing.calls(step, signature, variant, problem)
         return result
+
+    def _close_way(self, signature: Signature, variant: Variant, way: tuple[Any, ...]) -> None:
+        """One of the ways of a step has no graph. The others keep theirs."""
+        signature.ways.close(way)
+        signature.variants = [other for other in signature.variants if other is not variant]
 
     def _ask_for_reasons(self) -> None:
         """On the first step: why forward and backward cannot be in a graph at all."""
@@ -328,7 +341,12 @@ class Advancing:
             with program.context():
                 trace.take_as_inputs(changing_numbers(known, program.function(), args, kwargs))
         variant = Variant(
-            trace, self._signatures.lengths, signature.key, last_used=training.step, family=family
+            trace,
+            self._signatures.lengths,
+            signature.key,
+            last_used=training.step,
+            family=family,
+            way=other_way,
         )
         if family is not None:
             family.traced(variant)

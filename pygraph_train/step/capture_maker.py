@@ -135,7 +135,7 @@ class CaptureMaker:
         gradients.empty()  # as the step would; the memory of old gradients is wanted now
         before = gradients.snapshot()
         static_leaves: list[Any] = []
-        writer = call.trace if isinstance(call, SilentCall) else None
+        writer = call.trace if isinstance(call, SilentCall) and call.trace.reproduces else None
         moves = self.moves(variant, args, kwargs)
 
         def body() -> tuple[Tensor, Outputs]:
@@ -178,7 +178,7 @@ class CaptureMaker:
                 captured = call
                 if isinstance(call, SilentCall):
                     call = SilentCall(call.trace, variant.inputs.further)
-                    captured = SilentCall(call.trace, variant.inputs.further, keep=True)
+                    captured = SilentCall(call.trace, variant.inputs.further, keep=writer is not None)
                 trace = call.trace if isinstance(call, (CompiledUnits, SilentCall)) else call
                 if isinstance(trace, Trace):
                     with program.context():

@@ -144,10 +144,10 @@ class Capturing:
         return variant.trace if self._training.engine.name == "cuda" else plain_call
 
     def _silent_call_of(self, variant: Variant) -> Call:
-        """How the step is run where no step is made: it leaves Python as it is."""
+        """How the step is run where no step is made: it leaves Python as it is, and reads nothing on the host."""
         compiled = variant.arm.compiled and variant.compiled is not None
         trace = variant.compiled if compiled else variant.trace
-        if isinstance(trace, ReproducingTrace) and trace.reproduces:
+        if isinstance(trace, ReproducingTrace) and (trace.reproduces or trace.ahead.leaves_out):
             return SilentCall(trace)
         return self._call_of(variant)
 
@@ -159,9 +159,11 @@ class Capturing:
         if isinstance(variant.trace, OpenedTrace):
             return CompiledUnits(variant.trace, program.replication.units(), compile_whole)
         compiler = program.replication.in_pieces(compile_whole)
-        return ReproducingTrace(
+        trace = ReproducingTrace(
             program.device, compiler=compiler, recorder=program.recorder, dynamic=variant.trace.dynamic
         )
+        trace.ahead.ask_no_more_than(variant.trace.ahead)  # nothing else is looked at before a replay
+        return trace
 
     def compiled(
         self,

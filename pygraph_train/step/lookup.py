@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pygraph_train.step.lifecycle import Stage
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.rebinding import Anchors
 from pygraph_train.step.updates import Updates
@@ -33,31 +34,47 @@ class Lookup:
     def variant_of(
         self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> Variant | None:
-        """The kind of call that this one is: the guards of its trace hold, and it draws what leads the same way.
+        """The kind of call that this one is: its trace's guards hold, and it draws and reads what leads the same way.
 
-        Where there is none, `signature.other_way` says whether that is because it draws something else.
+        Where there is none, `signature.other_way` says whether that is because it draws or reads something else.
         """
         if not signature.variants:
             return None
         program, signature.other_way = self._program, None
         elsewhere: list[Variant] = []
+        untraced: Variant | None = None
+        known: dict[int, Any] = {}  # what is read ahead, once for all variants
+        refused = all(variant.life.stage is Stage.REFUSED for variant in signature.variants)
         with program.context():
             fn = program.function()
             for variant in signature.variants:
                 trace = variant.trace
                 if not trace.traced:
-                    return variant
-                if trace.host_draws is not None:
-                    variant.ahead = trace.host_draws.look_ahead()
-                    if not variant.ahead.matches:
+                    if variant.way is None:
+                        return variant
+                    untraced = variant
+                    continue
+                draws, drawn = trace.host_draws, None
+                if draws is not None and not draws.inputs:  # drawing is cheaper than the guards
+                    variant.ahead = drawn = draws.look_ahead()
+                    if not drawn.matches:
                         elsewhere.append(variant)
                         continue
-                if trace.holds(fn, args, kwargs) and (not variant.anchored or variant.is_for(leaves)):
+                if not trace.holds(fn, args, kwargs) or (variant.anchored and not variant.is_for(leaves)):
+                    continue
+                if draws is None or drawn is not None or refused:  # what it reads is of no use then
                     return variant
+                variant.ahead = trace.ahead.look({"fn": fn, "args": args, "kwargs": kwargs}, known)
+                if variant.ahead.matches:
+                    return variant
+                elsewhere.append(variant)
             for variant in sorted(elsewhere, key=lambda v: -len(_path(v))):  # the one that is left last
                 if variant.trace.holds(fn, args, kwargs):
                     signature.other_way = _path(variant)
                     break
+        if untraced is not None and signature.other_way in (None, untraced.way):
+            signature.other_way = None
+            return untraced
         return None
 
     def reads_written_memory(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> bool:

@@ -97,7 +97,9 @@ class StepOfLoss:
         """A trace for one kind of call. Modules with hooks of torch's own are opened for it."""
         if self.replication.sharded:
             return OpenedTrace(self.device, self.replication.opened, recorder=self.recorder)
-        return ReproducingTrace(self.device, recorder=self.recorder, dynamic=dynamic)
+        trace = ReproducingTrace(self.device, recorder=self.recorder, dynamic=dynamic)
+        trace.ahead.of_buffers = self.replication.group is None  # others have them from the first process
+        return trace
 
     def emptied(self, trace: Trace, owned: list[Tensor]) -> list[Tensor]:
         """All of them: the loop calls `zero_grad`."""

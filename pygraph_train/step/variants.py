@@ -112,10 +112,11 @@ class Variant:
         replays, last_used: how often it was replayed, and in which step last.
         moves: how often captures were thrown away because something had moved.
         writes_parameters: whether forward changes parameters in place.
-        ahead: what the present step draws on the host, where the trace depends on such numbers.
+        ahead: what the present step draws and reads on the host, where the trace depends on such numbers.
         moving: which of `trace.inputs` the loop has given other memory; True where it is another tensor then.
         stay: those of `moving` for which no copy can stand.
         family: of kinds of calls that differ in sizes alone.
+        way: the answers after which its trace was made, of a signature that has traces of other ways; None otherwise.
         lead: whose trace it shares, and whose plan it follows. None for a kind of call with a trace of its own.
     """
 
@@ -137,6 +138,7 @@ class Variant:
     moves: int = 0
     writes_parameters: bool = False
     ahead: Ahead | None = None
+    way: tuple[Any, ...] | None = None
     moving: dict[int, bool] = field(default_factory=dict)
     stay: set[int] = field(default_factory=set)
     family: Family | None = None
@@ -268,8 +270,8 @@ class Signature:
         family: of signatures that differ in sizes alone; None where each one is on its own.
         returns: how often it has come without a graph, where its family has a trace for it.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
-        ways: how often steps went which way, of those where random numbers of the host decide.
-        other_way: what was drawn for the present step, which goes another way than any variant.
+        ways: how often steps went which way, of those where numbers of the host decide.
+        other_way: what was drawn and read for the present step, which goes another way than any variant.
         refused: steps in a row for which no variant had a graph, and none can get one.
         unseen: so many further steps are taken for such ones without a look.
     """

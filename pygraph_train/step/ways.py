@@ -1,4 +1,4 @@
-"""Which ways steps take whose way is decided by random numbers of the host, and which of these get graphs."""
+"""Which ways steps take whose way is decided by numbers of the host, and which of these get graphs."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Ways:
     def __init__(self) -> None:
         self.elsewhere = 0
         self._met: Counter[tuple[Any, ...]] = Counter()
+        self._closed: set[tuple[Any, ...]] = set()
 
     def took(self, way: tuple[Any, ...]) -> None:
         """A step goes a way that no variant is for.
@@ -60,6 +61,11 @@ class Ways:
         if len(self._met) < _REMEMBERED:
             self._met[_hashable(way)] += 1
 
+    def close(self, way: tuple[Any, ...]) -> None:
+        """No graph can hold the step on this way: it raises an exception there, for example."""
+        if len(self._closed) < _REMEMBERED:
+            self._closed.add(_hashable(way))
+
     def returns(self, way: tuple[Any, ...], variants: list[Variant], most: int, step: int) -> bool:
         """Whether a way has come often enough to be traced, and there is room for one more.
 
@@ -71,7 +77,11 @@ class Ways:
         """
         traced = [v for v in variants if v.trace.host_draws is not None]
         unproved = [v for v in traced if v.life == Life(Stage.WATCHED, 1)]
-        if self._met[_hashable(way)] < _RETURNS or len(unproved) >= _UNPROVED:
+        if (
+            _hashable(way) in self._closed
+            or self._met[_hashable(way)] < _RETURNS
+            or len(unproved) >= _UNPROVED
+        ):
             return False
         if len(traced) < max(most - _LEFT, 2):
             return True
@@ -85,8 +95,8 @@ class Ways:
     def told(self, variants: Sequence[Variant]) -> str:
         """A sentence for the report."""
         return (
-            f"random numbers that are drawn on the host decide which way a step takes ({_where(variants)}): ways that "
-            "come again get graphs, and steps that take other ways run without one"
+            f"{_told(variants)} decide which way a step takes ({_where(variants)}): ways that come again get graphs, "
+            "and steps that take other ways run without one"
         )
 
     def too_many(self, variants: Sequence[Variant], *, compiled: bool) -> Problem | None:
@@ -100,10 +110,10 @@ class Ways:
         if self.elsewhere < _JUDGED or self.elsewhere <= most:
             return None
         return Problem(
-            f"random numbers that are drawn on the host decide which way the step takes, and {self.elsewhere} steps "
-            "went ways that have no graph",
+            f"{_told(variants)} decide which way the step takes, and {self.elsewhere} steps went ways that have no "
+            "graph",
             _where(variants),
-            "Let few numbers decide, or draw them with torch on the device and choose with torch.where",
+            "Let few numbers decide, or compute them with torch on the device and choose with torch.where",
         )
 
 
@@ -123,6 +133,10 @@ def undrawn(trace: Trace, engine: Engine) -> Iterator[None]:
 
 def _where(variants: Sequence[Variant]) -> str | None:
     return next((v.trace.host_draws.where for v in variants if v.trace.host_draws is not None), None)
+
+
+def _told(variants: Sequence[Variant]) -> str:
+    return next(v.trace.host_draws.told for v in variants if v.trace.host_draws is not None)
 
 
 def _hashable(value: Any) -> Any:

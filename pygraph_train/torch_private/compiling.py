@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-__all__ = ["file_of", "nothing_compiles"]
+from pygraph_train.torch_private.changes import Around
+
+__all__ = ["file_of", "nothing_captures", "nothing_compiles"]
 
 
 def nothing_compiles(asked: list[str], but: Collection[str] = ()) -> tuple[Any, str, Any]:
@@ -40,6 +42,34 @@ def nothing_compiles(asked: list[str], but: Collection[str] = ()) -> tuple[Any, 
             return super().__getitem__(question) if file_of(asked[-1]) in but else False
 
     return functions, "tracing_state_functions", lambda: Answers(told())
+
+
+def nothing_captures() -> tuple[tuple[Any, str, Any], ...]:
+    """Changes of Dynamo: `torch.cuda.is_current_stream_capturing()` and its kin are false in what it traces.
+
+    Dynamo has no answer: it puts the question into its graph, or ends the graph there. (2.11, 2.13)
+
+    Returns:
+        Owner, attribute and value of each.
+    """
+    from torch._dynamo.variables.functions import SkipFunctionVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    kinds = (TorchInGraphFunctionVariable, SkipFunctionVariable)
+    return tuple((kind, "call_function", Around(_answering)) for kind in kinds)
+
+
+def _answering(call_function: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    questions = [getattr(backend, "is_current_stream_capturing", None) for backend in (torch.cuda, torch.xpu)]
+
+    def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if any(variable.value is question for question in questions):
+            return ConstantVariable.create(False)
+        return call_function(variable, tx, args, kwargs)
+
+    return called
 
 
 def file_of(place: str | None) -> str:

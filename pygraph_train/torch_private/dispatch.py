@@ -19,7 +19,9 @@ __all__ = [
     "below_autograd",
     "fake_evaluation",
     "has_symbols",
+    "is_expensive",
     "is_operator",
+    "is_operator_of_torch",
     "mode_of_fakes",
     "no_autocast",
     "no_fake_mode",
@@ -86,6 +88,48 @@ def no_torch_function() -> AbstractContextManager[None]:
 def is_operator(func: object) -> bool:
     """Whether what a dispatch mode was given is an ordinary operator, not a higher-order one (torch 2.13)."""
     return isinstance(func, torch._ops.OpOverload)
+
+
+def is_operator_of_torch(func: object) -> bool:
+    """Whether something is an operator that torch itself defines, and no higher-order one. (2.11, 2.13)"""
+    return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and str(func).startswith(
+        ("aten.", "prims.")
+    )
+
+
+_EXPENSIVE = (
+    *(
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "vdot",
+        "linear",
+        "einsum",
+        "_scaled_mm",
+    ),
+    *("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "_slow_conv2d_forward"),
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer"),
+)
+_EXPENSIVE_KINDS = (
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+    "linalg_",
+    "_linalg_",
+    "_fft_",
+)
+
+
+def is_expensive(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator computes more than it moves: products, convolutions, attention, recurrent networks,
+    decompositions. (2.11, 2.13)"""
+    name = packet_name(func)
+    return name in _EXPENSIVE or name.startswith(_EXPENSIVE_KINDS)
 
 
 def writes_arguments(func: torch._ops.OpOverload) -> bool:

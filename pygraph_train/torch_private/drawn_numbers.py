@@ -49,6 +49,15 @@ class DrawRecorder(Protocol):
     def slot_of(self, node: torch.fx.Node) -> CallResult | None:
         """What a node of the graph computes, if it follows from random numbers of the host alone."""
 
+    def read(self, node: torch.fx.Node, where: str | None) -> CallResult | None:
+        """What a node of the graph computes, if it is read ahead of steps. `where` it is read in the step."""
+
+    def may_ask(self, slot: CallResult) -> bool:
+        """Whether the trace may depend on what is in a slot."""
+
+    def leave(self, slot: CallResult) -> bool:
+        """Whether something that was read ahead went into a result. It is left to the step from now on."""
+
 
 class DrawingHooks(Protocol):
     """What numbers ask."""

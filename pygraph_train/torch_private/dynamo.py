@@ -32,6 +32,7 @@ __all__ = [
     "is_optimized_module",
     "leave_to_python",
     "placeholder_source",
+    "placeholder_value",
     "raised_while_tracing",
     "raising_node",
     "set_compiled_call",
@@ -112,6 +113,11 @@ def placeholder_source(node: torch.fx.Node) -> str | None:
         return None
     name = source.name
     return name() if callable(name) else name
+
+
+def placeholder_value(node: torch.fx.Node) -> object:
+    """The real tensor, or the number, that a graph input has in the call that is traced (torch 2.11, 2.13)."""
+    return getattr(node.meta.get("grapharg"), "example", None)
 
 
 def hold_constant(graph: torch.fx.GraphModule, name: str, value: torch.Tensor) -> None:

@@ -4,6 +4,9 @@ Dynamo ends a graph at `if torch.rand([]) < p`, at `random.random()` and at `num
 made, and told to a recorder. A number of Python or NumPy is a value of its own kind, from which Python's arithmetic
 makes others; a number of torch is in the graph. A condition asks for an answer, and the trace goes on with it. A whole
 number that is used in another way is asked for itself. A fraction must not get into tensors: the graph ends there.
+
+A recorder may also know what a tensor of the graph holds that was not drawn. A condition asks for that in the same way.
+Where more than a decision follows from it, the recorder leaves it to the step, and Dynamo ends the graph as usual.
 """
 
 from __future__ import annotations
@@ -142,6 +145,16 @@ class _Hooks:
             return self.recorder.slot_of(node) if node.graph is _graph(tx) else None
         return None
 
+    def read(self, tx: Any, variable: Any) -> CallResult | None:
+        """What the recorder has for a variable whose value the step reads here."""
+        from torch._dynamo.variables.tensor import TensorVariable
+
+        slot = self.slot_of(tx, variable)
+        if slot is not None or type(variable) is not TensorVariable or not self._begins(tx):
+            return slot
+        node = variable.as_proxy().node
+        return self.recorder.read(node, _place(tx)) if node.graph is _graph(tx) else None
+
     def _given(self, tx: Any, variable: Any) -> Any:
         """An argument of a function of numbers: its value or its slot, `NO_VALUE` if it has neither."""
         value = value_of(variable)
@@ -158,13 +171,33 @@ class _Hooks:
     def answer(self, tx: Any, slot: CallResult, *, negated: bool = False) -> bool:
         """The answer to a condition."""
         truth = self.recorder.make(operator.not_ if negated else bool, [slot], {})
+        if not self.recorder.may_ask(truth):
+            self._refuse_read(truth)
         return bool(self.recorder.ask(truth, _place(tx)))
 
     def exactly(self, tx: Any, number: Any) -> Any:
         """A whole number as a constant of the trace."""
-        if not isinstance(self.recorder.value(number.slot), int):
+        value = self.recorder.value(number.slot)
+        if not isinstance(value, int):
             number.refuse()
+        if type(value) is not bool or not self.recorder.may_ask(number.slot):
+            self._refuse_read(number.slot)
         return _constant(tx, self.recorder.ask(number.slot, _place(tx)))
+
+    def _refuse_read(self, slot: CallResult) -> None:
+        """End the graph where something that was read ahead went into a result."""
+        if self.recorder.leave(slot):
+            host_numbers.end_graph("a value is read on the host, and more than a decision follows from it")
+
+    def _number(self, slot: CallResult, otherwise: Callable[[], NoReturn]) -> Any:
+        if not isinstance(self.recorder.value(slot), (int, float)):  # "%d" % number
+            self._refuse_read(slot)
+
+        def refuse() -> NoReturn:
+            self._refuse_read(slot)
+            otherwise()
+
+        return number_class()(slot, self, refuse)
 
     def computing(self, call_function: Callable[..., Any]) -> Callable[..., Any]:
         """Python's operators and functions of numbers that are drawn."""
@@ -175,22 +208,22 @@ class _Hooks:
         def computed(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             fn = variable.fn
             if fn in _ANSWERS or (fn in (int, float) and len(args) == 1 and type(args[0]) is TensorVariable):
-                slot = self.slot_of(tx, args[0]) if len(args) == 1 and not kwargs else None
+                slot = self.read(tx, args[0]) if len(args) == 1 and not kwargs else None
                 if slot is not None:
                     if fn in _ANSWERS:
                         return _constant(tx, self.answer(tx, slot, negated=fn is operator.not_))
-                    return number(self.recorder.make(fn, [slot], {}), self, _refuse_torch)
+                    return self._number(self.recorder.make(fn, [slot], {}), _refuse_torch)
             drawn = [x for x in args if isinstance(x, number)]
             if not drawn or fn in _OF_TYPES:
                 return call_function(variable, tx, args, kwargs)
             values = [self._given(tx, x) for x in args]
             if not _any_missing(values) and not kwargs:
                 if any(type(x) is TensorVariable for x in args) and fn in _COMPARISONS | _ARITHMETIC:
-                    return number(self.recorder.make(fn, values, {}), self, drawn[0].refuse)
+                    return self._number(self.recorder.make(fn, values, {}), drawn[0].refuse)
                 if fn in _COMPARISONS:
                     return _constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
                 if fn in _ARITHMETIC:
-                    return number(self.recorder.make(fn, values, {}), self, drawn[0].refuse)
+                    return self._number(self.recorder.make(fn, values, {}), drawn[0].refuse)
             exact = [self.exactly(tx, x) if isinstance(x, number) else x for x in args]
             return call_function(variable, tx, exact, kwargs)
 
@@ -200,10 +233,10 @@ class _Hooks:
         """`tensor.item()`."""
 
         def item(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            slot = self.slot_of(tx, variable)
+            slot = self.read(tx, variable)
             if slot is None:
                 return method_item(variable, tx, *args, **kwargs)
-            return number_class()(self.recorder.make(torch.Tensor.item, [slot], {}), self, _refuse_torch)
+            return self._number(self.recorder.make(torch.Tensor.item, [slot], {}), _refuse_torch)
 
         return item
 
@@ -239,7 +272,8 @@ class _Hooks:
 
     def _jump(self, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
         def jump(tx: Any, inst: Any) -> Any:
-            slot = self.slot_of(tx, tx.stack[-1]) if tx.stack else None
+            find = self.slot_of if _is_of_assert(tx) else self.read  # Dynamo has an operation that asserts
+            slot = find(tx, tx.stack[-1]) if tx.stack else None
             if slot is None:
                 return handler(tx, inst)
             answer = self.answer(tx, slot)
@@ -271,6 +305,12 @@ def _constant(tx: Any, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return VariableTracker.build(tx, value)
     return ConstantVariable.create(value)
+
+
+def _is_of_assert(tx: Any) -> bool:
+    """Whether a jump that is under way belongs to an assert statement."""
+    following = tx.instructions[tx.instruction_pointer : tx.instruction_pointer + 1]
+    return any(inst.opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT") for inst in following)
 
 
 def _graph(tx: Any) -> Any:

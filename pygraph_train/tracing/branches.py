@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.compiling import file_of, nothing_compiles
+from pygraph_train.torch_private.compiling import file_of, nothing_captures, nothing_compiles
 
 __all__ = ["Branches"]
 
@@ -28,7 +28,7 @@ class Branches:
 
     def changes(self) -> list[tuple[Any, str, Any]]:
         """Changes of Dynamo while it traces."""
-        return [nothing_compiles(self._asked, self._as_compiled)] if self._plain else []
+        return [nothing_compiles(self._asked, self._as_compiled), *nothing_captures()] if self._plain else []
 
     def others(self, refused: Problem) -> bool:
         """After a trace that was given up: whether the function takes other branches the next time.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +13,21 @@ from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dispatch import (
     HigherOrderOperator,
     has_symbols,
-    mode_of_fakes,
     no_autocast,
     no_fake_mode,
 )
 from pygraph_train.torch_private.drawn_numbers import CallResult
-from pygraph_train.tracing.host_draws import Asked, HostDraws, Made, filled
+from pygraph_train.tracing.graph_calls import (
+    alike,
+    draws,
+    function_of,
+    is_write,
+    memory_of,
+    slots_in,
+    tensors_in,
+    zeros,
+)
+from pygraph_train.tracing.host_draws import Asked, Given, HostDraws, Made, filled
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recompute import RandomDraws
 
@@ -39,7 +47,10 @@ class Recording:
     Attributes:
         where: `file:line` of the first question.
         end: where the generators are after what was drawn so far; None before.
+        has_read: whether anything was read ahead.
     """
+
+    has_read = False
 
     def __init__(self, device: torch.device) -> None:
         self.where: str | None = None
@@ -50,7 +61,7 @@ class Recording:
     def _begin(self, trace: Any) -> None:
         self._trace = trace
         self.end = None
-        self._steps: list[Made | Asked] = []
+        self._steps: list[Given | Made | Asked] = []
         self._values: list[Any] = []
         self._slots: dict[fx.Node, CallResult] = {}  # nodes of the graph that are computed on the host
         self._looked_at: set[fx.Node] = set()
@@ -82,6 +93,18 @@ class Recording:
         self._steps.append(Asked(slot.place, value))
         self.where = self.where or where
         return value
+
+    def read(self, node: fx.Node, where: str | None) -> CallResult | None:
+        """What a node of the graph computes from tensors that the step is given: nothing is read ahead here."""
+        return None
+
+    def may_ask(self, slot: CallResult) -> bool:
+        """Whether the trace may depend on what is in a slot."""
+        return True
+
+    def leave(self, slot: CallResult) -> bool:
+        """Whether something that was read ahead went into a result. It is left to the step from now on."""
+        return False
 
     def slot_of(self, node: fx.Node) -> CallResult | None:
         """What a node of the graph computes, made now, if it follows from random numbers of the host alone."""
@@ -115,13 +138,12 @@ class Recording:
         if not self._on_cpu:
             self._take_out(graph)
         generators = frozenset(s.generator for s in self._steps if type(s) is Made and s.generator)
-        if not generators:
-            return None
-        if len(self._steps) > MOST_CALLS:
+        if generators and len(self._steps) > MOST_CALLS:
             raise NotLegal(Problem("the step draws thousands of numbers on the host", self.where))
-        return HostDraws(self._needed(), generators, self.where)
+        found = HostDraws(self._needed(), generators, self.where)
+        return found if generators or found.inputs else None
 
-    def _needed(self) -> tuple[Made | Asked, ...]:
+    def _needed(self) -> tuple[Given | Made | Asked, ...]:
         """Without calls that nothing follows from. Slots are numbered anew."""
         wanted: set[int] = set()
         keep: set[int] = set()
@@ -133,23 +155,27 @@ class Recording:
                 keep.add(at)
                 continue
             index -= 1
+            if type(step) is Given:
+                keep |= {at} if index in wanted else set()
+                continue
             assert type(step) is Made
-            if step.generator or index in wanted or _is_write(step.fn):
+            if step.generator or index in wanted or is_write(step.fn):
                 keep.add(at)
-                wanted |= _slots_in((step.args, step.kwargs))
+                wanted |= slots_in((step.args, step.kwargs))
         places: dict[int, int] = {}
-        kept: list[Made | Asked] = []
+        kept: list[Given | Made | Asked] = []
         index = 0
         for at, step in enumerate(self._steps):
             if type(step) is Asked:
                 kept.append(Asked(places[step.slot], step.outcome))
                 continue
-            assert type(step) is Made
             if at in keep:
                 places[index] = len(places)
                 slots = {old: CallResult(new) for old, new in places.items()}
-                args, kwargs = filled((step.args, dict(step.kwargs)), slots)  # type: ignore[arg-type]
-                kept.append(Made(step.fn, args, kwargs, step.generator, step.filled))
+                if type(step) is Made:
+                    args, kwargs = filled((step.args, dict(step.kwargs)), slots)  # type: ignore[arg-type]
+                    step = step._replace(args=args, kwargs=kwargs)
+                kept.append(step)
             index += 1
         return tuple(kept)
 
@@ -164,7 +190,7 @@ class Recording:
             if (
                 node in self._slots
                 and not node.users
-                and (self._is_drawn(node) or not _is_write(_function_of(node)))
+                and (self._is_drawn(node) or not is_write(function_of(node)))
             ):
                 graph.graph.erase_node(node)
                 changed = True
@@ -185,22 +211,15 @@ class Recording:
         """Whether a node that is left in the graph of a device draws on the host, as far as that is known."""
         if node in self._slots:
             return self._is_drawn(node)
-        if all(t.device.type != "cpu" for t in _tensors_in([node.meta.get("example_value")])):
+        if all(t.device.type != "cpu" for t in tensors_in([node.meta.get("example_value")])):
             return False
-        examples = _tensors_in([x.meta.get("example_value") for x in (node, *node.all_input_nodes)])
+        examples = tensors_in([x.meta.get("example_value") for x in (node, *node.all_input_nodes)])
         if isinstance(node.target, HigherOrderOperator) or has_symbols(examples):
             return True
         try:
-            return self._draws(node, examples)
+            return draws(node, examples)
         except Exception:
             return True
-
-    def _draws(self, node: fx.Node, examples: Sequence[Tensor]) -> bool:
-        """Whether an operation draws random numbers. Nothing is executed."""
-        with mode_of_fakes(examples), RandomDraws() as draws, torch.no_grad():
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), _without_gradient)
-            _function_of(node)(*args, **kwargs)
-        return draws.seen
 
     def _refuse_other_uses(self, node: fx.Node) -> None:
         """Raise where a tensor that the step computes with follows from a number that decides about its way."""
@@ -251,12 +270,12 @@ class Recording:
 
     def _compute(self, node: fx.Node) -> None:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._slots.__getitem__)
-        fn = _function_of(node)
+        fn = function_of(node)
         try:
             slot, drew = self._made(fn, tuple(args), dict(kwargs), None, look=True)
         except Exception:  # the step itself will say what is wrong
             return
-        if not _alike(
+        if not alike(
             self._values[slot.place], node.meta["example_value"]
         ):  # autocast had it computed in another way
             self._lost |= drew
@@ -269,24 +288,24 @@ class Recording:
         if drew or any(map(self._is_drawn, node.all_input_nodes)):
             self._drawn.add(slot.place)
             # also what shares the memory was drawn
-            self._drawn_memory.add(_memory_of(self._values[slot.place]))
+            self._drawn_memory.add(memory_of(self._values[slot.place]))
 
     def _pass_over(self, node: fx.Node) -> None:
         """An operation of the step itself on a CPU: if it draws, the generator goes on by as many numbers."""
-        if not _tensors_in([node.meta.get("example_value")]):  # an autocast that begins, and the like
+        if not tensors_in([node.meta.get("example_value")]):  # an autocast that begins, and the like
             self._lost |= isinstance(node.target, HigherOrderOperator)
             return
-        fn = _function_of(node)
+        fn = function_of(node)
         examples = [x.meta.get("example_value") for x in (node, *node.all_input_nodes)]
         numbers = any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in examples)
-        if numbers or has_symbols(_tensors_in(examples)):
+        if numbers or has_symbols(tensors_in(examples)):
             self._lost = (
                 True  # its shape depends on values: to compute it would make symbols that Dynamo misses
             )
             return
         try:
-            if self._draws(node, _tensors_in(examples)):
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), _zeros)
+            if draws(node, tensors_in(examples)):
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), zeros)
                 self._made(fn, tuple(args), dict(kwargs), "torch")
         except Exception:
             self._lost = True
@@ -296,7 +315,7 @@ class Recording:
         slot = self._slots.get(node)
         if slot is None:
             return False
-        return slot.place in self._drawn or _memory_of(self._values[slot.place]) in self._drawn_memory
+        return slot.place in self._drawn or memory_of(self._values[slot.place]) in self._drawn_memory
 
     def _made(
         self,
@@ -316,70 +335,14 @@ class Recording:
             drew = False
             with no_fake_mode(), no_autocast(), torch.no_grad():
                 if look:
-                    with RandomDraws() as draws:
+                    with RandomDraws() as mode:
                         value = fn(*given, **named)
-                    drew = draws.seen
+                    drew = mode.seen
                 else:
                     value = fn(*given, **named)
             self.end = HostRandomState()
         finally:
             outside.restore()
-        self._steps.append(Made(fn, args, kwargs, generator, bool(_slots_in((args, kwargs)))))
+        self._steps.append(Made(fn, args, kwargs, generator, bool(slots_in((args, kwargs)))))
         self._values.append(value)
         return CallResult(len(self._values) - 1), drew
-
-
-def _function_of(node: fx.Node) -> Callable[..., Any]:
-    if node.op == "call_method":
-        return getattr(Tensor, str(node.target), None) or operator.methodcaller(str(node.target))
-    return node.target  # type: ignore[return-value]
-
-
-def _slots_in(tree: Any) -> set[int]:
-    if isinstance(tree, CallResult):
-        return {tree.place}
-    if isinstance(tree, (tuple, list)):
-        return set().union(*map(_slots_in, tree))
-    if isinstance(tree, Mapping):
-        return set().union(*map(_slots_in, tree.values()))
-    if isinstance(tree, slice):
-        return _slots_in((tree.start, tree.stop, tree.step))
-    return set()
-
-
-def _is_write(fn: Callable[..., Any]) -> bool:
-    """Whether a function of torch changes its first argument, as far as its name says."""
-    name = getattr(fn, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or fn is operator.setitem
-
-
-def _alike(value: Any, example: Any) -> bool:
-    """Whether what was computed is of the kind that the graph has there."""
-    if not isinstance(value, Tensor) or not isinstance(example, Tensor):
-        return type(value) is type(example)
-    return value.dtype == example.dtype and value.shape == example.shape
-
-
-def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    flat = [x for v in values for x in (v if isinstance(v, (tuple, list)) else [v])]
-    return [x for x in flat if isinstance(x, Tensor)]
-
-
-def _memory_of(value: Any) -> Any:
-    """Where a tensor lies; for anything else a value that nothing else has."""
-    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else object()
-
-
-def _without_gradient(node: fx.Node) -> Any:
-    """A fake tensor in the place of a node; KeyError where Dynamo has no value for it."""
-    example = node.meta["example_value"]
-    return example.detach() if isinstance(example, Tensor) else example
-
-
-def _zeros(node: fx.Node) -> Any:
-    """A real tensor like the one of a node: how many numbers are drawn does not depend on values."""
-    like = node.meta["example_value"]
-    if not isinstance(like, Tensor):
-        return like
-    with no_fake_mode():
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()

@@ -1,25 +1,40 @@
-"""Random numbers that a step draws on the host, and what it asks of them: they decide which way it takes.
+"""What a step draws and reads on the host, and what it asks of that: the answers decide which way the step takes.
 
 A step that does `if torch.rand([]) < p: continue` takes one of two ways. A trace follows the way that its own numbers
 lead to, and a graph holds that way. So the trace notes the calls that draw, what is computed from the numbers, and the
 answers to the questions of Python's conditions. Before a step is replayed, the same calls are made with the generators
 as they are: the graph is for this step only where all answers are the same.
+
+A step that does `if labels.max() >= classes: raise ...` reads a number of its batch. What it computes the number from
+is noted in the same way, and computed from the batch at hand before a step is replayed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pygraph_train.problems import Problem
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dispatch import no_autocast
 from pygraph_train.torch_private.drawn_numbers import CallResult
 
-__all__ = ["Ahead", "Asked", "HostDraws", "Made", "filled"]
+__all__ = ["Ahead", "Asked", "Given", "HostDraws", "Made", "filled"]
+
+
+class Given(NamedTuple):
+    """A tensor that the step is given, which has the next free slot.
+
+    Attributes:
+        expression: Dynamo's, by which it is found in each step.
+    """
+
+    expression: str
 
 
 class Made(NamedTuple):
@@ -30,6 +45,7 @@ class Made(NamedTuple):
         args, kwargs: with what. Slots in them stand for results of earlier calls.
         generator: from which it draws; None for a call that computes.
         filled: whether slots are among the arguments.
+        key: the same for the same call with what follows from the same tensors. None where random numbers go into it.
     """
 
     fn: Callable[..., Any]
@@ -37,6 +53,7 @@ class Made(NamedTuple):
     kwargs: Mapping[str, Any]
     generator: str | None
     filled: bool
+    key: int | None = None
 
 
 class Asked(NamedTuple):
@@ -48,7 +65,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Ahead:
-    """What a step will draw.
+    """What a step will draw and read.
 
     Attributes:
         matches: whether it takes the way that was traced.
@@ -71,28 +88,62 @@ class HostDraws:
         where: `file:line` of the first question.
     """
 
-    steps: tuple[Made | Asked, ...]
+    steps: tuple[Given | Made | Asked, ...]
     generators: frozenset[str]
     where: str | None = None
 
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Expressions of the tensors that it reads ahead, in the order in which `look_ahead` takes these."""
+        return tuple(step.expression for step in self.steps if isinstance(step, Given))
+
+    @property
+    def questions(self) -> frozenset[int]:
+        """Keys of what it asks of such tensors."""
+        return frozenset(key for key in self._asked_keys() if key is not None)
+
+    @property
+    def told(self) -> str:
+        """What decides about the way, for messages."""
+        keys = self._asked_keys()
+        if None not in keys and keys:
+            return "values of tensors that are read on the host"
+        if not self.inputs:
+            return "random numbers that are drawn on the host"
+        return "random numbers that are drawn on the host, and values of tensors that are read there,"
+
+    def _asked_keys(self) -> list[int | None]:
+        made = [step for step in self.steps if not isinstance(step, Asked)]
+        asked = [made[step.slot] for step in self.steps if isinstance(step, Asked)]
+        return [call.key if isinstance(call, Made) else None for call in asked]
+
     def another_way(self) -> Problem:
         """Why a step that takes another way is not for the graph."""
-        return Problem("random numbers of the host lead to another way than was traced", self.where)
+        return Problem(f"{self.told} lead to another way than was traced", self.where)
 
-    def look_ahead(self) -> Ahead:
-        """Find out what the step draws that comes next. The generators stay where they are. Hot path."""
+    def look_ahead(self, inputs: Sequence[Tensor] = (), known: dict[int, Any] | None = None) -> Ahead:
+        """Find out what the step draws and reads that comes next. The generators stay where they are. Hot path.
+
+        Args:
+            inputs: the tensors behind `inputs`. Nothing of them changes.
+            known: results of calls of this step, by their keys. It gets those that are made here.
+        """
         before = HostRandomState(self.generators)
+        known = {} if known is None else known
+        left = iter(inputs)
         values: list[Any] = []
         path: list[Any] = []
         try:
             with no_autocast(), torch.no_grad():
                 for step in self.steps:
                     if isinstance(step, Made):
-                        if step.filled:
-                            args, kwargs = filled((step.args, step.kwargs), values)
-                            values.append(step.fn(*args, **kwargs))
-                        else:
-                            values.append(step.fn(*step.args, **step.kwargs))
+                        try:
+                            values.append(_result(step, values, known))
+                        except Exception as error:  # in the step it raises as well
+                            return Ahead(False, (*path, type(error)))
+                        continue
+                    if isinstance(step, Given):
+                        values.append(next(left).detach())
                         continue
                     found = values[step.slot]
                     path.append(found)
@@ -101,6 +152,16 @@ class HostDraws:
             return Ahead(True, tuple(path), HostRandomState(self.generators))
         finally:
             before.restore()
+
+
+def _result(call: Made, values: Sequence[Any], known: dict[int, Any]) -> Any:
+    if call.key is not None and call.key in known:
+        return known[call.key]
+    args, kwargs = filled((call.args, call.kwargs), values) if call.filled else (call.args, call.kwargs)
+    result = call.fn(*args, **kwargs)
+    if call.key is not None:
+        known[call.key] = result
+    return result
 
 
 def filled(tree: Any, values: Sequence[Any]) -> Any:

@@ -48,6 +48,7 @@ class ReproducingTrace(Trace):
     """A `Trace` whose function may write to Python where Dynamo's code can make the writes.
 
     Lists that the function only appends to are not guarded, and integers that reach nothing but writes are inputs.
+    Values of given tensors may decide about its way: they are read ahead, and `silently` reads nothing.
 
     Args: see `Trace`.
 
@@ -56,6 +57,8 @@ class ReproducingTrace(Trace):
         carried: expressions of tensors that the step reads and replaces, so that they lie elsewhere in the next step.
         runs: how many steps were made.
     """
+
+    may_read = True
 
     def __init__(
         self,
@@ -194,6 +197,8 @@ class ReproducingTrace(Trace):
             return True
         if self.traced:
             return False
+        if self.ahead.learned():
+            return True
         if self._deferred:  # more was done to a list than to append to it
             self._defers = self._deferred = False
             return True
@@ -216,7 +221,8 @@ class ReproducingTrace(Trace):
             self._lists.update((id(e.appended), e.appended) for e in effects if e.appended is not None)
         if known != (len(self._numbers), len(self._lists)):
             self._look_again(graph)
-        self._look_at_draws(graph)  # of the graph that Dynamo has made
+        if not self.traced:
+            self.ahead.finish(graph)  # of the graph that Dynamo has made
         found = counters(graph)
         numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]
         decisive = set(numbers).difference(() if found is None else found.inputs)
@@ -286,8 +292,9 @@ class ReproducingTrace(Trace):
         except Exception:  # an expression that only Dynamo's own code understands: `Trace` says so
             self._guards = None
             return
-        if self.reproduces:
+        if self.reproduces or self.ahead.leaves_out:
             self._resume = types.FunctionType(entries[0].code, self._code.__globals__)
+        if self.reproduces:
             self._first = [inputs[place] for place in self._argument_places]
 
     def _moved(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem | None:

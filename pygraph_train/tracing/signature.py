@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "ALIGNMENT",
+    "ARGUMENTS",
     "Dims",
     "Key",
     "Sizes",
@@ -199,4 +200,5 @@ def batch_expressions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
     return is_of_batch
 
 
-_ARGS, _KWARGS = "L['args']", "L['kwargs']"
+ARGUMENTS = _ARGS, _KWARGS = "L['args']", "L['kwargs']"
+"""How expressions of Dynamo's begin that mean an argument of the traced call."""

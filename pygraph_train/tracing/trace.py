@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dynamic_shapes import sizes_are_symbols
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
@@ -28,13 +27,12 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 from pygraph_train.torch_private.guards import guard_failures
-from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.branches import Branches
-from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.host_draws import HostDraws
 from pygraph_train.tracing.kept_guards import KeptGuards
+from pygraph_train.tracing.looking_ahead import LookingAhead
 from pygraph_train.tracing.obstacles import batch_changed, copies_that_stay, gradients_read, on_host, written
 from pygraph_train.tracing.reading import Read, reader
 from pygraph_train.tracing.reasons import (
@@ -85,6 +83,8 @@ class Trace:
     """Expressions of tensors that the step reads and replaces."""
     may_draw = True
     """Whether random numbers of the host may decide which way the function takes."""
+    may_read = False
+    """Whether values that the host reads of given tensors may decide about it as well."""
 
     def __init__(
         self,
@@ -113,12 +113,10 @@ class Trace:
         self.made_once: tuple[str, ...] = ()
         """What the function makes on the host in each call, and was made when it was traced."""
         self.branches = Branches(plain=compiler is None and self.runs_graph)
-        self.host_draws: HostDraws | None = None
-        """Random numbers of the host that decide which way the function takes."""
         self.draws_in_graph: tuple[str, ...] = ("torch",) if device.type == "cpu" else ()
         """Generators whose numbers are drawn where the graph runs, and not before."""
-        self._recording = Recording(device)
-        self._draws_are_known = False
+        self.ahead = LookingAhead(device, draws=self.may_draw, reads=self.may_read and not self.dynamic)
+        """What is known of a step before it is made."""
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
         self._read: Read = lambda L, G: ((), (), ())
@@ -166,17 +164,17 @@ class Trace:
 
     def _is_worth_another_look(self, refused: Problem) -> bool:
         """After a trace that was given up, and ran nothing: whether the function is traced in another way now."""
-        if self._compiles or not self.branches.others(refused):
+        if self._compiles or not (self.ahead.learned() or self.branches.others(refused)):
             return False
         self._go_through_dynamo(self._function_to_trace())
         return True
 
     def _forget_look(self) -> None:
         """Nothing is known of the trace that was given up."""
-        self._compiles, self.problem, self.host_draws = 0, None, None
-        self._recording, self._kept = Recording(self.device), KeptGuards()
+        self._compiles, self.problem = 0, None
+        self.ahead.forget()
         self.inputs, self.rebound, self.left, self._arguments = [], [], [], []
-        self.made_once, self.written, self._draws_are_known = (), [], False
+        self.made_once, self.written, self._kept = (), [], KeptGuards()
 
     def _function_to_trace(self) -> types.FunctionType:
         """Calls a step's function."""
@@ -185,7 +183,6 @@ class Trace:
     def _through_dynamo(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         self._fn, self._is_of_batch = fn, batch_expressions(args, kwargs)
-        drawn = self._drawn_as_traced()
         before, stale = self._compiles, None
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
@@ -194,6 +191,7 @@ class Trace:
             )  # Dynamo does not look there
             if stale is not None and not seen:
                 raise NotLegal(stale)
+        drawn = self.ahead.as_traced(frame, stale) if before else None
         try:
             with dynamo_step_config(*self._changes()), sizes_are_symbols(self._symbols(args, kwargs)):
                 result = self._call(fn, args, kwargs)
@@ -211,8 +209,7 @@ class Trace:
         finally:
             forget_notes(self._notes)
             self._kept.note_unguarded()
-        if self.host_draws is not None and not before:
-            drawn = self._recording.end
+        drawn = drawn if before else self.ahead.end
         if drawn is not None:
             drawn.restore(but=self.draws_in_graph)
         self.problem = self.problem or self._given.problem
@@ -236,33 +233,26 @@ class Trace:
         _, leaves = flattened((args, kwargs))
         return [(leaves[i], dims) for i, dims in self.dynamic.items()]
 
-    def _drawn_as_traced(self) -> HostRandomState | None:
-        """Where the generators of the host are after this call. None where there are none, or nothing was traced yet.
-
-        Raises:
-            NotLegal: the function takes another way this time.
-        """
-        if self.host_draws is None or not self._compiles:
-            return None
-        ahead = self.host_draws.look_ahead()
-        if not ahead.matches:
-            raise NotLegal(self.host_draws.another_way())
-        return ahead.end
-
     def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
         """How Dynamo traces this function in another way than others."""
         changes = list(weights_are_flat() if self.runs_graph else ())
         changes += self.branches.changes()
-        if self.may_draw and not self.traced:
-            changes += drawing(self._recording)
+        if not self.traced:
+            changes += self.ahead.changes()
         return (*changes, *self._further)
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
         """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
+        self.ahead.find_inputs(frame, self._code.__globals__)
         self._read = reader(self._code.__globals__, self.inputs, self._kept.modules, self._kept.asked)
         self._watch = ModuleWatch(*self._read(frame, self._code.__globals__))
         self._still = Stillness(self._code.__globals__, self._kept.settings)
         self._guards = entry.guard_manager  # not the entry: torch._dynamo.reset() frees it
+
+    @property
+    def host_draws(self) -> HostDraws | None:
+        """What is drawn and read on the host, and decides which way the function takes."""
+        return self.ahead.draws
 
     @property
     def traced(self) -> bool:
@@ -323,7 +313,8 @@ class Trace:
         self._notes += tracing_notes(graph)
         if (adds := checkpoint_that_adds(graph)) is not None:
             raise NotLegal(adds)
-        self._look_at_draws(graph)
+        if not self.traced:
+            self.ahead.finish(graph)
         self._given.look_at(graph)
         constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
         self._constants += constants.values
@@ -339,11 +330,6 @@ class Trace:
         if self._compiler is not None:
             return self._compiler(graph, example_inputs, self.left)
         return eager_forward(graph, self.saved)
-
-    def _look_at_draws(self, graph: torch.fx.GraphModule) -> None:
-        if self.may_draw and not self._draws_are_known and not self.traced:
-            self._draws_are_known = True
-            self.host_draws = self._recording.finish(graph)
 
     def _written(self) -> Iterable[Problem]:
         """Writes to Python that a replay would not make."""

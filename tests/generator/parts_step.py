@@ -93,6 +93,22 @@ if loss.item() > 1e6:
 """,
         weight=0.7,
     ),
+    Part(
+        "read_batch",
+        begin="""
+if y.max() > 1:
+    x = x * 2
+    if x[0, 0].item() > 0:
+        x = x + 1
+""",
+        weight=0.7,
+    ),
+    Part(
+        "read_state",
+        begin="x = x * 2 if bool((model.last.weight > 0).float().mean() > 0.5) else x",
+        weight=0.5,
+    ),
+    Part("read_unused", begin="count_of_labels = int((y == 1).sum())", weight=0.3),
     Part("print", loss="print(round(loss.item(), 4))", weight=0.4),
     Part("print_text", begin='print("step")', weight=0.4),
     Part(

@@ -1,0 +1,124 @@
+"""What a trace has to know of a step before the step is made: what it draws and reads on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.host_draws import changes as drawing
+from pygraph_train.tracing.draw_recording import Recording
+from pygraph_train.tracing.host_draws import Ahead, HostDraws
+from pygraph_train.tracing.read_ahead import ReadingAhead
+from pygraph_train.tracing.reading import Read, reader
+
+__all__ = ["LookingAhead"]
+
+
+class LookingAhead:
+    """Of one trace: notes what decides about the step's way, and looks at that before later steps.
+
+    Args:
+        device: of the step.
+        draws: whether random numbers of the host may decide.
+        reads: whether values of given tensors may decide.
+
+    Attributes:
+        draws: what decides; None where nothing does.
+        among: keys of the questions that may be asked of tensors; None for all.
+        of_buffers: whether buffers are before the step what the step finds. To be set before the first call.
+        leaves_out: whether the graph leaves out reads that the function makes.
+    """
+
+    def __init__(self, device: torch.device, *, draws: bool, reads: bool) -> None:
+        self.draws: HostDraws | None = None
+        self.among: frozenset[int] | None = None
+        self.leaves_out = False
+        self.of_buffers = True
+        self._device = device
+        self._may_draw, self._may_read = draws, reads
+        self._left: set[str] = set()  # places of reads that are left to the step
+        self._known_left = 0
+        self._read: Read = lambda L, G: ((),)
+        self._globals: dict[str, Any] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """A trace was given up. What was learned from it is kept."""
+        self.draws, self.leaves_out = None, False
+        self._is_known = not self._may_draw
+        self._recording = self._new_recording()
+
+    def _new_recording(self) -> Recording:
+        if not self._may_read:
+            return Recording(self._device)
+        return ReadingAhead(self._device, self._left, lambda: self.among, lambda: self.of_buffers)
+
+    def learned(self) -> bool:
+        """Whether the trace that was given up has shown what the next one should not read ahead."""
+        before, self._known_left = self._known_left, len(self._left)
+        return self._known_left > before
+
+    def changes(self) -> tuple[tuple[Any, str, Any], ...]:
+        """How Dynamo traces differently."""
+        return drawing(self._recording) if self._may_draw else ()
+
+    def finish(self, graph: torch.fx.GraphModule) -> None:
+        """At the end of the first trace.
+
+        Raises:
+            NotLegal: what decides cannot be found out ahead.
+        """
+        if not self._is_known:
+            self._is_known = True
+            self.draws, self.leaves_out = self._recording.finish(graph), self._recording.has_read
+
+    @property
+    def reads(self) -> bool:
+        """Whether values of given tensors are among what decides."""
+        return self.draws is not None and bool(self.draws.inputs)
+
+    def ask_no_more_than(self, other: LookingAhead) -> None:
+        """Before the first call: the way may depend on no values of given tensors but those of another trace's."""
+        self.among = frozenset() if other.draws is None else other.draws.questions
+
+    @property
+    def end(self) -> HostRandomState | None:
+        """Where the generators of the host are after the call that was traced; None where it draws nothing."""
+        return self._recording.end if self.draws is not None and self.draws.generators else None
+
+    def find_inputs(self, frame: dict[str, Any], namespace: dict[str, Any]) -> None:
+        """Find the tensors that are read ahead once, in the call that was traced.
+
+        Raises:
+            Exception: Dynamo's name of one is nothing that Python understands.
+        """
+        if self.draws is not None and self.reads:
+            self._globals = namespace
+            self._read = reader(namespace, self.draws.inputs)
+            self._read(frame, namespace)
+
+    def look(self, frame: dict[str, Any], known: dict[int, Any] | None = None) -> Ahead:
+        """Which way a call takes: see `HostDraws.look_ahead`. The guards hold for it."""
+        assert self.draws is not None
+        return self.draws.look_ahead(self._read(frame, self._globals)[0], known)
+
+    def as_traced(self, frame: dict[str, Any], stale: Problem | None) -> HostRandomState | None:
+        """Where the generators of the host are after a call that is not the first one. None where nothing decides.
+
+        Args:
+            stale: the guard that does not hold for it.
+
+        Raises:
+            NotLegal: the function takes another way this time.
+        """
+        if self.draws is None:
+            return None
+        if stale is not None and self.reads:
+            raise NotLegal(stale)
+        ahead = self.look(frame)
+        if not ahead.matches:
+            raise NotLegal(self.draws.another_way())
+        return ahead.end
