@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph, NumbersNotFound
-from pygraph_train.identity import identities
+from pygraph_train.identity import identities, picker
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.inputs import StaticInputs
@@ -23,7 +23,7 @@ from pygraph_train.step.program import Call
 from pygraph_train.step.rebinding import Anchors, Moves
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
-from pygraph_train.step.variants import Capture, Variant, picker
+from pygraph_train.step.variants import Capture, Variant
 from pygraph_train.step.ways import undrawn
 from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.torch_private.sharding import local_tensor
@@ -369,9 +369,7 @@ class CaptureMaker:
         return Moves(map(local_tensor, found) if self._program.replication.sharded else found)
 
     def _optimized(self) -> list[Tensor]:
-        """The optimizer's parameters."""
-        optimizer = self._program.optimizer
-        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        return [p for group in getattr(self._program.optimizer, "param_groups", ()) for p in group["params"]]
 
     def warm_up(self, *, fresh: bool) -> AbstractContextManager[None]:
         """Around a run without a graph before a capture.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import AuditLedger, Audits
 
-__all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant", "moved", "picker", "same_memory"]
+__all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant", "moved", "same_memory"]
 
 _MOST_SIGNATURES = 1024
 """Shapes remembered; the oldest are forgotten."""
@@ -398,10 +397,3 @@ def moved(tensors: Sequence[Tensor], capture: Capture) -> Iterator[tuple[int, bo
         tensor, other = tensors[k], capture.ids[k] != id(tensors[k])
         if local_tensor(tensor).data_ptr() != address or (tensor.requires_grad and other):
             yield k, other
-
-
-def picker(indices: list[int]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-    """`operator.itemgetter`, which returns a tuple only for two or more."""
-    if len(indices) < 2:
-        return lambda items: tuple([items[i] for i in indices])
-    return operator.itemgetter(*indices)
