@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +28,8 @@ import torch
 import pygraph_train
 from benchmarks import host_cost, lightning_step
 from benchmarks.children import Job, Turns, run_jobs
-from benchmarks.command import NO_CLAIM, new_record, settle_device
-from benchmarks.record import DASH, print_table, write_json
+from benchmarks.command import NO_CLAIM, new_record, settle_defaults, settle_device
+from benchmarks.record import DASH, commit_of, print_table, write_json
 from benchmarks.workloads import WORKLOADS
 from pygraph_train import integrations
 
@@ -162,11 +161,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)  # a row, and the file for it
     args = parser.parse_args(argv)
     settle_device(parser, args)
-    on_cpu = args.device == "cpu"
-    for name, (on_gpu, here) in {"windows": (5, 2), "steps": (40, 5), "calls": (100, 4)}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, here if on_cpu else on_gpu)
-    args.warmup, args.max_warmup = (8, 60) if on_cpu else (60, 300)
+    settle_defaults(args, windows=(5, 2), steps=(40, 5), calls=(100, 4))
+    args.warmup, args.max_warmup = (8, 60) if args.device == "cpu" else (60, 300)
     args.progress_bar = False
     args.rows = args.rows.split(",")
     if unknown := [name for name in args.rows if name not in HOST_ROWS + FIT_ROWS]:
@@ -188,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _be_child(args)
     record = new_record("before_and_after", args) | {"rows": [], "summary": [], "not_run": []}
     trees = (args.before, Path(__file__).parents[1])
-    commits = [given or _commit(tree) for given, tree in zip(args.commits, trees, strict=True)]
+    commits = [given or commit_of(tree) for given, tree in zip(args.commits, trees, strict=True)]
     record["commits"] = dict(zip(VERSIONS, commits, strict=True))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     with tempfile.TemporaryDirectory() as made:
@@ -256,12 +252,6 @@ def _package(tree: Path, place: Path) -> Path:
         tree / "integrations", place / "pygraph_train" / "integrations", ignore=ignored, dirs_exist_ok=True
     )
     return place
-
-
-def _commit(tree: Path) -> str | None:
-    asked = ["git", "-C", str(tree), "rev-parse", "HEAD"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 def _cells(entry: Row) -> list[str]:

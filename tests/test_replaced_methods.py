@@ -127,6 +127,21 @@ def test_a_replaced_method_is_named() -> None:
     assert trace.holds(step_fn, (x,), {})
 
 
+def test_the_environment_is_looked_at_where_no_class_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "A_NUMBER_OF_THE_TESTS"
+    monkeypatch.setenv(name, "2")
+    trace, x = Trace(torch.device("cpu")), torch.ones(3)
+
+    def step_fn(x: Tensor) -> Tensor:
+        return x * float(os.getenv(name, "1"))
+
+    trace(step_fn, (x,), {})
+    assert trace.holds(step_fn, (x,), {})
+    monkeypatch.setenv(name, "5")
+    assert not trace.holds(step_fn, (x,), {})
+    assert name in trace.why_not(step_fn, (x,), {}).reason
+
+
 @pytest.mark.notices("the environment is never looked at")
 @pytest.mark.parametrize("way", ["item", "get", "getenv", "absent"])
 def test_a_variable_of_the_environment_that_the_step_reads(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,8 @@ class KeptGuards:
         if self._noted < len(self._classes):
             self._noted = len(self._classes)
             self._methods = Methods(self._classes)
-            self._environment = Environment() if self._reads_environment else None
+        if self._reads_environment and self._environment is None:
+            self._environment = Environment()
 
     def unguarded_holds(self) -> bool:
         """Whether all is as it was that no guard of Dynamo sees: methods of classes, and the environment. Hot path."""

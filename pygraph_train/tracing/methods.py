@@ -23,7 +23,7 @@ def classes_of(value: object) -> Iterable[type]:
     """The classes in which an attribute of this object, or of this class, may be found."""
     kind = value if isinstance(value, type) else type(value)
     known = versions_are_known()  # otherwise all functions are looked at in each step
-    for base in type.mro(kind) if kind is type else kind.__mro__:
+    for base in kind.__mro__:
         if base.__flags__ & _HEAP_TYPE and (known or base.__module__.partition(".")[0] != "torch"):
             yield base
 

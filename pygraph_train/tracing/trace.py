@@ -186,11 +186,9 @@ class Trace:
         before, stale = self._compiles, None
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
-            seen = (
-                self._still.settings_hold(frame) and self._kept.unguarded_holds()
-            )  # Dynamo does not look there
+            seen = self._still.settings_hold(frame) and self._kept.unguarded_holds()
             if stale is not None and not seen:
-                raise NotLegal(stale)
+                raise NotLegal(stale)  # Dynamo does not look there
         drawn = self.ahead.as_traced(frame, stale) if before else None
         try:
             with dynamo_step_config(*self._changes()), sizes_are_symbols(self._symbols(args, kwargs)):
