@@ -581,3 +581,32 @@ def test_compiled_code_asks_no_more_than_what_is_looked_at() -> None:
     compiled.ahead.ask_no_more_than(trace.ahead)
     with pytest.raises(NotLegal, match="read on the host"):
         compiled(step, (x,), {})
+
+
+def test_a_value_that_is_compared_in_a_tuple() -> None:
+    """As recurrent networks compare the sizes that they are given."""
+
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            loss = nn.functional.cross_entropy(model(x), y)
+            return loss * 2 if (x.shape[0], int(y.max())) == (8, 2) else loss
+
+        return step_fn
+
+    train(make, lambda number, x, y: (x, y.clamp(max=1) if number % 3 == 1 else y), steps=40)
+
+
+def test_a_value_that_is_compared_with_an_unknown_size_in_a_tuple() -> None:
+    """Dynamo of torch 2.13 says of such a size that nothing is equal to it."""
+
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            loss = nn.functional.cross_entropy(model(x), y)
+            hidden = torch.zeros(2, y.max() + 1)
+            return loss * 2 if hidden.size() == (2, int(y.max()) + 1) else loss
+
+        return step_fn
+
+    train(make, lambda number, x, y: (x, y.clamp(max=1) if number % 3 == 1 else y), replays=None)

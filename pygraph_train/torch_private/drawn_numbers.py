@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -70,6 +71,9 @@ class DrawingHooks(Protocol):
     def draw(self, tx: Any, fn: Any, generator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call that draws."""
 
+    def compared(self, tx: Any, fn: Any, number: Any, other: Any) -> Any:
+        """What a comparison of a number with something else gives."""
+
 
 @functools.cache
 def number_class() -> type:
@@ -97,6 +101,10 @@ def number_class() -> type:
 
         def var_getattr(self, tx: Any, name: str) -> Any:
             return self.hooks.exactly(tx, self).var_getattr(tx, name)
+
+        def richcompare_impl(self, tx: Any, other: Any, op: str) -> Any:  # in a list or tuple (2.13)
+            fn = getattr(operator, op.strip("_"))
+            return self.hooks.compared(tx, fn, self, other)
 
         def reconstruct(self, codegen: Any) -> None:
             self.refuse()

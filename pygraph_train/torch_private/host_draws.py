@@ -72,6 +72,7 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         (NumpyVariable, "call_function", hooks.drawing_with_numpy(mended[NumpyVariable, "call_function"])),
         (TensorVariable, "method_item", hooks.reading(TensorVariable.method_item)),
         (TensorVariable, "method_tolist", hooks.listing(TensorVariable.method_tolist)),
+        *hooks.comparing_symbols(),
         *hooks.jumping(symbolic_convert.InstructionTranslatorBase),
     )
 
@@ -228,6 +229,29 @@ class _Hooks:
             return call_function(variable, tx, exact, kwargs)
 
         return computed
+
+    def compared(self, tx: Any, fn: Any, number: Any, other: Any) -> Any:
+        """A comparison in a list or tuple: the answer decides about the answer for all of it."""
+        values = [self._given(tx, number), self._given(tx, other)]
+        if not _any_missing(values):
+            return _constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
+        from torch._dynamo.variables.builtin import BuiltinVariable
+
+        return BuiltinVariable(fn).call_function(tx, [self.exactly(tx, number), other], {})
+
+    def comparing_symbols(self) -> list[tuple[Any, str, Any]]:
+        """Sizes that Dynamo does not know: for torch 2.13 they equal nothing but what it knows itself."""
+        from torch._dynamo.variables.tensor import SymNodeVariable
+
+        stock = getattr(SymNodeVariable, "richcompare_impl", None)
+        if stock is None:
+            return []
+
+        def richcompare_impl(variable: Any, tx: Any, other: Any, op: str) -> Any:
+            number = isinstance(other, number_class())
+            return stock(variable, tx, self.exactly(tx, other) if number else other, op)
+
+        return [(SymNodeVariable, "richcompare_impl", richcompare_impl)]
 
     def reading(self, method_item: Callable[..., Any]) -> Callable[..., Any]:
         """`tensor.item()`."""
