@@ -263,7 +263,7 @@ class Reads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] != 8:
-            x = x * (1 + int(x.sum().item() > 1e9))
+            x = x * (1 + 0 * x.sum().item())  # more than a decision: nothing reads it ahead
         result: torch.Tensor = self.layer(x)
         return result
 
@@ -305,7 +305,7 @@ def test_batches_that_take_turns_are_all_looked_at():
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.reads:
-                x = x * (1 + int(x.sum().item() > 1e9))
+                x = x * (1 + 0 * x.sum().item())  # more than a decision: nothing reads it ahead
             result: torch.Tensor = self.layer(x)
             return result
 
