@@ -250,13 +250,79 @@ def all_interpolated(teacher: list[Tensor], student: list[Tensor]) -> None:
     torch._foreach_lerp_(teacher, student, 0.1)
 
 
+def through_views(teacher: list[Tensor], student: list[Tensor]) -> None:
+    torch._foreach_lerp_([mine.view(-1) for mine in teacher], [theirs.view(-1) for theirs in student], 0.1)
+
+
+def through_data_of_lists(teacher: list[Tensor], student: list[Tensor]) -> None:
+    torch._foreach_lerp_([mine.data for mine in teacher], [theirs.data for theirs in student], 0.1)
+
+
+def into_parts(teacher: list[Tensor], student: list[Tensor]) -> None:
+    for mine, theirs in zip(teacher, student, strict=True):
+        mine.detach()[0:1].add_(theirs[0:1], alpha=0.1)
+
+
+def as_an_output(teacher: Tensor, student: Tensor) -> None:
+    torch.lerp(teacher, student, 0.1, out=teacher)
+
+
+def with_an_index(teacher: Tensor, student: Tensor) -> None:
+    teacher[...] = teacher * 0.9 + student * 0.1
+
+
+with_library = torch.library.Library("several_models", "DEF")
+with_library.define("follow(Tensor student, Tensor(a!) teacher) -> ()")
+with_library.define("follow_all(Tensor[] student, Tensor(a!)[] teacher) -> ()")
+
+
+@torch.library.impl(with_library, "follow", "CompositeExplicitAutograd")
+def _follow(student: Tensor, teacher: Tensor) -> None:
+    teacher.data.lerp_(student, 0.1)
+
+
+@torch.library.impl(with_library, "follow_all", "CompositeExplicitAutograd")
+def _follow_all(student: list[Tensor], teacher: list[Tensor]) -> None:
+    for mine, theirs in zip(teacher, student, strict=True):
+        mine.data.lerp_(theirs, 0.1)
+
+
+@torch.library.register_fake("several_models::follow", lib=with_library)
+def _(student: Tensor, teacher: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("several_models::follow_all", lib=with_library)
+def _(student: list[Tensor], teacher: list[Tensor]) -> None:
+    return None
+
+
+def by_an_operator(teacher: Tensor, student: Tensor) -> None:
+    torch.ops.several_models.follow(student, teacher)
+
+
+def by_an_operator_of_lists(teacher: list[Tensor], student: list[Tensor]) -> None:
+    torch.ops.several_models.follow_all(student, teacher)
+
+
+def by_an_operator_of_data(teacher: Tensor, student: Tensor) -> None:
+    torch.ops.several_models.follow(student, teacher.data)
+
+
 FOLLOW = {
     **{
         f.__name__: one_by_one(f)
-        for f in (multiplied, interpolated, through_data, given_other_memory, copied)
+        for f in (
+            *(multiplied, interpolated, through_data, given_other_memory, copied),
+            *(as_an_output, with_an_index, by_an_operator, by_an_operator_of_data),
+        )
     },
     "all_at_once": all_at_once,
     "all_interpolated": all_interpolated,
+    "through_views": through_views,
+    "through_data_of_lists": through_data_of_lists,
+    "into_parts": into_parts,
+    "by_an_operator_of_lists": by_an_operator_of_lists,
 }
 
 

@@ -74,7 +74,8 @@ class Watching:
 
         def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             parameters = list(model.parameters())
-            before = _versions(parameters)
+            others = [t for t in variant.trace.latest_tensors if isinstance(t, nn.Parameter)]  # of a teacher
+            before = _versions([*parameters, *others])
             moves = Moves([*parameters, *model.buffers()])
             try:
                 result = variant.trace(fn, args, kwargs)
@@ -82,9 +83,8 @@ class Watching:
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
                 variant.trace.problem = refused.problem
                 return fn(*args, **kwargs)
-            variant.writes_parameters |= before != _versions(parameters) or _writes_a_parameter(
-                variant.trace, fn, args, kwargs
-            )
+            changed = before != _versions([*parameters, *others])
+            variant.writes_parameters |= changed or _writes_a_parameter(variant.trace, fn, args, kwargs)
             if moves.found() and not variant.trace.rebound and variant.trace.problem is None:
                 variant.trace.problem = UNSEEN_MOVE
             return result

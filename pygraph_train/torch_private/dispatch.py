@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -32,6 +34,7 @@ __all__ = [
     "schema",
     "symbols_of",
     "writes_arguments",
+    "written_by_schema",
 ]
 
 
@@ -135,6 +138,28 @@ def is_expensive(func: torch._ops.OpOverload) -> bool:
 def writes_arguments(func: torch._ops.OpOverload) -> bool:
     """Whether an operator's schema declares that it mutates an argument (torch 2.13)."""
     return func._schema.is_mutable
+
+
+@functools.cache
+def written_by_schema(fn: Any) -> tuple[tuple[int | None, str], ...] | None:
+    """The arguments that an operator, or a function of torch with an operator of its name, writes to, in any overload:
+    place (None for those that have only a name) and name. None where there is no schema. (2.11, 2.13)"""
+    if isinstance(fn, torch._ops.OpOverload):
+        schemas = [fn._schema]
+    else:
+        name = getattr(fn, "__name__", "")
+        of_c = isinstance(fn, types.BuiltinFunctionType) and name.isidentifier()
+        packet = getattr(torch.ops.aten, name, None) if of_c else fn
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            return None
+        schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    written = [
+        (None if argument.kwarg_only else place, argument.name)
+        for schema in schemas
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tuple(dict.fromkeys(written))
 
 
 def replaces_memory(func: torch._ops.OpOverload) -> bool:

@@ -54,6 +54,7 @@ from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.stillness import Stillness
 from pygraph_train.tracing.traced_code import fresh_code, held_weakly
 from pygraph_train.tracing.watch import ModuleWatch
+from pygraph_train.tracing.writes import maybe_written
 
 __all__ = ["Compiler", "Trace"]
 
@@ -105,7 +106,7 @@ class Trace:
         self.rebound: list[str] = []
         """Expressions of those of `inputs` that the step gives other memory (`p.data = ...`)."""
         self.written: list[str] = []
-        """Expressions of those of `inputs` that forward writes to."""
+        """Expressions of those of `inputs` that forward writes to, or may write to."""
         self.saved: SavedOnHost | None = None
         """Takes a part of what steps save, where they are compiled later. For one who sets it before the first call."""
         self.left: list[str] = []
@@ -347,9 +348,10 @@ class Trace:
             expression = placeholder_source(target) or target.name
             if expression in self._arguments:
                 return batch_changed(readable(expression, self._fn), line_of(node))
-            self.written.append(expression)
             if rebinds and expression not in self.rebound:
                 self.rebound.append(expression)
+        found = (placeholder_source(node) for node in maybe_written(graph))
+        self.written = [expression for expression in found if expression in self.inputs]
         return None
 
     def _reads_gradients(self, graph: torch.fx.GraphModule) -> Problem | None:
