@@ -297,6 +297,30 @@ def with_other_memory(model: nn.Module) -> Step:
     return step_fn
 
 
+def in_a_list(model: nn.Module) -> Step:
+    def step_fn(batch: Any) -> Tensor:
+        x, y = batch
+        torch._foreach_add_([model.norm.running_mean], 0.05)  # type: ignore[union-attr]
+        if model.norm.running_mean[0] > 0.6:  # type: ignore[operator, union-attr, index]
+            x = x * 2
+        return nn.functional.cross_entropy(model(x), y)
+
+    return step_fn
+
+
+def by_batch_normalisation(model: nn.Module) -> Step:
+    """It does not count that it changes its statistics."""
+
+    def step_fn(batch: Any) -> Tensor:
+        x, y = batch
+        out = model(x)
+        if model.norm.running_mean[0] * 1e5 % 2 < 1:  # type: ignore[operator, union-attr, index]
+            out = out * 2
+        return nn.functional.cross_entropy(out, y)
+
+    return step_fn
+
+
 def a_copy_that_is_changed(model: nn.Module) -> Step:
     def step_fn(batch: Any) -> Tensor:
         x, y = batch
@@ -366,6 +390,8 @@ def many_operations(model: nn.Module) -> Step:
 REFUSED: dict[str, tuple[Callable[[nn.Module], Step], str]] = {
     "written before": (after_the_write, "if model.norm"),
     "written through another name": (through_another_name, "if model.norm"),
+    "written in a list": (in_a_list, "if model.norm"),
+    "written by batch normalisation": (by_batch_normalisation, "if model.norm"),
     "other memory": (with_other_memory, "if model.norm"),
     "a copy that is changed": (a_copy_that_is_changed, "if mask.all()"),
     "the loss": (the_loss, "if loss > 1.0"),

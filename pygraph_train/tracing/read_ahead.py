@@ -38,6 +38,7 @@ from pygraph_train.tracing.graph_calls import (
 )
 from pygraph_train.tracing.host_draws import Given, HostDraws, Made, filled
 from pygraph_train.tracing.signature import ARGUMENTS
+from pygraph_train.tracing.writes import written_arguments
 
 __all__ = ["ReadingAhead"]
 
@@ -268,6 +269,8 @@ def _is_changed(chain: list[fx.Node]) -> bool:
         shared = [x for x in (node, *node.all_input_nodes) if not memory.isdisjoint(_memory(x))]
         if any(tensor_version(t) for x in shared for t in tensors_in([x.meta.get("example_value")])):
             return True
+        if any(not memory.isdisjoint(_memory(x)) for x in written_arguments(node)):
+            return True  # in a list, or by an operator that does not count it
         if shared and node.op == "call_function" and not _is_known(node.target):
             return True  # a checkpoint, or an operator of somebody else
     return False
