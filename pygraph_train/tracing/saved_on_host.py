@@ -23,6 +23,7 @@ from torch import Tensor
 from pygraph_train.graphs.memory import ALIGNMENT, extent, span
 from pygraph_train.torch_private.memory import storages
 from pygraph_train.tracing.recompute import as_eager
+from pygraph_train.tracing.writes import written_arguments
 
 __all__ = ["SHARE_OF_WARM_UP", "SavedOnHost", "eager_forward"]
 
@@ -155,8 +156,14 @@ def _is_plain_call(node: torch.fx.Node) -> bool:
     where = getattr(node.target, "__module__", None) or ""
     if "functorch" in where or where == "torch.autograd" or node.kwargs.get("out") is not None:
         return False
+    written = written_arguments(node)
+    if any(target is not node.args[0] for target in written):  # in a list, or by an operator of somebody else
+        return False
     in_place = (
-        name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or _asks_for_in_place(node)
+        bool(written)
+        or name in _IN_PLACE
+        or (name.endswith("_") and not name.endswith("__"))
+        or _asks_for_in_place(node)
     )
     return not in_place or _changes_what_nobody_saves(node)
 
