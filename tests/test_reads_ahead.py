@@ -402,7 +402,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Step], str]] = {
 }
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("step", REFUSED)
 def test_a_read_that_is_left_to_the_step(step: str) -> None:
     make, text = REFUSED[step]

@@ -56,6 +56,7 @@ WAYS: dict[str, tuple[Function, set[int]]] = {
 }
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_arguments_that_a_graph_writes_to(way: str) -> None:
     function, expected = WAYS[way]
@@ -72,6 +73,7 @@ class Unseen(HigherOrderOperator):
         return super().__call__(*args, **kwargs)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("target", [Unseen(), lambda *args: None], ids=["higher order", "of somebody else"])
 def test_what_is_not_known_counts_as_written(target: Any) -> None:
     graph = fx.Graph()
