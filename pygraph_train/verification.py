@@ -164,6 +164,16 @@ class PlainRuns:
         """A further run."""
         self._runs.append(run)
 
+    @property
+    def first(self) -> Fingerprint:
+        """The first run."""
+        return self._runs[0]
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether further runs have to show by how much they differ: two that agree show that they do not, mostly."""
+        return len(self._runs) < (2 if self.agree else self.ENOUGH)
+
     def same(self, found: Fingerprint) -> bool:
         """Whether a replay is equal to one of them bit for bit."""
         return any(run.same_bits(found) for run in self._runs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import CONFIG, Net, adamw, batches, loss_of
 
 from pygraph_train import GraphedStep, StepReport
-from pygraph_train.graphs.emulated import EmulatedGraph
+from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.verification import SAFETY, Fingerprint, PlainRuns
@@ -204,6 +204,28 @@ def test_a_step_whose_runs_differ_is_replayed(noise: type[_Noise], references: l
     assert "runs of a step without a graph differ among themselves" in text_of(report)
     assert len(references) == PlainRuns.ENOUGH
     assert not report.fallbacks, str(report)
+
+
+@pytest.mark.parametrize(("amplitude", "runs"), [(1e-3, PlainRuns.ENOUGH), (0.0, 2)])
+def test_where_graphs_share_memory_runs_come_before_the_capture(
+    amplitude: float, runs: int, noise: type[_Noise], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run after the capture would need its memory beside that of the graph."""
+    made: list[str] = []
+    for owner, name in ((CaptureMaker, "reference"), (EmulatedEngine, "capture"), (EmulatedGraph, "replay")):
+        own = getattr(owner, name)
+
+        def told(self: Any, *args: Any, _own: Any = own, _name: str = name, **kwargs: Any) -> Any:
+            made.append(_name)
+            return _own(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, told)
+    monkeypatch.setattr(EmulatedEngine, "shares_memory", True)
+    noise.amplitude = amplitude
+    report = train(Noisy())
+    assert report.steps_replayed >= 30 and not report.fallbacks, str(report)
+    assert made == ["reference"] * runs + ["capture"] + ["replay"] * report.steps_replayed
+    assert ("differ among themselves" in text_of(report)) is (amplitude > 0)
 
 
 @pytest.mark.notices("any difference of a replay counts as noise")

@@ -28,7 +28,7 @@ from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
 from pygraph_train.tracing.reproducing import ReproducingTrace, changing_numbers
 from pygraph_train.tracing.saved_on_host import SavedOnHost
-from pygraph_train.verification import Fingerprint
+from pygraph_train.verification import PlainRuns
 
 __all__ = ["REPLAYS_BEFORE_COMPILING", "Advancing"]
 
@@ -215,7 +215,7 @@ class Advancing:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
-        expected: Fingerprint | None,
+        expected: PlainRuns | None,
     ) -> Replayed:
         loaded = self._writes.loaded(variant, args, kwargs, leaves)
         with self._making():

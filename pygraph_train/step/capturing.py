@@ -33,7 +33,7 @@ from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.refusals import compiler_problem
 from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
 from pygraph_train.tracing.trace import Trace
-from pygraph_train.verification import Fingerprint, ScratchState
+from pygraph_train.verification import PlainRuns, ScratchState
 
 __all__ = ["Capturing"]
 
@@ -280,7 +280,7 @@ class Capturing:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
-    ) -> tuple[Capture, Fingerprint | None]:
+    ) -> tuple[Capture, PlainRuns | None]:
         """Capture the step. Returns the capture, and what its first replay must reproduce (None without verification).
 
         Raises:

@@ -61,7 +61,7 @@ class Comparing:
         capture: Capture,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        expected: Fingerprint | None,
+        runs: PlainRuns | None,
         replay: Callable[[], R],
     ) -> R:
         """Make a replay that must give what the step gives without a graph.
@@ -70,7 +70,7 @@ class Comparing:
         fixed order differ among themselves, and a replay may differ as they do.
 
         Args:
-            expected: what the step gives without a graph, where that is known.
+            runs: the step without a graph, where it was run already.
             replay: makes the replay. It is called again where the first one had to be undone.
         Raises:
             NotLegal: it gives something else, and is undone.
@@ -86,9 +86,9 @@ class Comparing:
                     variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
                 )
 
-        if expected is None:
+        if runs is None:
             try:
-                expected = without_graph()
+                runs = PlainRuns(without_graph())
             except NotLegal as refused:
                 if not capture.verified or refused.problem is not OUT_OF_MEMORY or self._together is not None:
                     raise
@@ -107,12 +107,12 @@ class Comparing:
             training.clock.undone()
 
         bits, stands = self._same_arithmetic(capture), True
-        runs = PlainRuns(expected)
         result = self._timed(variant, replay)
         try:
             found = self._left_by(capture)
-            difference = expected.compare(found, bits=bits)
-            if self._anywhere(difference is not None):
+            difference = runs.first.compare(found, bits=bits)
+            differs = self._anywhere(difference is not None)
+            if differs and self._anywhere(not runs.enough(found)):
                 undo()
                 stands = False
                 while self._anywhere(not runs.enough(found)):
@@ -121,9 +121,10 @@ class Comparing:
                 if not self._anywhere(difference is not None):
                     result, stands = replay(), True
                     found = self._left_by(capture)
-                    difference = expected.compare(found, bits=bits)
-                    difference = None if difference is None else runs.refuse(found)
-                    self._note(capture, runs)
+                    difference = runs.first.compare(found, bits=bits)
+            difference = None if difference is None else runs.refuse(found)
+            if differs and stands:
+                self._note(capture, runs)
         except NotLegal:  # another rank has failed, or this one in a run without the graph
             if stands:
                 undo()
