@@ -12,6 +12,7 @@ from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.optimizers.kernels import advice_on_numbers
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.report.step_report import CaptureRecord
+from pygraph_train.step.beside import WorkState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.comparing import Comparing
 from pygraph_train.step.decisions import Decisions
@@ -177,7 +178,9 @@ class Capturing:
             NotLegal: Inductor has failed, and the variant has other plans. Nothing was executed.
         """
         training, maker = self._training, self._maker
-        training.announce("compiling the training step with Inductor, which may take a minute")
+        prepared = variant.beside is not None and variant.beside.progress is WorkState.READY
+        if not prepared:
+            training.announce("compiling the training step with Inductor, which may take a minute")
         variant.compile_next = False
         program = training.program
         compiled = variant.compiled = self._to_be_compiled(variant)
@@ -189,7 +192,7 @@ class Capturing:
         gradients.isolate()
         put_back = program.scaling.notes()
         try:
-            with training.clock.compiling():
+            with training.clock.compiling(prepared=prepared):
                 result = self.timed(step, variant, run)
         except BaseException as error:
             problem = compiler_problem(error) if isinstance(error, Exception) else None

@@ -81,11 +81,9 @@ class StepRunner:
         self._together, self._lookup = together, Lookup(program, updates, maker.anchors)
         self._training, self._regions, self._updates = training, regions, updates
         self.count = training.step_began  # a step is made without this runner
-        self._signatures = signatures
-        self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
+        self._signatures, self._ungraphed = signatures, UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
-        self._outside = Outside(program)
-        self._writes = PythonWrites(program)
+        self._outside, self._writes = Outside(program), PythonWrites(program)
         watch = Watching(training, updates, maker)
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing, watch, capture)
@@ -155,6 +153,8 @@ class StepRunner:
             else:
                 step.count_for(choice)
                 variant.arm = choice.arm
+                if variant.orders:
+                    return self._advance.ordered(step, variant, run)
                 settled_without = choice.controller.settled and not variant.arm.plan.forward_backward
                 signature.no_graphs = choice if settled_without else None
         elif variant.lead is not None:

@@ -1,0 +1,276 @@
+"""Inductor works beside the training: steps go on, its kernels are those of a compilation that was waited for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.compile_fx
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from training import Diary, Net, adamw, batches, both, differs, loss_of
+
+from pygraph_train.regions.inductor import compile_whole
+from pygraph_train.regions.later import compile_later
+from pygraph_train.selection import timing
+from pygraph_train.selection.arms import WHOLE, Arm
+from pygraph_train.step import beside
+from pygraph_train.step.beside import Beside, WorkState
+from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.ordering import Ordering
+from pygraph_train.step.program import plain_call
+from pygraph_train.torch_private.compile_beside import Order, fill_caches, why_not_beside
+from pygraph_train.tracing.reproducing import ReproducingTrace
+
+WORKER = """
+import os, sys, time
+while not os.path.exists({gate!r}):
+    time.sleep(0.01)
+sys.exit(int(open({gate!r}).read()))
+"""
+"""Works until the test says how it ends."""
+
+WAIT = 60.0
+"""Seconds, on a busy machine."""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """On the CPU: Inductor's kernels are those of eager, declared to be faster. Write the worker's end to the file."""
+    made, file = Decisions.__init__, tmp_path / "gate"
+
+    def with_inductor(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.compiles = self.beside = True
+
+    seconds = timing.declared_seconds
+    monkeypatch.setattr(Decisions, "__init__", with_inductor)
+    monkeypatch.setattr(timing, "declared_seconds", lambda arm: seconds(arm) / (2 if arm.compiled else 1))
+    monkeypatch.setattr(Capturing, "_call_of", lambda self, variant: plain_call)
+    monkeypatch.setattr(beside, "_WORKER", ("-c", WORKER.format(gate=str(file))))
+    yield file
+    file.write_text("0")
+
+
+def besides_of(step: Any) -> list[Beside]:
+    variants = step._runner._signatures.variants()
+    return [variant.beside for variant in variants if variant.beside is not None]
+
+
+def script(during: Callable[[Any, int], None], steps: int) -> Callable[[Diary], None]:
+    """Train; `during` looks at each graphed step."""
+
+    def train(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for number, batch in enumerate(batches(steps)):
+            diary.write("loss", step(batch))
+            if diary.graphed:
+                during(step, number)
+        diary.write_state(model, optimizer)
+
+    return train
+
+
+def test_steps_are_replayed_meanwhile_and_the_plan_changes_when_it_has_ended(gate: Path) -> None:
+    seen: list[tuple[bool, int]] = []
+
+    def during(step: Any, number: int) -> None:
+        compiled = any(capture.compiled for capture in step.report().captures)
+        seen.append((compiled, step.report().steps_replayed))
+        if number == 119:
+            (work,) = besides_of(step)
+            assert work.progress is WorkState.UNDER_WAY, work.why
+            gate.write_text("0")
+            until(lambda: work.progress is WorkState.READY)
+
+    report = both(script(during, 300), replays=250)
+    assert not any(compiled for compiled, _ in seen[:120]), "its kernels were not there yet"
+    assert seen[119][1] > 90, "steps go on from their graphs"
+    assert seen[-1][0] and report.switches[-1].arm == Arm(WHOLE, compiled=True), str(report)
+
+
+def test_what_is_tried_costs_one_step_and_no_more(gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[int] = []
+    order = Ordering.__call__
+
+    def ordering(self: Any, step: Any, *args: Any) -> Any:
+        orders.append(self._training.step)
+        return order(self, step, *args)
+
+    monkeypatch.setattr(Ordering, "__call__", ordering)
+    report = both(script(lambda step, number: None, 150), replays=130)
+    assert len(orders) == 1
+    assert report.steps_replayed + 12 > report.steps
+
+
+def test_a_crash_loses_nothing_and_is_told(gate: Path) -> None:
+    gate.write_text("7")
+    report = both(script(lambda step, number: None, 200), replays=150)
+    assert "did not compile beside the training: the process ended with 7" in str(report), str(report)
+
+
+def test_a_training_that_ends_first_ends_the_process(gate: Path) -> None:
+    found: list[Any] = []
+
+    def during(step: Any, number: int) -> None:
+        if number == 79:
+            (work,) = besides_of(step)
+            assert work.progress is WorkState.UNDER_WAY and work._process is not None
+            found.extend((work, work._process))
+
+    both(script(during, 80), replays=50)
+    work, process = found
+    assert process.poll() is not None and work.progress is WorkState.FAILED
+    assert not work._messages.parent.exists()
+
+
+def test_a_step_that_cannot_be_ordered_goes_on(gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Order, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("it cannot be written down")
+
+    monkeypatch.setattr(Order, "add", fails)
+    report = both(script(lambda step, number: None, 200), replays=150)
+    assert "it cannot be written down" in str(report), str(report)
+
+
+@pytest.mark.passes_without_graphs("a process, without a training")
+def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """The order never comes: only the end of the pipe can end it."""
+    os.mkfifo(tmp_path / "order")
+    command = [sys.executable, "-m", "pygraph_train.torch_private.compile_worker", str(tmp_path / "order")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(WAIT) == 3
+
+
+class Tiny(nn.Module):
+    """Two layers, dropout, and a normalisation whose sums are saved for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(self.norm(self.first(x)).relu(), 0.2)
+        return self.second(hidden).square().mean()
+
+
+def run(trace: ReproducingTrace, model: nn.Module) -> list[Tensor]:
+    """Loss and gradients."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = trace(lambda x: model(x), (torch.ones(4, 8),), {})
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def ordered(model: nn.Module) -> tuple[Order, list[Tensor]]:
+    order, failed = Order(), list[str]()
+    trace = ReproducingTrace(
+        torch.device("cpu"), compiler=lambda gm, inputs, left: compile_later(gm, inputs, order, failed)
+    )
+    found = run(trace, model)
+    assert not failed and len(order.graphs) == 2
+    return order, found
+
+
+def compiled(model: nn.Module) -> list[Tensor]:
+    return run(ReproducingTrace(torch.device("cpu"), compiler=compile_whole), model)
+
+
+@pytest.mark.passes_without_graphs("what Inductor compiles is run as it is")
+def test_what_is_ordered_has_the_keys_of_what_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So the caches that a worker fills are found, and whatever is not the same is compiled here."""
+    from torch._inductor.codecache import compiled_fx_graph_hash
+    from torch._inductor.compile_fx import get_input_idxs_to_check
+
+    keys: list[str] = []
+
+    def compile_fx_inner(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        kwargs.pop("compile_region_name", None)
+        checked = get_input_idxs_to_check(inputs, kwargs.get("static_input_idxs", ()))
+        keys.append(compiled_fx_graph_hash(gm, inputs, kwargs, checked)[0])
+
+        def eager(inputs: list[Any]) -> Any:
+            return gm.forward(*inputs)
+
+        eager._boxed_call = True  # type: ignore[attr-defined]
+        return eager
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx_inner", compile_fx_inner)
+    torch.manual_seed(0)
+    model = Tiny()
+    assert why_not_beside() is None
+    order, found = ordered(model)
+    assert not keys, "nothing was compiled"
+    plain = run_plainly(model)
+    assert differs(plain, found) is None, "such a step has eager kernels"
+    fill_caches(order.dump())
+    beside = keys.copy()
+    keys.clear()
+    compiled(model)
+    assert beside == keys and len(keys) == 2
+
+
+def run_plainly(model: nn.Module) -> list[Tensor]:
+    return run(lambda fn, args, kwargs: fn(*args, **kwargs), model)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.passes_without_graphs("what Inductor compiles is run as it is")
+def test_kernels_of_a_worker_are_found_and_compute_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
+    expected = compiled(model)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "beside"))
+    order, _ = ordered(model)
+    work = Beside()
+    work.begin(order.dump())
+    end = time.monotonic() + 600
+    while work.progress is WorkState.UNDER_WAY and time.monotonic() < end:
+        time.sleep(0.1)
+    assert work.progress is WorkState.READY, work.why
+    counters.clear()
+    found = compiled(model)
+    assert counters["inductor"]["fxgraph_cache_hit"] == 2 and not counters["inductor"]["fxgraph_cache_miss"]
+    assert differs(expected, found) is None
+    work.close()
+
+
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("settings are looked at")
+def test_what_only_this_process_can_compile_is_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as config
+
+    with config.patch(max_autotune=True):
+        assert why_not_beside() == "Inductor's setting max_autotune is on"
+    with config.patch(post_grad_custom_pre_pass=lambda graph: None):
+        assert "post_grad_custom_pre_pass is a function" in (why_not_beside() or "")
+    with config.patch(fx_graph_cache=False):
+        assert why_not_beside() == "Inductor's cache is off"
