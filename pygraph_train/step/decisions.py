@@ -69,7 +69,8 @@ class Decisions:
     ) -> None:
         alone = not program.replication.sharded  # otherwise nothing is compared by time
         self.compiles = engine.name == "cuda" and (alone or config.compile is True)
-        self.beside = engine.name == "cuda" and config.compile == "auto" and may_begin(program)
+        asked = config.compile_beside and config.compile == "auto"
+        self.beside = asked and engine.name == "cuda" and may_begin(program)
         self._program = program
         self._config = config
         self._engine = engine
