@@ -27,7 +27,13 @@ from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.ordering import Ordering
 from pygraph_train.step.program import plain_call
-from pygraph_train.torch_private.compile_beside import Order, fill_caches, why_not_beside
+from pygraph_train.torch_private.compile_beside import (
+    Order,
+    _set,
+    _settings,
+    fill_caches,
+    why_not_beside,
+)
 from pygraph_train.tracing.reproducing import ReproducingTrace
 
 WORKER = """
@@ -138,7 +144,6 @@ def test_a_training_that_ends_first_ends_the_process(gate: Path) -> None:
     both(script(during, 80), replays=50)
     work, process = found
     assert process.poll() is not None and work.progress is WorkState.FAILED
-    assert not work._messages.parent.exists()
 
 
 def test_a_step_that_cannot_be_ordered_goes_on(gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +158,55 @@ def test_a_step_that_cannot_be_ordered_goes_on(gate: Path, monkeypatch: pytest.M
 @pytest.mark.passes_without_graphs("a process, without a training")
 def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
     """The order never comes: only the end of the pipe can end it."""
-    os.mkfifo(tmp_path / "order")
-    command = [sys.executable, "-m", "pygraph_train.torch_private.compile_worker", str(tmp_path / "order")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+    order, never = os.pipe()
+    command = [
+        sys.executable,
+        "-m",
+        "pygraph_train.torch_private.compile_worker",
+        str(order),
+        str(os.getpid()),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[order]) as process:
         assert process.stdin is not None
         time.sleep(0.5)
         assert process.poll() is None
         process.stdin.close()
         assert process.wait(WAIT) == 3
+    os.close(order)
+    os.close(never)
+
+
+CROWD = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("begun", flush=True)
+{then}
+"""
+"""Has begun a process of its own, as Inductor does."""
+
+
+@pytest.mark.parametrize("then", ["time.sleep(600)", "raise SystemExit(0)"])
+@pytest.mark.passes_without_graphs("a process, without a training")
+def test_processes_that_the_worker_has_begun_end_with_it(then: str) -> None:
+    work = Beside(("-c", CROWD.format(then=then)))
+    work.begin(b"")
+    process = work._process
+    assert process is not None and work._messages is not None
+    until(lambda: os.pread(work._messages.fileno(), 10, 0) == b"begun\n")  # type: ignore[union-attr]
+    if "Exit" in then:
+        until(lambda: work.progress is WorkState.READY)
+    work.close()
+    with pytest.raises(ProcessLookupError):
+        until(lambda: os.killpg(process.pid, 0) is not None)  # once they are gone, there is no such group
+
+
+@pytest.mark.passes_without_graphs("no process begins")
+def test_a_share_of_processors_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(beside, "_GROUP", tmp_path)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    free = beside._processors()
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert beside._processors() == 1 <= free
 
 
 class Tiny(nn.Module):
@@ -212,6 +258,7 @@ def test_what_is_ordered_has_the_keys_of_what_is_compiled(
         kwargs.pop("compile_region_name", None)
         checked = get_input_idxs_to_check(inputs, kwargs.get("static_input_idxs", ()))
         keys.append(compiled_fx_graph_hash(gm, inputs, kwargs, checked)[0])
+        counters["inductor"]["fxgraph_cache_miss"] += 1  # as if it was kept
 
         def eager(inputs: list[Any]) -> Any:
             return gm.forward(*inputs)
@@ -233,6 +280,47 @@ def test_what_is_ordered_has_the_keys_of_what_is_compiled(
     keys.clear()
     compiled(model)
     assert beside == keys and len(keys) == 2
+
+
+@pytest.mark.passes_without_graphs("settings are looked at")
+def test_newer_names_of_a_switch_are_ordered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to say in older names what was set with newer ones."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        settings = _settings()
+        products.fp32_precision = before
+        _set(settings)
+        assert products.fp32_precision == "tf32"
+    finally:
+        products.fp32_precision = before
+
+
+@pytest.mark.passes_without_graphs("what Inductor compiles is not run")
+def test_kernels_that_are_not_kept_on_disk_are_no_success(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, _ = ordered(Tiny())
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx_inner", lambda *args, **kwargs: None)
+    with pytest.raises(RuntimeError, match="does not keep these kernels on disk"):
+        fill_caches(order.dump())
+
+
+@pytest.mark.passes_without_graphs("what Inductor compiles is not run")
+def test_a_step_that_holds_tensors_is_not_ordered() -> None:
+    """Inductor would copy them to the device in the other process."""
+
+    class Holds(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0]))
+
+    order, failed = Order(), list[str]()
+    trace = ReproducingTrace(
+        torch.device("cpu"), compiler=lambda gm, inputs, left: compile_later(gm, inputs, order, failed)
+    )
+    run(trace, Holds())
+    assert failed and "it holds tensors" in failed[0]
 
 
 def run_plainly(model: nn.Module) -> list[Tensor]:

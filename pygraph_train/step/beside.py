@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from typing import IO
 
 from pygraph_train.problems import Problem
 from pygraph_train.step.program import StepProgram
@@ -28,6 +30,9 @@ _MOST_THREADS = 4
 
 MEMORY = 8 << 30
 """So much memory of the host has to be free: the process and those that it starts take up to half of it."""
+
+
+_GROUP = Path("/sys/fs/cgroup")
 
 
 class WorkState(Enum):
@@ -47,18 +52,19 @@ class Beside:
     """What a process beside the training compiles.
 
     Args:
-        worker: arguments of Python for the process, before the name of the file with the order.
+        worker: arguments of Python for the process, before the number of the file with the order.
 
     Attributes:
         why: it has failed, in words.
+        missing: so many graphs were not found in Inductor's cache afterwards.
     """
 
     def __init__(self, worker: Sequence[str] | None = None) -> None:
-        self.why = ""
+        self.why, self.missing = "", 0
         self._progress = WorkState.WANTED
         self._worker = tuple(worker or _WORKER)
         self._process: subprocess.Popen[bytes] | None = None
-        self._messages: Path | None = None
+        self._messages: IO[bytes] | None = None
         self._began = 0.0
         self._end = lambda: None
 
@@ -83,25 +89,26 @@ class Beside:
         Args:
             order: see `pygraph_train.torch_private.compile_beside`.
         """
-        folder = Path(tempfile.mkdtemp(prefix="pygraph_train_"))
-        file, self._messages = folder / "order", folder / "messages"
+        # neither file has a name, so that none is left behind whatever ends when
         try:
-            file.write_bytes(order)
-            with self._messages.open("wb") as messages:
+            with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as messages:
+                file.write(order)
+                file.seek(0)
                 process = subprocess.Popen(
-                    [sys.executable, *self._worker, str(file)],
+                    [sys.executable, *self._worker, str(file.fileno()), str(os.getpid())],
                     stdin=subprocess.PIPE,
                     stdout=messages,
                     stderr=messages,
+                    pass_fds=[file.fileno()],
                     env=_environment(),
                     start_new_session=True,  # Ctrl-C is for the training
                 )
+                self._messages = os.fdopen(os.dup(messages.fileno()), "rb")
         except OSError as error:
-            _remove(folder)
             return self.fail(str(error))
         self._process, self._began = process, time.monotonic()
         self._progress = WorkState.UNDER_WAY
-        self._end = weakref.finalize(self, _end, process, folder, os.getpid())
+        self._end = weakref.finalize(self, _end, process, os.getpid())
 
     def nothing_to_do(self) -> None:
         """All that would be compiled is there."""
@@ -119,40 +126,39 @@ class Beside:
         self._end()
 
     def problem(self) -> Problem:
-        """That it has failed, for the report."""
+        """That it has failed, or that something was not found, for the report."""
+        if self.missing:
+            return Problem(
+                f"Inductor compiled beside the training, and again in it: its cache did not have {self.missing} of the "
+                "graphs that the process had compiled. Please report this with the report's text"
+            )
         return Problem(f"Inductor did not compile beside the training: {self.why}")
 
     def _last_message(self) -> str:
-        try:
-            lines = self._messages.read_text(errors="replace").split("\n") if self._messages else []
-        except OSError:
+        if self._messages is None:
             return ""
+        with self._messages as messages:
+            messages.seek(0)
+            lines = messages.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """End the process and those that it has begun."""
     if os.getpid() != owner:  # a fork of the training, whose process this is not
         return
-    if process.poll() is None:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except OSError:
-            process.kill()
-        process.wait()
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
     if process.stdin is not None:
         process.stdin.close()
-    _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink(missing_ok=True)
-    folder.rmdir()
 
 
 def _environment() -> dict[str, str]:
     """Of the process: it finds the modules that this one finds, and has few threads."""
-    threads = max(1, min(_MOST_THREADS, _processors() - 1))
+    threads = max(
+        1, min(_MOST_THREADS, _processors() - 2)
+    )  # the training and the process itself have one each
     path = os.pathsep.join(place for place in sys.path if place)
     own = {"PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
     return {**os.environ, **own}
@@ -165,10 +171,13 @@ def may_begin(program: StepProgram) -> bool:
 
 
 def _processors() -> int:
-    """So many processors may run this process."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """So many processors may run this process. Where a container is given a share, low priority does not save it."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        most, period = (_GROUP / "cpu.max").read_text().split()
+        return found if most == "max" else min(found, int(most) // int(period))
+    except (OSError, ValueError):
+        return found
 
 
 def _free_memory() -> float:
@@ -179,11 +188,10 @@ def _free_memory() -> float:
         found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     except (OSError, ValueError):
         pass
-    group = Path("/sys/fs/cgroup")
     try:
-        most = (group / "memory.max").read_text().strip()
+        most = (_GROUP / "memory.max").read_text().strip()
         if most != "max":
-            found.append(int(most) - int((group / "memory.current").read_text()))
+            found.append(int(most) - int((_GROUP / "memory.current").read_text()))
     except (OSError, ValueError):
         pass
     return min(found)

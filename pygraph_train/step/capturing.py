@@ -178,8 +178,8 @@ class Capturing:
             NotLegal: Inductor has failed, and the variant has other plans. Nothing was executed.
         """
         training, maker = self._training, self._maker
-        prepared = variant.beside is not None and variant.beside.progress is WorkState.READY
-        if not prepared:
+        prepared = variant.beside if variant.beside and variant.beside.progress is WorkState.READY else None
+        if prepared is None:
             training.announce("compiling the training step with Inductor, which may take a minute")
         variant.compile_next = False
         program = training.program
@@ -192,7 +192,7 @@ class Capturing:
         gradients.isolate()
         put_back = program.scaling.notes()
         try:
-            with training.clock.compiling(prepared=prepared):
+            with training.clock.compiling(prepared):
                 result = self.timed(step, variant, run)
         except BaseException as error:
             problem = compiler_problem(error) if isinstance(error, Exception) else None
@@ -216,6 +216,8 @@ class Capturing:
             variant.meets(LifeEvent.NOT_COMPILED)
             return result
         variant.meets(LifeEvent.RAN)
+        if prepared is not None and prepared.missing:
+            training.report.note(str(prepared.problem()))
         for text in dict.fromkeys(compiled.left):
             training.report.note(text)
         return result

@@ -53,11 +53,11 @@ class Ordering:
             failed.append(str(refused.problem))
             result = self._capturing.timed(step, variant, run)
         seconds = time.perf_counter() - began
-        if not failed and order.graphs:
-            beside.begin(order.dump())
-        elif not failed:
-            beside.nothing_to_do()
-        else:
+        if failed:
             beside.fail(failed[0])
+        elif order.graphs:
+            beside.begin(order.dump())
+        else:
+            beside.nothing_to_do()
         training.report.compiled(seconds, in_step=True)
         return result

@@ -15,7 +15,14 @@ import torch
 
 from pygraph_train.torch_private.dispatch import has_symbols
 
-__all__ = ["Order", "fill_caches", "order_under_way", "why_not_beside"]
+__all__ = [
+    "Order",
+    "cache_counts",
+    "fill_caches",
+    "has_device_context",
+    "order_under_way",
+    "why_not_beside",
+]
 
 _UNREADABLE = frozenset({"source_fn_stack", "nn_module_stack", "fwd_source_fn_stack", "fwd_nn_module_stack"})
 """Notes of nodes that name classes of the user. Kernels do not depend on them."""
@@ -35,6 +42,8 @@ _MEASURES = (
 _PASSES = (
     "post_grad_custom_pre_pass",
     "post_grad_custom_post_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
     "_pre_fusion_custom_pass",
     "_post_fusion_custom_pass",
     "custom_partitioner_fn",
@@ -59,11 +68,13 @@ class Order:
 
     def __init__(self) -> None:
         self.graphs: list[bytes] = []
+        self._settings: dict[str, Any] = {}
 
     @contextmanager
     def taking(self) -> Iterator[None]:
         """What would be compiled in this block becomes part of the order. (2.11, 2.13)"""
         self.graphs.clear()
+        self._settings = _settings()
         _under_way.append(self)
         try:
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
@@ -99,16 +110,20 @@ class Order:
 
     def dump(self) -> bytes:
         """All of it, for `fill_caches`."""
-        return pickle.dumps({"graphs": self.graphs, "settings": _settings()})
+        return pickle.dumps({"graphs": self.graphs, "settings": self._settings})
 
 
 def why_not_beside() -> str | None:
     """Why another process would not make the kernels that this one would make, None where it would. (2.11, 2.13)"""
     import torch._inductor.config as config
+    from torch._inductor.codegen.common import custom_backend_passes
     from torch._inductor.lowering import lowerings
 
-    if config.force_disable_caches or not config.fx_graph_cache:
+    bundled = getattr(torch._functorch.config, "bundled_autograd_cache", False)
+    if config.force_disable_caches or not config.fx_graph_cache or bundled:
         return "Inductor's cache is off"
+    if any(found is not None for found in custom_backend_passes.values()):
+        return "a pass of Inductor is a function of this process"
     for name in _MEASURES:
         if getattr(config, name, False):
             return f"Inductor's setting {name} is on"
@@ -136,7 +151,7 @@ def _switches() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
         "dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "fills": attribute(fills, "fill_uninitialized_memory"),
-        "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        "precision": (_precision, torch.set_float32_matmul_precision),
         "products": attribute(matmul, "fp32_precision"),
         "fp16": attribute(matmul, "allow_fp16_reduced_precision_reduction"),
         "bf16": attribute(matmul, "allow_bf16_reduced_precision_reduction"),
@@ -146,13 +161,23 @@ def _switches() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
     }
 
 
+def _precision() -> str | None:
+    """None where the newer switch was set: `products` has it, and torch refuses to say it in the older words."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
 def _settings() -> dict[str, Any]:
     return {name: read() for name, (read, _) in _switches().items()}
 
 
 def _set(settings: Mapping[str, Any]) -> None:
     for name, (read, write) in _switches().items():
-        if read() != settings[name]:  # some are set to something else by being set to what they are
+        if (
+            settings[name] is not None and read() != settings[name]
+        ):  # some are set to something else by being set to what they are
             write(settings[name])
 
 
@@ -169,9 +194,8 @@ def _as_bytes(
     values = [value for node in gm.graph.nodes for value in _values(node.meta.get("val"))]
     if has_symbols(values) or any(isinstance(value, torch.SymInt) for value in values):
         raise ValueError("its sizes change")
-    for value in _constants(gm):
-        if value.device.type != "cpu":
-            raise ValueError("it holds tensors of the device")
+    if any(value.device.type != "cpu" or value.dim() > 0 for value in _constants(gm)):
+        raise ValueError("it holds tensors")  # Inductor copies them to the device
     saved = None
     if kwargs.get("is_backward"):
         places = metadata.tensors_saved_for_backwards_slice
@@ -216,9 +240,10 @@ class _Metadata:
 
 
 def fill_caches(order: bytes) -> None:
-    """Compile what an `Order` has, and leave it on disk. Loads no kernel. (2.11, 2.13; on CUDA untried)
+    """Compile what an `Order` has, and leave it on disk. Loads no kernel. (2.11, 2.13)
 
     Raises:
+        RuntimeError: Inductor does not keep a graph on disk, so that all was in vain.
         Exception: whatever Inductor raises.
     """
     from torch._guards import TracingContext, tracing
@@ -240,8 +265,33 @@ def fill_caches(order: bytes) -> None:
                 inputs = given["inputs"]
                 if given["saved"] is not None:
                     inputs = _as_saved(inputs, strides, given["saved"], fake_mode)
+                kept = sum(cache_counts())
                 compile_fx_inner(given["gm"], inputs, **given["kwargs"])
+                if _has_calls(given["gm"]) and sum(cache_counts()) == kept:
+                    raise RuntimeError("Inductor does not keep these kernels on disk")
                 strides = found or ()
+
+
+def cache_counts() -> tuple[int, int]:
+    """How many graphs Inductor has found in its cache in this process, and how many it has put there. (2.11, 2.13)"""
+    from torch._dynamo.utils import counters
+
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
+
+
+def _has_calls(gm: torch.fx.GraphModule) -> bool:
+    from torch._dynamo.utils import count_calls
+
+    return bool(count_calls(gm.graph))
+
+
+def has_device_context() -> bool:
+    """Whether this process has a context on a CUDA device, which takes some hundred MiB there. (2.11, 2.13)"""
+    if not torch.cuda.is_initialized():
+        return False
+    has_context: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    return any(has_context(index) for index in range(torch.cuda.device_count()))
 
 
 @contextmanager
@@ -279,23 +329,24 @@ def _as_saved(
 
 @contextmanager
 def _without_device() -> Iterator[None]:
-    """Inductor loads no kernel, so that it needs no context of the device: what it compiles goes to disk."""
+    """Inductor loads no kernel, so that it needs no context of the device: what it compiles goes to disk.
+
+    Loading a kernel (`_make_launchers`) makes a context, and so does the first tensor on a device. Reading properties
+    of a device makes none.
+    """
     import torch._inductor.compile_fx as compile_fx
     import torch._subclasses.fake_tensor as fake_tensor
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     autotuner: Any = CachingAutotuner
-    precompile = autotuner.precompile
-
-    def precompile_only(self: Any, *args: Any, **kwargs: Any) -> None:
-        precompile(self, warm_cache_only=True)
 
     def no_context(argument: Any) -> Any:
         return nullcontext()
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (autotuner, "precompile", precompile_only),
+            (autotuner, "_make_launchers", lambda self: None),
+            (autotuner, "_dynamic_scale_rblock", lambda self: None),  # reads registers of loaded kernels
             (compile_fx, "get_cuda_device_context", no_context),
             (fake_tensor, "init_gpu_context", no_context),
         ):
