@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from training import Diary, Net, adamw, batches, both, differs, loss_of
 
+from pygraph_train.config import PyGraphConfig
 from pygraph_train.regions.inductor import compile_whole
 from pygraph_train.regions.later import compile_later
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import WHOLE, Arm
-from pygraph_train.step import beside
+from pygraph_train.step import beside, clock, decisions
 from pygraph_train.step.beside import Beside, WorkState
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
@@ -31,6 +34,7 @@ from pygraph_train.torch_private.compile_beside import (
     Order,
     _set,
     _settings,
+    _without_device,
     fill_caches,
     why_not_beside,
 )
@@ -130,6 +134,32 @@ def test_a_crash_loses_nothing_and_is_told(gate: Path) -> None:
     gate.write_text("7")
     report = both(script(lambda step, number: None, 200), replays=150)
     assert "did not compile beside the training: the process ended with 7" in str(report), str(report)
+
+
+def test_kernels_that_are_made_again_are_told(gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = iter(range(1000))
+    monkeypatch.setattr(clock, "cache_counts", lambda: (0, next(missed)))
+    gate.write_text("0")
+    report = both(script(lambda step, number: None, 200), replays=150)
+    told = "its cache did not have 1 of the graphs that the process had compiled"
+    assert any(told in note for note in report.notes), str(report)
+    assert report.switches[-1].arm == Arm(WHOLE, compiled=True), "nothing else is lost"
+
+
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("an option is looked at")
+def test_a_process_begins_only_where_options_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "may_begin", lambda program: True)
+    program: Any = SimpleNamespace(replication=SimpleNamespace(sharded=False))
+    engine: Any = SimpleNamespace(name="cuda", device=torch.device("cuda", 0))
+    nothing: Any = None
+
+    def begins(**options: Any) -> bool:
+        config = PyGraphConfig(**options)
+        return Decisions(program, config, engine, nothing, nothing, nothing, nothing).beside
+
+    assert begins(compile_beside=True)
+    assert not begins() and not begins(compile_beside=True, compile=True)
 
 
 def test_a_training_that_ends_first_ends_the_process(gate: Path) -> None:
@@ -349,6 +379,26 @@ def test_kernels_of_a_worker_are_found_and_compute_the_same(
     assert counters["inductor"]["fxgraph_cache_hit"] == 2 and not counters["inductor"]["fxgraph_cache_miss"]
     assert differs(expected, found) is None
     work.close()
+
+
+@pytest.mark.passes_without_graphs("no kernel is compiled")
+def test_a_worker_hands_kernels_over_and_loads_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading one makes a context on the device. What is not handed over, Triton would look for in the training."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.triton_bundler import TritonBundler
+
+    done: list[str] = []
+    for name in ("_make_launchers", "_dynamic_scale_rblock", "_precompile_worker"):
+        monkeypatch.setattr(CachingAutotuner, name, lambda self, name=name: done.append(name))
+    monkeypatch.setattr(CachingAutotuner, "is_statically_launchable", lambda self: True)
+    monkeypatch.setattr(TritonBundler, "put_static_autotuner", lambda key, kernel: done.append(key))
+    kernel: Any = CachingAutotuner.__new__(CachingAutotuner)
+    kernel.lock, kernel._plugins = contextlib.nullcontext(), []
+    with _without_device():
+        kernel.precompile(static_triton_bundle_key="handed over")
+    assert done == ["_precompile_worker", "handed over"]
+    kernel.precompile(static_triton_bundle_key="handed over")
+    assert done[2:] == ["_precompile_worker", "handed over", "_make_launchers", "_dynamic_scale_rblock"]
 
 
 @pytest.mark.quick
