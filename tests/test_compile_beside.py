@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -204,6 +205,26 @@ def test_the_worker_ends_with_its_parent(tmp_path: Path) -> None:
         assert process.wait(WAIT) == 3
     os.close(order)
     os.close(never)
+
+
+TAKES = """
+import sys
+from pygraph_train.torch_private import compile_beside, compile_worker
+compile_beside.has_device_context = lambda: {finds}
+compile_worker.main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+"""A worker that finds that it has a context on a device, or cannot tell."""
+
+
+@pytest.mark.parametrize(
+    ("finds", "says"), [("True", "taken memory of the device"), ("1 / 0", "ZeroDivision")]
+)
+@pytest.mark.passes_without_graphs("a process, without a training")
+def test_a_worker_with_memory_of_the_device_ends(finds: str, says: str) -> None:
+    work = Beside(("-c", TAKES.format(finds=finds)))
+    work.begin(pickle.dumps({"graphs": [], "settings": _settings()}))
+    until(lambda: work.progress is not WorkState.UNDER_WAY)
+    assert work.progress is WorkState.FAILED and "ended with 4" in work.why and says in work.why, work.why
 
 
 CROWD = """

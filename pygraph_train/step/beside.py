@@ -156,18 +156,18 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def _environment() -> dict[str, str]:
     """Of the process: it finds the modules that this one finds, and has few threads."""
-    threads = max(
-        1, min(_MOST_THREADS, _processors() - 2)
-    )  # the training and the process itself have one each
-    path = os.pathsep.join(place for place in sys.path if place)
-    own = {"PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+    others = 2  # the training, and the process itself
+    threads = max(1, min(_MOST_THREADS, _processors() - others))
+    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    own = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
     return {**os.environ, **own}
 
 
 def may_begin(program: StepProgram) -> bool:
     """Whether a process may work beside this training: it is the only one, and the host has room."""
     alone = program.replication.group is None and not program.replication.sharded
-    return alone and os.name == "posix" and _processors() > 1 and _free_memory() >= MEMORY
+    possible = os.name == "posix" and bool(sys.executable)
+    return alone and possible and _processors() > 1 and _free_memory() >= MEMORY
 
 
 def _processors() -> int:

@@ -36,8 +36,10 @@ _MEASURES = (
     "cpp_wrapper",
     "freezing",
     "profile_bandwidth",
+    "runtime_estimations_mms_benchmark",
+    "partitioned_scatter_enabled",  # asks how much memory the device has, which makes a context
 )
-"""Settings of Inductor with which it runs kernels while it compiles, or keeps nothing on disk."""
+"""Settings of Inductor with which it uses the device while it compiles, or keeps nothing on disk."""
 
 _PASSES = (
     "post_grad_custom_pre_pass",
