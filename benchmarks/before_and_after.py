@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from benchmarks.workloads import WORKLOADS
 from pygraph_train import integrations
 
 VERSIONS = ("before", "after")
+AGAIN = "after, again"
+"""A second run of the present version: do two runs of one version have the same losses?"""
 HOST_ROWS = tuple(f"host:{model}:{kernels}" for model in host_cost.MODELS for kernels in host_cost.KERNELS)
 FIT_ROWS = tuple(f"fit:{model}:{mode}" for model in WORKLOADS for mode in ("pygraph-eager", "pygraph"))
 DEFAULT_ROWS = (
@@ -42,6 +44,8 @@ DEFAULT_ROWS = (
     "fit:mlp:pygraph",
     "fit:bert:pygraph",
 )
+LONGEST_WAIT = 60.0
+"""Seconds until a version is measured without the other one, which may have crashed."""
 BETWEEN = 0.3
 """Seconds after a measurement in which another process gets its turn."""
 
@@ -90,14 +94,16 @@ def measure(name: str, args: argparse.Namespace, turns: Turns) -> Row:
     device = torch.device(args.device)
     step, batches, row = host_cost.prepared(model, way, args)
     rounds: list[list[float]] = []
+    if args.processes > 1:
+        _wait_for_the_other_version(Path(args.child[1]))
     for _ in range(args.windows):
-        with turns.alone():
+        with turns.alone(), _one_processor():
             times: list[float] = []
             while len(times) < args.calls:
                 times += host_cost.host_us(step, batches, device)
         rounds.append(times)
         time.sleep(BETWEEN)
-    with turns.alone():
+    with turns.alone(), _one_processor():
         parts = host_cost.parts_us(step, batches, device, args.calls)
     return row | {
         "windows_us": [statistics.median(times) for times in rounds],
@@ -108,30 +114,61 @@ def measure(name: str, args: argparse.Namespace, turns: Turns) -> Row:
     }
 
 
+def _wait_for_the_other_version(result: Path) -> None:
+    """Begin to measure when both versions of a row are ready, so that their windows follow each other in turns."""
+    result.with_suffix(".ready").touch()
+    others = [result.with_name(result.name.replace(a, b)) for a, b in (VERSIONS, VERSIONS[::-1])]
+    end = time.monotonic() + LONGEST_WAIT
+    while time.monotonic() < end and not all(other.with_suffix(".ready").exists() for other in others):
+        time.sleep(0.01)
+
+
+@contextmanager
+def _one_processor() -> Iterator[None]:
+    """Inside, this thread runs on one processor, which is the same one for both versions."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def summarize(rows: Sequence[Row]) -> list[Row]:
     """One entry for each row that both versions have: times, their ratio, and whether all losses are equal."""
     found = {(row["name"], row["version"]): row for row in rows}
     names = dict.fromkeys(row["name"] for row in rows)
-    return [_compared(name, *(found.get((name, version)) for version in VERSIONS)) for name in names]
+    versions = (*VERSIONS, AGAIN)
+    return [_compared(name, *(found.get((name, version)) for version in versions)) for name in names]
 
 
-def _compared(name: str, before: Row | None, after: Row | None) -> Row:
+def _compared(name: str, before: Row | None, after: Row | None, again: Row | None = None) -> Row:
     entry: Row = {"name": name, "unit": "us" if name.startswith("host") else "ms"}
     for version, row in zip(VERSIONS, (before, after), strict=True):
         entry[version] = None if row is None else _median(row)
         if row is not None and name.startswith("host"):
             entry[f"shortest_{version}"] = row.get("shortest_us")
     if entry["before"] and entry["after"]:
-        entry["after_over_before"] = entry["after"] / entry["before"]
-    if before and after and before.get("first_losses") and after.get("first_losses"):
-        ours, theirs = after["first_losses"], before["first_losses"]
-        count = min(len(ours), len(theirs))
-        entry["losses_compared"], entry["losses_equal"] = count, ours[:count] == theirs[:count]
+        pairs = zip(_windows(before), _windows(after), strict=False)
+        entry["after_over_before"] = statistics.median(ours / theirs for theirs, ours in pairs)
+    if after and after.get("first_losses"):
+        for key, other in (("losses_equal", before), ("losses_equal_again", again)):
+            if other and other.get("first_losses"):
+                ours, theirs = after["first_losses"], other["first_losses"]
+                count = min(len(ours), len(theirs))
+                entry["losses_compared"], entry[key] = count, ours[:count] == theirs[:count]
     return entry
 
 
+def _windows(row: Row | None) -> list[float]:
+    return (row or {}).get("windows_us") or (row or {}).get("windows_ms") or []
+
+
 def _median(row: Row) -> float | None:
-    windows = row.get("windows_us") or row.get("windows_ms")
+    windows = _windows(row)
     return statistics.median(windows) if windows else None
 
 
@@ -145,9 +182,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--rows", default=",".join(DEFAULT_ROWS), help="comma-separated, as host:bert:compiled"
     )
     parser.add_argument("--processes", type=int, default=6, help="that set up side by side")
-    parser.add_argument("--windows", type=int, help="timed windows of a row (default: 5; CPU: 2)")
+    parser.add_argument("--windows", type=int, help="timed windows of a row (default: 15; CPU: 2)")
     parser.add_argument("--steps", type=int, help="steps a window of a Trainer (default: 40; CPU: 5)")
-    parser.add_argument("--calls", type=int, help="calls a window of host rows (default: 100; CPU: 4)")
+    parser.add_argument("--calls", type=int, help="calls a window of host rows (default: 60; CPU: 4)")
     parser.add_argument("--timeout-s", type=float, default=300, help="of a row in one version")
     parser.add_argument(
         "--seconds", type=float, help="of the whole run; rows that are not done by then are left out"
@@ -155,13 +192,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--commits", default=",", help="of both versions, where git cannot tell: BEFORE,AFTER"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="a second run of the Trainer's rows, for its losses"
+    )
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--json", type=Path, help="write rows and environment there, after each row")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)  # a row, and the file for it
     args = parser.parse_args(argv)
     settle_device(parser, args)
-    settle_defaults(args, windows=(5, 2), steps=(40, 5), calls=(100, 4))
+    settle_defaults(args, windows=(15, 2), steps=(40, 5), calls=(60, 4))
     args.warmup, args.max_warmup = (8, 60) if args.device == "cpu" else (60, 300)
     args.progress_bar = False
     args.rows = args.rows.split(",")
@@ -193,7 +233,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = ["row", *VERSIONS, "after/before", "shortest before", "shortest after", "losses"]
     print_table(title, columns, [_cells(entry) for entry in record["summary"]])
     failed = any(row["error"] for row in record["rows"])
-    return int(failed or any(entry.get("losses_equal") is False for entry in record["summary"]))
+    return int(failed or any(map(_differs, record["summary"])))
+
+
+def _differs(entry: Row) -> bool:
+    """Whether losses differ, and not between two runs of one version too."""
+    return entry.get("losses_equal") is False and entry.get("losses_equal_again") is not False
 
 
 def _run(
@@ -204,10 +249,10 @@ def _run(
     queue: list[Job] = []
     places = {version: _package(tree, made / version) for version, tree in zip(VERSIONS, trees, strict=True)}
     for number, name in enumerate(args.rows):
-        for version in VERSIONS:
+        for version in (*VERSIONS, AGAIN)[: 3 if args.again and name.startswith("fit") else 2]:
             result = made / f"{number}_{version}.json"
             child = [*argv, "--child", name, str(result)]
-            begin = f"import sys; sys.path.insert(0, {str(places[version])!r}); "
+            begin = f"import sys; sys.path.insert(0, {str(places[version.partition(',')[0]])!r}); "
             begin += (
                 f"from benchmarks import before_and_after; raise SystemExit(before_and_after.main({child!r}))"
             )
@@ -259,6 +304,8 @@ def _cells(entry: Row) -> list[str]:
         return DASH if entry.get(key) is None else format(entry[key], form)
 
     losses = {True: "equal", False: "DIFFER"}.get(entry.get("losses_equal"), DASH)  # type: ignore[arg-type]
+    if entry.get("losses_equal_again") is False:
+        losses += ", also between two runs of one version"
     times = [cell("before", ".2f"), cell("after", ".2f"), cell("after_over_before", ".3f")]
     return [entry["name"], *times, *(cell(f"shortest_{version}", ".1f") for version in VERSIONS), losses]
 

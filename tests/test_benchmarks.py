@@ -114,15 +114,28 @@ def test_compile_beside_notices_what_is_missing_or_differs():
 @pytest.mark.slow
 def test_before_and_after(tmp_path):
     rows = ("host:mlp:eager", "fit:mlp:pygraph-eager")
-    options = ("--before", str(ROOT), "--rows", ",".join(rows), "--processes", "1", "--commits", "one,two")
+    options = (
+        "--before",
+        str(ROOT),
+        "--rows",
+        ",".join(rows),
+        "--processes",
+        "2",
+        "--commits",
+        "one,two",
+        "--again",
+    )
     record = run("benchmarks.before_and_after", tmp_path / "both.json", *options)
     assert record["commits"] == {"before": "one", "after": "two"} and record["not_run"] == []
-    assert [(row["name"], row["version"], row["error"]) for row in record["rows"]] == [
-        (name, version, None) for name in rows for version in ("before", "after")
-    ]
+    versions = ("after", "after, again", "before")
+    assert sorted((row["name"], row["version"]) for row in record["rows"]) == sorted(
+        [("host:mlp:eager", version) for version in ("before", "after")]
+        + [("fit:mlp:pygraph-eager", version) for version in versions]
+    )
+    assert not any(row["error"] for row in record["rows"])
     host, fit = record["summary"]
     assert host["before"] > 0 and host["after"] > 0 and host["shortest_after"] <= host["after"]
-    assert fit["losses_equal"] is True and fit["losses_compared"] > 10
+    assert fit["losses_equal"] is fit["losses_equal_again"] is True and fit["losses_compared"] > 10
     assert all(row["report"]["steps_replayed"] > 0 for row in record["rows"])
 
 
@@ -134,6 +147,9 @@ def test_before_and_after_notices_losses_that_differ():
     (entry,) = before_and_after.summarize(rows)
     assert entry["losses_compared"] == 2 and entry["losses_equal"] is False
     assert entry["before"] == 2.0 and entry["after_over_before"] == 1.0
+    assert before_and_after._differs(entry)
+    again = {"name": "fit:mlp:pygraph", "version": before_and_after.AGAIN, "first_losses": [3.0, 2.6]}
+    assert not before_and_after._differs(*before_and_after.summarize([*rows, again]))
 
 
 def test_before_and_after_notices_another_package(tmp_path):

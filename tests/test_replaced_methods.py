@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from training import Diary, Net, adamw, batches, both
 
+from pygraph_train.torch_private.guards import guarded_expression
 from pygraph_train.tracing import methods
+from pygraph_train.tracing.kept_guards import KeptGuards
 from pygraph_train.tracing.trace import Trace
 
 
@@ -172,3 +175,74 @@ def test_a_variable_of_the_environment_that_the_step_reads(way: str, monkeypatch
         diary.write_state(model, optimizer)
 
     both(script, replays=8)
+
+
+class _Layer(nn.Module):
+    """Asks its class for an attribute in `__call__`, as layers of transformers do: Dynamo guards the class of each."""
+
+    loud = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = super().__call__(x)
+        return y * 3 if self.loud else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class _Louder(_Layer):
+    loud = True
+
+
+_OF_LAYERS: dict[str, Callable[[pytest.MonkeyPatch, nn.Sequential], None]] = {
+    "of the class": lambda patch, layers: patch.setattr(_Layer, "loud", True),
+    "of one layer": lambda patch, layers: patch.setattr(layers[2], "loud", True, raising=False),
+    "by another class": lambda patch, layers: patch.setattr(layers[2], "__class__", _Louder),
+    "by another layer": lambda patch, layers: layers.__setitem__(2, _Louder()),
+}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("changed", _OF_LAYERS)
+def test_layers_of_one_class_are_asked_once_and_a_change_is_noticed(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(diary: Diary) -> None:
+        model = nn.Sequential(*[_Layer() for _ in range(4)])
+        optimizer = adamw(model)
+        step = diary.step(
+            lambda x, y: nn.functional.cross_entropy(model(x), y), model=model, optimizer=optimizer
+        )
+        with monkeypatch.context() as patch:
+            for k, (x, y) in enumerate(batches(24)):
+                if k == 12:
+                    _OF_LAYERS[changed](patch, model)
+                diary.write("loss", step(x, y))
+        diary.write_state(model, optimizer)
+
+    both(script, replays=8)
+
+
+def test_layers_of_one_class_have_the_guards_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_classes: list[str] = []
+    stock = KeptGuards.keep
+
+    def keep(self: KeptGuards, guards: Sequence[Any], *, settings: bool) -> list[bool]:
+        kept = stock(self, guards, settings=settings)
+        expressions = [guarded_expression(guard) for guard, stays in zip(guards, kept, strict=True) if stays]
+        of_classes[:] = [expression for expression in expressions if "type(" in expression]
+        return kept
+
+    monkeypatch.setattr(KeptGuards, "keep", keep)
+    counts = []
+    for layers in (1, 6):
+        model = nn.Sequential(*[_Layer() for _ in range(layers)])
+        trace, x = Trace(torch.device("cpu")), torch.ones(3, 6)
+        trace(model, (x,), {})
+        assert trace.holds(model, (x,), {})
+        counts.append(len(of_classes))
+    assert 0 < counts[0] == counts[1]

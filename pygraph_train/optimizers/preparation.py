@@ -374,6 +374,11 @@ class OptimizerPreparation:
             self.generation += 1
         self._compacted = {t.data_ptr() for t in state}
 
+    @property
+    def watches_parameters(self) -> bool:
+        """Whether `hyperparameters` tells the parameters of each group, in their order."""
+        return self._class is not None and not self._saved
+
     def hyperparameters(self) -> tuple[Any, ...]:
         """What a capture bakes in: per group its parameters and all values but a Python lr; step hooks."""
         if self._saved:

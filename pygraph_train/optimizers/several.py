@@ -132,6 +132,11 @@ class SeveralPreparations:
         for member in self._members:
             member.settle()
 
+    @property
+    def watches_parameters(self) -> bool:
+        """See `OptimizerPreparation.watches_parameters`."""
+        return all(member.watches_parameters for member in self._members)
+
     def hyperparameters(self) -> tuple[Any, ...]:
         """See `OptimizerPreparation.hyperparameters`."""
         return tuple(member.hyperparameters() for member in self._members)

@@ -32,6 +32,8 @@ class Phase(str, Enum):
     BACKWARD = "B"
     OPTIMIZER = "O"
 
+    __hash__ = str.__hash__  # that of `Enum` is written in Python, and each step is counted by its plan
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -88,10 +87,8 @@ class StepRunner:
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing, watch, capture)
         self._advance = Advancing(*parts, self._replay, together)
-        self._flight = functools.partial(
-            StepInFlight, training=training, updates=updates, regions=regions, leave=self._refusing.update
-        )
-        self._present = self._flight(PositionInAccumulation(), None)
+        self._flies_with = (training, updates, regions, self._refusing.update)
+        self._present = StepInFlight(PositionInAccumulation(), None, *self._flies_with)
         self._launch_bound = decisions.launch_bound(training.steps_made)
 
     def begin(self, position: PositionInAccumulation) -> StepInFlight:
@@ -99,7 +96,7 @@ class StepRunner:
         self._training.step_began()
         if self._together is not None:
             self._together.begin()
-        self._present = self._flight(position, self._present.choice)
+        self._present = StepInFlight(position, self._present.choice, *self._flies_with)
         return self._present
 
     def make(

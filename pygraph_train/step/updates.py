@@ -123,12 +123,15 @@ class Updates:
         return identities(tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups])))
 
     def state_is_that_of(self, capture: Capture) -> bool:
-        """Whether the optimizer holds the parameters of a capture, and its state lies where that found it. Hot path."""
-        if capture.optimized != self.optimized():
-            return False
+        """Whether the optimizer holds the parameters of a capture, and its state lies where that found it. Hot path.
+
+        Where the capture holds the update, the parameters may be among the hyperparameters.
+        """
         optimizer = self.preparation
         if optimizer is None or not capture.updates:
-            return True
+            return capture.optimized == self.optimized()
+        if not optimizer.watches_parameters and capture.optimized != self.optimized():
+            return False
         return capture.optimizer_generation == optimizer.generation and optimizer.state_unchanged()
 
     def hyperparameters_are_those_of(self, capture: Capture) -> bool:

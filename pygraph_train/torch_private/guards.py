@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ __all__ = [
     "guarded_class",
     "guarded_expression",
     "line_of_guard",
+    "question_of",
     "with_place",
 ]
 
@@ -91,6 +93,33 @@ def line_of_guard(guard: Any) -> str | None:
     """`file:line` of the user's code that a `GuardFilterEntry` is from; None where unknown. (2.11, 2.13)"""
     frame = _innermost_frame(guard.orig_guard)
     return None if frame is None else f"{frame.filename}:{frame.lineno}"
+
+
+class Question(NamedTuple):
+    """What a guard asks.
+
+    Attributes:
+        expression: over `L` and `G`, of what is looked at.
+        kind: of guard.
+        details: what else it was made with, such as the key that a dict has to contain.
+    """
+
+    expression: str
+    kind: str
+    details: Hashable
+
+
+def question_of(guard: Any) -> Question | None:
+    """What a `GuardFilterEntry` asks; None where its details cannot be compared (torch 2.11, 2.13)."""
+    make: Any = guard.orig_guard.create_fn
+    details: tuple[Any, ...] = ()
+    if isinstance(make, functools.partial):
+        make, details = make.func, (make.args, *sorted(make.keywords.items()))
+    try:
+        hash(details)
+    except TypeError:
+        return None
+    return Question(guarded_expression(guard), guard.guard_type, (make, details))
 
 
 def gradients_asked_for() -> list[tuple[str, str | None]]:
