@@ -39,6 +39,7 @@ ARMS = ("beside", "here")
 MIB = 1 << 20
 STOPPED_EVERY = 3
 """Of so many windows, the process beside the training is stopped in one, to see what its work costs the others."""
+STOPPED_MOST = 10
 WINDOWS_AFTER = 8
 """So many more once there is a graph of compiled kernels: the plans are compared."""
 COMPARED = 20
@@ -79,6 +80,7 @@ class Measurement:
             beside, state = self._beside(), self._state()
             number = len(self.windows["worked"]) + len(self.windows["stopped"])
             stopped = state is WorkState.UNDER_WAY and number % STOPPED_EVERY == STOPPED_EVERY - 1
+            stopped &= len(self.windows["stopped"]) < STOPPED_MOST
             if stopped:
                 _signal(beside, signal.SIGSTOP)
             seconds, ms = self._window()
@@ -92,7 +94,7 @@ class Measurement:
             if ready and self._device.type != "cuda":  # the emulation has no graph of Inductor's kernels
                 break
         found = [now - then for now, then in zip(cache_counts(), (hits, misses), strict=True)]
-        report = self.step.report()
+        report, steps = self.step.report(), self._made
         row: Row = {
             "compiled": self._compiled(),
             "ready": ready,
@@ -107,13 +109,14 @@ class Measurement:
             "others_mib": self._others_mib,
             "first_losses": first,
             "compiled_losses": self._losses_again() if self._compiled() else None,
-            "steps": self._made,
+            "steps": steps,
             "wall_s": time.perf_counter() - began,
             "notes": list(report.notes),
             "report": report.to_dict(),
         }
-        if self._beside() is not None and self._beside().why:  # type: ignore[union-attr]
-            row["error"] = self._beside().why  # type: ignore[union-attr]
+        beside = self._beside()
+        if beside is not None and not ready and (beside.why or self._device.type == "cuda"):
+            row["error"] = beside.why or f"the process had not ended after {self._args.seconds:.0f} s"
         return row
 
     def _one(self) -> torch.Tensor:
