@@ -18,6 +18,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer": ("auto", "on", "off"),
     "fuse": ("auto", "on", "off"),
     "compile": ("auto", True, False),
+    "compile_beside": (True, False),
     "indirection": ("auto", "device", "host", "copy"),
     "verify": ("off", "first", "sample", "always"),
     "engine": ("auto", "cuda", "emulated", "off"),
@@ -33,6 +34,7 @@ class StepOptions(TypedDict, total=False):
     backward: AutoOnOff
     fuse: AutoOnOff
     compile: bool | Literal["auto"]
+    compile_beside: bool
     warmup_steps: int
     max_signatures: int | None
     indirection: Literal["auto", "device", "host", "copy"]
@@ -62,6 +64,8 @@ class PyGraphConfig:
         compile: whether the graphs hold Inductor's kernels. "auto" compiles if the remaining training steps save
             more time than compilation takes. If the number of remaining steps is unknown, the library assumes as
             many as have run. False captures eager kernels and needs no compile time.
+        compile_beside: whether Inductor works in a process beside the training where `compile` is "auto". Steps are
+            replayed with eager kernels meanwhile. On trial: False by default.
         warmup_steps: the number of steps in which the library watches the reads and writes of a step (>= 2). Two
             more steps run with the kernels of the later graph, and step `warmup_steps + 3` is the first one from
             a graph. Four cases delay it: on CUDA the library may time one or two plain steps first; compilation
@@ -99,6 +103,7 @@ class PyGraphConfig:
     optimizer: AutoOnOff = "auto"
     fuse: AutoOnOff = "auto"
     compile: bool | Literal["auto"] = "auto"
+    compile_beside: bool = False
     warmup_steps: int = 3
     max_signatures: int | None = None
     indirection: Literal["auto", "device", "host", "copy"] = "auto"

@@ -17,6 +17,7 @@ from pygraph_train.selection.samples import Summary, summary, surely_faster, sur
 __all__ = ["Controller", "Estimate", "Rules", "Switch", "Window"]
 
 _MORE_STEPS = "twice as many steps"
+_MADE = "work beside the training"
 
 _REFERENCES = 2
 """Looks at steps without graphs which later ones are compared with."""
@@ -66,6 +67,7 @@ class Estimate:
         likely: what a step of it probably takes; None when there is no telling.
         seen: the shortest such step of the warm-up, None when there was none.
         one_time: what trying it costs once: capture, compilation.
+        after: until it can be tried, while other arms run.
         why: words for the report.
     """
 
@@ -73,6 +75,7 @@ class Estimate:
     likely: float | None = None
     seen: float | None = None
     one_time: float = 0.0
+    after: float = 0.0
     why: str = ""
 
 
@@ -123,6 +126,8 @@ class Controller:
         agree: element-wise maximum of these numbers over all ranks; every rank calls it at the same steps.
         known: time of the first arm in seconds from an earlier run: found true, it needs no exploration.
         decided: called after each decision.
+        waits: whether an arm that is worth it cannot be tried yet, because what it needs is made beside the training.
+            The first call has it made. Called at the ends of windows.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class Controller:
         agree: Callable[[Sequence[float]], Sequence[float]] = tuple,
         known: float | None = None,
         decided: Callable[[Switch], None] = lambda switch: None,
+        waits: Callable[[Arm], bool] = lambda arm: False,
     ) -> None:
         if not arms:
             raise ValueError("a controller needs an arm")
@@ -154,6 +160,8 @@ class Controller:
         self._agree = agree
         self._known = known
         self._decided = decided
+        self._waits = waits
+        self._waiting: set[Arm] = set()
         self._reopen: str | None = None
         self._why = ""
         self._too_dear: set[Arm] = set()
@@ -170,6 +178,11 @@ class Controller:
         self._present = next(self._windows)
         return self._present
 
+    @property
+    def waiting(self) -> bool:
+        """Whether an arm is to be tried as soon as what it needs was made."""
+        return bool(self._waiting)
+
     def reopen(self, why: str) -> None:
         """Something changed that times depend on: compare again from the next window on."""
         self._reopen = why
@@ -181,9 +194,11 @@ class Controller:
         why, look_every = "the first choice", rules.look_every
         while True:
             before = self.best
-            first, again = not self.history, self._reopen == _MORE_STEPS
-            arms = [arm for arm in self._arms if not again or arm in self._too_dear]
-            self._reopen, self._too_dear, self.settled = None, set(), False
+            first = not self.history
+            only = {_MORE_STEPS: self._too_dear, _MADE: self._waiting}.get(self._reopen or "")
+            arms = [arm for arm in self._arms if only is None or arm in only]
+            self._too_dear, self._waiting = self._too_dear.difference(arms), self._waiting.difference(arms)
+            self._reopen, self.settled = None, False
             yield from self._explore(arms, why, first=first)
             if self._reopen is None:
                 self.settled = True
@@ -307,6 +322,8 @@ class Controller:
                     look_every = self.rules.look_every if beyond else min(2 * look_every, self._most)
                 if abs(strikes) >= self.rules.patience:
                     self._reopen = self._reopen or f"a drift of {change:+.0%} in the time of {self.best}"
+            if self._waiting and not all(map(self._waits, self._waiting)):
+                self._reopen = self._reopen or _MADE
             if self._too_dear and self._steps_left() is None and self.steps >= 2 * began:
                 self._reopen = self._reopen or _MORE_STEPS
 
@@ -338,7 +355,7 @@ class Controller:
         """Why an arm is not even tried, None when it is."""
         known = self._estimate(arm, self.best, best)
         left = self._steps_left()
-        steps = max(self.steps, 1) if left is None else left
+        steps = (max(self.steps, 1) if left is None else left) - known.after / best
         likely = known.least if known.likely is None else known.likely
         seen = 0.0 if known.seen is None or not first else known.seen  # what was seen long ago is stale
         least, likely, earlier, one_time, steps = self._agree(
@@ -351,7 +368,10 @@ class Controller:
             return f"not tried: {-earlier * 1e3:.3g} ms in warm-up{because}"
         if one_time > max(0.0, best - likely) * steps:
             self._too_dear.add(arm)
-            return f"not tried: {one_time:.3g} s would not pay in {steps:.0f} steps{because}"
+            return f"not tried: {one_time:.3g} s would not pay in {max(steps, 0):.0f} steps{because}"
+        if self._waits(arm):
+            self._waiting.add(arm)
+            return f"not tried yet: what it needs is made beside the training{because}"
         return None
 
     def _choose(self, arm: Arm, why: str) -> None:

@@ -14,6 +14,7 @@ from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent, Stage, next_life
+from pygraph_train.step.ordering import Ordering
 from pygraph_train.step.program import Call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
@@ -77,6 +78,7 @@ class Advancing:
         self._watching = watching
         self._capturing = capturing
         self._shapes = Shapes(training, updates, decisions, signatures, ungraphed, capturing)
+        self._ordering = Ordering(training, capturing)
         self._replay = replay
         self._together = together
         self._writes = PythonWrites(training.program)
@@ -188,6 +190,13 @@ class Advancing:
                 self._refusing.calls(step, signature, variant, refused.problem)
                 self._shapes.failed(variant, refused.problem)
         return Ran(self._ungraphed.plainly(run))
+
+    def ordered(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> Ran[R]:
+        """A step that shows what Inductor has to compile beside the training."""
+        step.makes_no_sample()
+        result = self._ordering(step, variant, run)
+        variant.meets(LifeEvent.ORDERED)
+        return Ran(result)
 
     def audited(
         self,

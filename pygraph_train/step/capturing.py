@@ -12,6 +12,7 @@ from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.optimizers.kernels import advice_on_numbers
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.report.step_report import CaptureRecord
+from pygraph_train.step.beside import WorkState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.comparing import Comparing
 from pygraph_train.step.decisions import Decisions
@@ -25,7 +26,8 @@ from pygraph_train.step.room import Room
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Signatures, Variant, moved, same_memory
+from pygraph_train.step.variants import Capture, Signatures, Variant
+from pygraph_train.step.where_tensors_lie import moved, same_memory
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
@@ -179,7 +181,9 @@ class Capturing:
             NotLegal: Inductor has failed, and the variant has other plans. Nothing was executed.
         """
         training, maker = self._training, self._maker
-        training.announce("compiling the training step with Inductor, which may take a minute")
+        prepared = variant.beside if variant.beside and variant.beside.progress is WorkState.READY else None
+        if prepared is None:
+            training.announce("compiling the training step with Inductor, which may take a minute")
         variant.compile_next = False
         program = training.program
         compiled = variant.compiled = self._to_be_compiled(variant)
@@ -191,7 +195,7 @@ class Capturing:
         gradients.isolate()
         put_back = program.scaling.notes()
         try:
-            with training.clock.compiling():
+            with training.clock.compiling(prepared):
                 result = self.timed(step, variant, run)
         except BaseException as error:
             problem = compiler_problem(error) if isinstance(error, Exception) else None
@@ -215,6 +219,8 @@ class Capturing:
             variant.meets(LifeEvent.NOT_COMPILED)
             return result
         variant.meets(LifeEvent.RAN)
+        if prepared is not None and prepared.missing:
+            training.report.note(str(prepared.problem()))
         for text in dict.fromkeys(compiled.left):
             training.report.note(text)
         return result

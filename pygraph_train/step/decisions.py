@@ -15,14 +15,16 @@ from pygraph_train.report.step_report import StepReport
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm, Phase, Plan
 from pygraph_train.selection.cache import Decision, DecisionCache
-from pygraph_train.selection.compile_time import COMPILE_SECONDS, compile_seconds
+from pygraph_train.selection.compile_time import COMPILE_SECONDS, COMPILE_SHARE_BESIDE, compile_seconds
 from pygraph_train.selection.controller import Controller, Estimate, Switch
+from pygraph_train.step.beside import Beside, WorkState, may_begin
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.identity import identity
 from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.times import Times
 from pygraph_train.step.variants import Variant
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.traced_code import held_weakly
 
 __all__ = ["Decisions"]
@@ -51,6 +53,7 @@ class Decisions:
 
     Attributes:
         compiles: whether Inductor's kernels can be had.
+        beside: whether a process beside the training may make them.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class Decisions:
     ) -> None:
         alone = not program.replication.sharded  # otherwise nothing is compared by time
         self.compiles = engine.name == "cuda" and (alone or config.compile is True)
+        asked = config.compile_beside and config.compile == "auto"
+        self.beside = asked and engine.name == "cuda" and may_begin(program)
         self._program = program
         self._config = config
         self._engine = engine
@@ -146,6 +151,7 @@ class Decisions:
             agree=together.agree,
             known=known.seconds if known is not None and known.arm == arms[0] else None,
             decided=decided,
+            waits=lambda arm: False if (alive := me()) is None else alive._waits(of_variant(), arm),
         )
         self._report.compares(controller)
         kept: list[Arm] = []
@@ -154,7 +160,7 @@ class Decisions:
             if variant is not None:
                 variant.keep_captures_of(arm)
             self._on_settled(arm)
-            if kept != [arm] and self._config.cache_dir is not None:
+            if kept != [arm] and not controller.waiting and self._config.cache_dir is not None:
                 kept[:] = [arm]
                 self._cache.put(self._key(variant), Decision(arm, controller.times[arm]))
 
@@ -195,12 +201,16 @@ class Decisions:
             if graphed and graphed <= inside and known.compiled == arm.compiled:
                 return Estimate(least=seconds, why=f"the kernels of {known}, and more launches")
         if arm.compiled:
-            cost = self._times.compiling or compile_seconds(_operations(variant, arm))
+            whole = cost = self._times.compiling or compile_seconds(_operations(variant, arm))
             share = _COMPILED_SHARE
             last = self._times.latest.get(controller.best)
             if arm.plan.regions and not controller.best.plan.forward_backward and _waits_for_host(last):
                 share = _REGIONS_SHARE
-            return Estimate(likely=best_seconds * share, one_time=cost, why="Inductor")
+            after = 0.0
+            if variant is not None and self._is_made_beside(variant, arm):
+                cost = whole * COMPILE_SHARE_BESIDE
+                after = whole if variant.beside is None else 0.0
+            return Estimate(likely=best_seconds * share, one_time=cost, after=after, why="Inductor")
         if arm.plan == NOTHING and variant is not None:
             return Estimate(seen=variant.warmup_seconds, why="launch-bound")
         if arm.plan == OPTIMIZER and variant is not None:
@@ -208,6 +218,25 @@ class Decisions:
             if None not in outside:
                 return Estimate(seen=sum(filter(None, outside)), why="forward and backward, launch-bound")
         return Estimate()
+
+    def _is_made_beside(self, variant: Variant, arm: Arm) -> bool:
+        """Whether training has not to wait for Inductor's kernels of this arm."""
+        if not arm.compiled or arm.plan.regions or variant.compiled is not None:
+            return False
+        if variant.beside is not None:
+            return variant.beside.progress is not WorkState.FAILED
+        alone = variant.lead is None and not variant.one_of_many and not variant.trace.dynamic
+        return self.beside and alone and isinstance(variant.trace, ReproducingTrace)
+
+    def _waits(self, variant: Variant | None, arm: Arm) -> bool:
+        """See `Controller`."""
+        if variant is None or not self._is_made_beside(variant, arm):
+            if variant is not None and variant.beside is not None and variant.beside.why:
+                self._report.note(str(variant.beside.problem()))
+            return False
+        if variant.beside is None:
+            variant.beside = Beside()
+        return variant.beside.progress is not WorkState.READY
 
     def _known(self, variant: Variant | None) -> Decision | None:
         """What an earlier run settled on for such steps."""

@@ -115,6 +115,12 @@ class StepInFlight:
         """It runs without a graph of forward and backward after all, and counts for nothing."""
         self.arm, self.choice, self._whole = NO_GRAPH, None, None
 
+    def makes_no_sample(self) -> None:
+        """It runs without a graph for once, and its time says nothing of any plan."""
+        self.arm = NO_GRAPH
+        if self.choice is not None:
+            self.choice.as_planned = False
+
     @property
     def graphs_update(self) -> bool:
         """Whether the update has to go through `update`."""

@@ -10,7 +10,8 @@ from pygraph_train.step.lifecycle import Stage
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.rebinding import Anchors
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Signature, Variant, same_memory
+from pygraph_train.step.variants import Capture, Signature, Variant
+from pygraph_train.step.where_tensors_lie import same_memory
 from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.tracing.gradient_hooks import hooked
 

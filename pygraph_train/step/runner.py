@@ -81,8 +81,7 @@ class StepRunner:
         self._together, self._lookup = together, Lookup(program, updates, maker.anchors)
         self._training, self._regions, self._updates = training, regions, updates
         self.count = training.step_made_elsewhere  # without this runner
-        self._signatures = signatures
-        self._ungraphed = UngraphedSteps(training, updates, regions, decisions)
+        self._signatures, self._ungraphed = signatures, UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
         self._outside, self._writes = Outside(program), PythonWrites(program)
         watch = Watching(training, updates, maker)
@@ -158,6 +157,8 @@ class StepRunner:
                 step.count_for(choice)
                 variant.arm = choice.arm
                 self._updates.serve(variant.arm.plan)
+                if variant.orders:
+                    return self._advance.ordered(step, variant, run)
                 settled_without = choice.controller.settled and not variant.arm.plan.forward_backward
                 signature.no_graphs = choice if settled_without else None
         elif variant.lead is not None:

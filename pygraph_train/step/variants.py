@@ -15,6 +15,7 @@ from pygraph_train.graphs.memory import Storages
 from pygraph_train.identity import identities
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.selection.returns import Returns
+from pygraph_train.step.beside import Beside, WorkState
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.families import Families, Family
 from pygraph_train.step.inputs import StaticInputs
@@ -31,7 +32,7 @@ from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import AuditLedger, Audits
 
-__all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant", "moved", "same_memory"]
+__all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant"]
 
 _MOST_SIGNATURES = 1024
 """Shapes remembered; the oldest are forgotten."""
@@ -106,6 +107,7 @@ class Variant:
         inputs: where graphs read the batch.
         arm: what it runs with.
         choice: the comparison of its plans, once one of them has a graph.
+        beside: Inductor's work for it in a process of its own; None where none was asked for.
         compile_next: whether its plans begin with Inductor's kernels.
         warmup_seconds: the shortest step without a graph.
         replays, last_used: how often it was replayed, and in which step last.
@@ -130,6 +132,7 @@ class Variant:
     captures: dict[CaptureKey, Capture] = field(default_factory=dict)
     arm: Arm = field(default_factory=lambda: Arm(NOTHING))
     choice: Choice | None = None
+    beside: Beside | None = None
     compile_next: bool = False
     warmup_seconds: float | None = None
     replays: int = 0
@@ -170,6 +173,11 @@ class Variant:
     def one_of_many(self) -> bool:
         """Whether its trace is for one of several shapes: Inductor's kernels should rather be for all of them."""
         return self.family is not None and self.family.shapes > 1 and not self.trace.dynamic
+
+    @property
+    def orders(self) -> bool:
+        """Whether its next step shows what Inductor has to compile beside the training."""
+        return self.beside is not None and self.beside.progress is WorkState.WANTED
 
     def is_for(self, leaves: Sequence[Any]) -> bool:
         """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""
@@ -375,25 +383,6 @@ class Signatures:
         """Release all captures, and forget everything."""
         for variant in self.variants():
             variant.forget_captures()
+            if variant.beside is not None:
+                variant.beside.close()
         self._by_key.clear()
-
-
-def same_memory(tensors: Sequence[Tensor], capture: Capture) -> bool:
-    """Whether a graph works on these very tensors: parameters are the same objects, all are where they were."""
-    parts = list(map(local_tensor, tensors)) if capture.sharded else tensors
-    if capture.loaded is not None:
-        if not capture.loaded.fit(tensors, capture.written):
-            return False
-        parts = capture.loaded.without(tensors)
-    if list(map(Tensor.data_ptr, parts)) != capture.addresses:
-        return False
-    return identities(capture.pick_leaves(tensors)) == capture.leaf_identities
-
-
-def moved(tensors: Sequence[Tensor], capture: Capture) -> Iterator[tuple[int, bool]]:
-    """Which of the tensors that the step reads lie elsewhere now: each place, and whether it is another tensor."""
-    places = range(len(tensors)) if capture.loaded is None else capture.loaded.others
-    for k, address in zip(places, capture.addresses, strict=True):
-        tensor, other = tensors[k], capture.ids[k] != id(tensors[k])
-        if local_tensor(tensor).data_ptr() != address or (tensor.requires_grad and other):
-            yield k, other

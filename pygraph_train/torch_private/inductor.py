@@ -10,6 +10,7 @@ import torch
 
 from pygraph_train.torch_private import switches
 from pygraph_train.torch_private.aot import BuildRegion, _note_what_is_donated, _traced
+from pygraph_train.torch_private.compile_beside import order_under_way
 
 __all__ = [
     "compile_with_inductor",
@@ -17,6 +18,7 @@ __all__ = [
     "products_take_neighbours_in",
     "small_ends",
     "small_ends_together",
+    "small_kernels_grouped",
 ]
 
 
@@ -56,18 +58,32 @@ def small_ends_together() -> Iterator[None]:
     that was asked for, it stays as it is.
     """
     import torch._inductor.config as config
-    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Together
 
     if config.combo_kernels:
         yield
         return
+    with small_kernels_grouped(), config.patch(combo_kernels=True, **_TOGETHER_KEY):
+        yield
+
+
+@contextmanager
+def small_kernels_grouped() -> Iterator[None]:
+    """Where Inductor puts kernels together, these are the groups of `small_ends`. (2.11, 2.13)"""
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Together
+
     before = Together.__dict__["group_algorithm_for_combo_kernels"]
     Together.set_group_algorithm_for_combo_kernels(small_ends)
     try:
-        with config.patch(combo_kernels=True, **_TOGETHER_KEY):
-            yield
+        yield
     finally:
         Together.group_algorithm_for_combo_kernels = before
+
+
+def _kernels_are_grouped() -> bool:
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Together
+
+    grouping = Together.__dict__["group_algorithm_for_combo_kernels"]
+    return getattr(grouping, "__func__", grouping) is small_ends
 
 
 def small_ends(scheduler: Any, device_type: str = "cuda") -> list[list[Any]]:
@@ -127,11 +143,19 @@ def compile_with_inductor(
     if build is None:
         return compile_fx(gm, list(example_inputs), config_patches=dict(settings))  # type: ignore[arg-type,return-value]
 
+    keys: Any = torch.compiler.config
+    users_tag = keys.cache_key_tag
+
     def inner_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         static = frozenset(kwargs.get("static_input_idxs") or ())
         kwargs["cudagraphs"] = None
 
         def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            if (order := order_under_way()) is not None:
+                tag = (
+                    users_tag if kwargs.get("is_backward") else keys.cache_key_tag
+                )  # backwards are compiled later
+                return order.add(gm, inputs, kwargs, tag, together=_kernels_are_grouped())
             return compile_fx_inner(gm, inputs, **kwargs)  # type: ignore[arg-type, return-value]
 
         backward, inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
@@ -142,10 +166,10 @@ def compile_with_inductor(
     cached = cached and torch._functorch.config.enable_autograd_cache
     if cached:
         settings = {**settings, **_TOGETHER_KEY}
-    keys: Any = torch.compiler.config
-    tag = keys.cache_key_tag
+    tag = users_tag
     if cached:  # what AOTAutograd makes of attention depends on the switches, and its key does not
         tag = f"{tag}{switches.settled_switches()}"
+    cached = cached and order_under_way() is None  # stand-ins for kernels are nothing to keep
     with torch._functorch.config.patch(enable_autograd_cache=cached), keys.patch(cache_key_tag=tag):
         return compile_fx(  # type: ignore[return-value]
             gm,
