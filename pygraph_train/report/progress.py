@@ -31,9 +31,12 @@ class Progress:
 
     steps: int = 0
     elsewhere: int = 0
-    ended: Counter[tuple[Plan, bool]] = field(default_factory=Counter)
-    recent: deque[Plan] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _ended: Counter[tuple[Plan, bool]] = field(default_factory=Counter)
+    _recent: deque[Plan] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _updated: bool = False
+    _last: tuple[Plan, bool] | None = None
+    _again: int = 0
+    """How many more steps ran like the last one, not counted yet."""
 
     def step_ended(self, plan: Plan, *, updated: bool) -> None:
         """Count a step.
@@ -42,12 +45,38 @@ class Progress:
             plan: what of it ran from graphs.
             updated: whether it had an optimizer step.
         """
-        self.ended[plan, updated] += 1
+        last = self._last
+        if last is not None and last[0] is plan and last[1] is updated:  # hot path
+            self._again += 1
+            return
+        self._count_again()
+        self._last = plan, updated
+        self._count(plan, updated)
+
+    @property
+    def ended(self) -> Counter[tuple[Plan, bool]]:
+        """See the class."""
+        self._count_again()
+        return self._ended
+
+    @property
+    def recent(self) -> deque[Plan]:
+        """See the class."""
+        self._count_again()
+        return self._recent
+
+    def _count_again(self) -> None:
+        if self._last is not None and self._again:
+            again, self._again = self._again, 0
+            self._count(*self._last, again)
+
+    def _count(self, plan: Plan, updated: bool, times: int = 1) -> None:
+        self._ended[plan, updated] += times
         if updated and not self._updated:
             self._updated = True
-            self.recent.clear()
+            self._recent.clear()
         if updated or not self._updated:
-            self.recent.append(plan)
+            self._recent.extend([plan] * min(times, _RECENT))
 
     @property
     def made(self) -> int:
@@ -93,9 +122,9 @@ class Progress:
         for part in parts:
             total.steps += part.steps
             total.elsewhere += part.elsewhere
-            total.ended += part.ended
+            total._ended += part.ended
             if part.made > most:
-                most, total.recent = part.made, part.recent
+                most, total._recent = part.made, part.recent
         return total
 
 

@@ -123,7 +123,8 @@ class StepReport:
             elsewhere: whether another report counts the step too, and what of it runs from graphs.
         """
         self.steps += 1
-        self._progress.elsewhere += elsewhere
+        if elsewhere:
+            self._progress.elsewhere += 1
 
     def step_ended(self, plan: Plan, *, updated: bool) -> None:
         """A step ended.

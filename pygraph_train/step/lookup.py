@@ -45,7 +45,6 @@ class Lookup:
         elsewhere: list[Variant] = []
         untraced: Variant | None = None
         known: dict[int, Any] = {}  # what is read ahead, once for all variants
-        refused = all(variant.life.stage is Stage.REFUSED for variant in signature.variants)
         with program.context():
             fn = program.function()
             for variant in signature.variants:
@@ -63,7 +62,7 @@ class Lookup:
                         continue
                 if not trace.holds(fn, args, kwargs) or (variant.anchored and not variant.is_for(leaves)):
                     continue
-                if draws is None or drawn is not None or refused:  # what it reads is of no use then
+                if draws is None or drawn is not None or _are_refused(signature):
                     return variant
                 variant.ahead = trace.ahead.look({"fn": fn, "args": args, "kwargs": kwargs}, known)
                 if variant.ahead.matches:
@@ -104,6 +103,11 @@ class Lookup:
             capture.hook_registrations = registrations
         updates = self._updates
         return updates.state_is_that_of(capture) and updates.hyperparameters_are_those_of(capture)
+
+
+def _are_refused(signature: Signature) -> bool:
+    """Whether no kind of such calls has graphs: what they read is of no use then."""
+    return all(variant.life.stage is Stage.REFUSED for variant in signature.variants)
 
 
 def _path(variant: Variant) -> tuple[Any, ...]:

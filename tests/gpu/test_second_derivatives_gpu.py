@@ -84,6 +84,7 @@ def trained(step: Step, steps: int, **options: Any) -> tuple[list[Tensor], list[
 
 @pytest.mark.parametrize("step", [pinn, forces, adversarial, of_weights])
 def test_a_step_that_differentiates_is_replayed_bit_for_bit(step: Step) -> None:
+    trained(step, 20)  # the first plain training of a process may differ from all later ones by one rounding
     losses, parameters, _ = trained(step, 20)
     found_losses, found, report = trained(step, 20, compile=False, warmup_steps=2)
     assert report.steps_replayed >= 10, str(report)
