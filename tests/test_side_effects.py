@@ -429,6 +429,8 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "for": lambda items: 1.0 + sum(1 for _ in items),
     "in": lambda items: 2.0 if 3 in items else 1.0,
     "equal": lambda items: 2.0 if items == [] else 1.0,
+    "equals": lambda items: 2.0 if [] == items else 1.0,  # noqa: SIM300
+    "unequal": lambda items: 2.0 if items != [] else 1.0,
     "slice": lambda items: 1.0 + len(items[-2:]),
     "plus": lambda items: len([*items, 1]),
     "isinstance": lambda items: 2.0 if isinstance(items, list) else 1.0,

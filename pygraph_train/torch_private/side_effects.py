@@ -9,11 +9,11 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.changes import Around, no_comparisons
 from pygraph_train.torch_private.dynamo import placeholder_source
 
 __all__ = ["SideEffect", "appends_in_frame", "deferring", "dynamo_side_effects", "hooks_in_frame", "symbolic"]
@@ -310,7 +310,7 @@ def deferring(
 
         return wrap
 
-    return ((VariableBuilder, "_wrap", Around(around)),)
+    return (VariableBuilder, "_wrap", Around(around)), no_comparisons(listed)
 
 
 def _is_settled(number: Any) -> bool:
@@ -355,6 +355,9 @@ def _variables() -> tuple[Any, Any, Any]:
 
         def python_type(self) -> type:
             # whoever asks for the type goes on to ask for a length or a truth value, and no guard stands for these
+            self.refuse()
+
+        def refuse(self) -> NoReturn:
             unimplemented(
                 gb_type="List that is only appended to",
                 context="",
@@ -368,7 +371,7 @@ def _variables() -> tuple[Any, Any, Any]:
         def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
             at_top = tx.output.current_tracer is tx.output.root_tracer
             if name != "append" or len(args) != 1 or kwargs or not at_top:
-                return super().call_method(tx, name, args, kwargs)
+                self.refuse()  # Dynamo of 2.11 takes lists for different that it does not look at
             kept(tx).append(TupleVariable([self, args[0]]))
             return ConstantVariable.create(None)
 

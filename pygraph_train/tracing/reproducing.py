@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
     placeholder_source,
@@ -32,10 +33,11 @@ from pygraph_train.torch_private.side_effects import (
     hooks_in_frame,
     symbolic,
 )
-from pygraph_train.tracing.counters import Counters, counters, without_counters
+from pygraph_train.tracing.counters import counters, without_counters
 from pygraph_train.tracing.obstacles import problem_of_write, side_effects
 from pygraph_train.tracing.reading import Read, reader
 from pygraph_train.tracing.reasons import first_use, line_of, readable
+from pygraph_train.tracing.seat import FailedRuns, Seat
 from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Compiler, Trace
 from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
@@ -78,7 +80,7 @@ class ReproducingTrace(Trace):
         self._deferred = False
         self._again = False
         self._frame: dict[str, Any] = {}
-        self._seat: _Seat | None = None
+        self._seat: Seat | None = None
         self._places: list[int] = []  # of `carried` among the inputs of the graph
         self._argument_places: list[int] = []
         self._first: list[Any] | None = None  # arguments of the first call, which it may have changed
@@ -92,8 +94,14 @@ class ReproducingTrace(Trace):
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Trace`. Dynamo traces again where it has seen what it need not look at."""
         self._frame, self._first = {"fn": fn, "args": args, "kwargs": kwargs}, None
+        random = HostRandomState() if self._compiler is None else None
         try:
             result, items = super().__call__(fn, args, kwargs)
+        except Exception:
+            if random is None or not self._took_back():
+                raise
+            random.restore()
+            return fn(*args, **kwargs)
         finally:
             self._frame = {}
         for owner, item in items:
@@ -102,6 +110,18 @@ class ReproducingTrace(Trace):
         if self.reproduces and self.problem is None:
             self.problem = self._moved(fn, args, kwargs)
         return result
+
+    def _took_back(self) -> bool:
+        """After an exception: whether Dynamo's graph has raised it, and was taken back.
+
+        Dynamo's code writes to Python, and draws on the host, at other times than the function. So the function itself
+        has to run as far as it comes.
+        """
+        seat = self._seat
+        if seat is None or not seat.failed:
+            return False
+        seat.failed = False
+        return True
 
     def silently(
         self,
@@ -122,10 +142,11 @@ class ReproducingTrace(Trace):
         seat = self._seat
         undo = Undo(self._effects, {"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
         seat.places, seat.keeps = dict(zip(self._places, carried, strict=False)), keep
+        undoes, seat.undoes = seat.undoes, None
         try:
             result, _ = self._resume(fn, args, kwargs)
         finally:
-            seat.places, seat.keeps = {}, False
+            seat.places, seat.keeps, seat.undoes = {}, False, undoes
             undo.restore()
         return result
 
@@ -235,11 +256,14 @@ class ReproducingTrace(Trace):
             graph = without_counters(graph, found)
             example_inputs = [v for i, v in enumerate(example_inputs) if i not in found.inputs]
         self._effects = effects
-        seat = _Seat(found)
+        seat = Seat(found)
         seat.graph = super()._backend(graph, example_inputs)
         if self._compiles == 1:
-            self.reproduces = (bool(effects) or appends_in_frame()) and self.problem is None
+            writes = bool(effects) or appends_in_frame()
+            self.reproduces = writes and self.problem is None
             self._lists.clear()
+            if self._compiler is None and (writes or self.host_draws is not None) and not self.rebound:
+                seat.undoes = FailedRuns(graph, self.device)
             seat.begins = held_weakly(self._begins)
             self._seat = seat
         return seat
@@ -346,54 +370,3 @@ class SilentCall:
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""
         return self.trace.silently(fn, args, kwargs, self.carried, keep=self.keep)
-
-
-class _Seat:
-    """What Dynamo's code calls in the place of its graph.
-
-    Args:
-        counted: the counters of the graph, which has none any more.
-
-    Attributes:
-        graph: takes and returns tensors.
-        begins: called with the inputs of the graph before its first run.
-        instead: what is returned without a run.
-        places: tensors in the place of these inputs.
-        keeps: whether `outputs` shall hold what the graph returns.
-    """
-
-    def __init__(self, counted: Counters | None) -> None:
-        self.graph: Callable[..., Any] = _no_graph
-        self.begins: Callable[[Sequence[Any]], None] | None = None
-        self.instead: Sequence[Any] | None = None
-        self.places: dict[int, Tensor] = {}
-        self.keeps = False
-        self.outputs: Sequence[Any] | None = None
-        self._counted = counted
-
-    def __call__(self, *inputs: Any) -> Sequence[Any]:
-        if self._counted is None:
-            return self._tensors(inputs)
-        counted = self._counted
-        numbers = counted.compute(*[inputs[i] for i in counted.read])
-        outputs = list(self._tensors([x for i, x in enumerate(inputs) if i not in counted.inputs]))
-        for place, number in zip(counted.results, numbers, strict=True):  # the places ascend
-            outputs.insert(place, number)
-        return outputs
-
-    def _tensors(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        if self.instead is not None:
-            return self.instead
-        if self.begins is not None:
-            begins, self.begins = self.begins, None
-            begins(inputs)
-        if self.places:
-            inputs = [self.places.get(i, x) for i, x in enumerate(inputs)]
-        outputs: Sequence[Any] = self.graph(*inputs)
-        if self.keeps:
-            self.outputs = outputs
-        return outputs
-
-
-def _no_graph(*inputs: Any) -> Sequence[Any]:
-    raise AssertionError("nothing was compiled")
