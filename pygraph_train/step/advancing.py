@@ -261,6 +261,9 @@ class Advancing:
         run: Callable[[Call], R],
     ) -> R:
         result, problem = self._watching(step, variant, args, kwargs, leaves, run)
+        if variant.opened:  # the next call has another key
+            self._signatures.forget(signature)
+            return result
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
             variant.trace = self._training.program.new_trace(variant.trace.dynamic)

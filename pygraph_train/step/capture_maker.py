@@ -30,7 +30,7 @@ from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.refusals import BATCH_IN_STATE, history, problem_of
 from pygraph_train.tracing.reproducing import SilentCall
-from pygraph_train.tracing.signature import flatten
+from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, HostCopy, ScratchState
 
@@ -149,7 +149,8 @@ class CaptureMaker:
             gradients.settle()
             detached = program.detaches_results and writer is None
             results = tree if writer is None else (tree, writer.take_outputs())
-            outputs = Outputs(results, static_leaves, reads, detached=detached)
+            objects = variant.trace.objects
+            outputs = Outputs(results, static_leaves, reads, detached=detached, objects=objects)
             if loaded is not None:
                 loaded.check_results(outputs.tensors)
             batch = [leaf for leaf in static_leaves if isinstance(leaf, Tensor)]
@@ -172,8 +173,7 @@ class CaptureMaker:
                     raise NotLegal(BATCH_IN_STATE)
                 variant.inputs.load(leaves)
                 static_args, static_kwargs = variant.inputs.tree((args, kwargs))
-                flatten((static_args, static_kwargs), static_leaves)
-                static_leaves += variant.inputs.further
+                static_leaves += flattened((static_args, static_kwargs))[1] + variant.inputs.further
                 captured = call
                 if isinstance(call, SilentCall):
                     call = SilentCall(call.trace, variant.inputs.further)

@@ -32,6 +32,7 @@ class SideEffect:
         appended: the list, where the frame does nothing to it but append; None for anything else.
         places: expressions of what is replaced.
         reproducible: whether Dynamo's code makes it as the user's code does, and it can be taken back.
+        simple: whether an attribute is written, and its value is a tensor, a number or a text.
     """
 
     source: str
@@ -42,6 +43,7 @@ class SideEffect:
     appended: Any = None
     places: tuple[str, ...] = ()
     reproducible: bool = False
+    simple: bool = False
 
 
 def dynamo_side_effects() -> list[SideEffect]:
@@ -125,7 +127,15 @@ def _of_attribute(
         kept = type(names) is dict and not _is_descriptor(owner, name)
         before = names.get(name, _Unknown) if type(names) is dict else _Unknown
     numbers = (place,) if _changes_number(before, after) else ()
-    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept)
+    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, _is_simple(after))
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether what is written is a tensor, a number or a text. (2.11, 2.13)"""
+    kinds = {base.__name__ for base in type(value).__mro__}
+    if "LazyVariableTracker" in kinds:
+        return bool(value.is_realized()) and _is_simple(value.realize())
+    return not kinds.isdisjoint(("ConstantVariable", "SymNodeVariable", "TensorVariable"))
 
 
 def _is_descriptor(owner: Any, name: str) -> bool:

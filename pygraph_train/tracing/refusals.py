@@ -27,6 +27,7 @@ __all__ = [
     "compiler_problem",
     "history",
     "problem_of",
+    "tensor_inside",
     "unsupported_leaf",
     "unsupported_leaves",
 ]
@@ -71,6 +72,15 @@ def history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
                 fix="Compute the tensor inside the step, or detach it",
             )
     return None
+
+
+def tensor_inside(name: str, where: str | None = None) -> Problem:
+    """A tensor of the batch is no leaf of the arguments."""
+    return Problem(
+        f"{name} is a tensor inside an object that pygraph-train cannot open",
+        where,
+        "Pass batches as dicts, lists, tuples, dataclasses, or objects of a class that is written in Python",
+    )
 
 
 def unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Problem | None:

@@ -229,6 +229,8 @@ class ReproducingTrace(Trace):
             graph = without_counters(graph, found)
             example_inputs = [v for i, v in enumerate(example_inputs) if i not in found.inputs]
         self._effects = effects
+        if appends_in_frame() or not all(effect.simple for effect in effects):
+            self.objects.may_open = False  # the object may be what it writes, too
         seat = _Seat(found)
         seat.graph = super()._backend(graph, example_inputs)
         if self._compiles == 1:

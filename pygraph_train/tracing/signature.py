@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pygraph_train.tracing.opened import BATCHES, is_open, looks_into, rebuilt, standing_for
 
 __all__ = [
     "ALIGNMENT",
@@ -40,46 +42,53 @@ Dims = Mapping[int, frozenset[int]]
 """Dimensions of leaves, by the position of the leaf."""
 
 
-def flatten(tree: Any, leaves: list[Any]) -> Any:
+def flatten(tree: Any, leaves: list[Any], opens: Collection[type] = ()) -> Any:
     """Append the leaves of `tree` to `leaves`, depth first, and return its hashable structure.
 
     Mappings (also dict-like classes such as transformers' BatchEncoding), sequences, namedtuples and
-    dataclass instances are containers; everything else, strings included, is a leaf.
+    dataclass instances are containers, and objects of the classes `opens`. Everything else, strings included,
+    is a leaf.
     """
     kind = type(tree)
     if kind is Tensor:
         leaves.append(tree)
         return None
     if kind is tuple or kind is list:
-        return _flat([kind], tree, leaves)
+        return _flat([kind], tree, leaves, opens)
     if kind is dict or isinstance(tree, Mapping):
-        return _flat([kind, tuple(tree)], tree.values(), leaves)
+        return _flat([kind, tuple(tree)], tree.values(), leaves, opens)
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
-        return _flat([kind], tree, leaves)
+        return _flat([kind], tree, leaves, opens)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _flat([kind], [getattr(tree, f.name) for f in dataclasses.fields(tree)], leaves)
+        return _flat([kind], [getattr(tree, f.name) for f in dataclasses.fields(tree)], leaves, opens)
+    if is_open(tree, opens):
+        with looks_into(tree) as attributes:
+            named = dict(attributes)
+            return _flat([kind, tuple(named)], named.values(), leaves, opens)
     leaves.append(tree)
     return None
 
 
 def flattened(tree: Any) -> tuple[Any, list[Any]]:
-    """The hashable structure of a tree, and its leaves: see `flatten`."""
+    """The hashable structure of arguments, and their leaves: see `flatten`."""
     leaves: list[Any] = []
-    return flatten(tree, leaves), leaves
+    return flatten(tree, leaves, BATCHES), leaves
 
 
-def _flat(structure: list[Any], values: Iterable[Any], leaves: list[Any]) -> tuple[Any, ...]:
+def _flat(
+    structure: list[Any], values: Iterable[Any], leaves: list[Any], opens: Collection[type]
+) -> tuple[Any, ...]:
     """Hot path: most values are tensors."""
     for value in values:
         if type(value) is Tensor:
             leaves.append(value)
             structure.append(None)
         else:
-            structure.append(flatten(value, leaves))
+            structure.append(flatten(value, leaves, opens))
     return tuple(structure)
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(fn: Callable[[Any], Any], tree: Any, opens: Collection[type] = ()) -> Any:
     """A copy of `tree` with `fn` applied to each leaf, in `flatten`'s order.
 
     Raises:
@@ -89,7 +98,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     if kind is Tensor or tree is None:
         return fn(tree)
     if kind is dict:
-        return {name: map_leaves(fn, value) for name, value in tree.items()}
+        return {name: map_leaves(fn, value, opens) for name, value in tree.items()}
     if isinstance(tree, Mapping):
         if not isinstance(tree, (dict, UserDict)):
             raise TypeError(
@@ -97,19 +106,21 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
             )
         other: Any = copy.copy(tree)
         for name, value in tree.items():
-            other[name] = map_leaves(fn, value)
+            other[name] = map_leaves(fn, value, opens)
         return other
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return kind(*[map_leaves(fn, value) for value in tree])
+        return kind(*[map_leaves(fn, value, opens) for value in tree])
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
-        return kind([map_leaves(fn, value) for value in tree])  # type: ignore[call-arg]
+        return kind([map_leaves(fn, value, opens) for value in tree])  # type: ignore[call-arg]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         other = copy.copy(tree)
         for field in dataclasses.fields(tree):
             # frozen dataclasses refuse plain assignment
-            object.__setattr__(other, field.name, map_leaves(fn, getattr(tree, field.name)))
+            object.__setattr__(other, field.name, map_leaves(fn, getattr(tree, field.name), opens))
         return other
-    return fn(tree)
+    if is_open(tree, opens):
+        return rebuilt(tree, lambda value: map_leaves(fn, value, opens))
+    return standing_for(tree, fn(tree))
 
 
 def key_of(structure: Any, leaves: Sequence[Any]) -> Key:
@@ -171,7 +182,7 @@ def alignment(tensor: Tensor) -> int:
 
 
 def leaf_paths(tree: Any, prefix: str = "") -> list[str]:
-    """How the user would write each leaf of `tree`, in `flatten`'s order: `args[0]['x']`."""
+    """How the user would write each leaf of arguments, in `flatten`'s order: `args[0]['x']`."""
     if isinstance(tree, Mapping):
         return [path for name, value in tree.items() for path in leaf_paths(value, f"{prefix}[{name!r}]")]
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
@@ -179,6 +190,9 @@ def leaf_paths(tree: Any, prefix: str = "") -> list[str]:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = dataclasses.fields(tree)
         return [path for f in fields for path in leaf_paths(getattr(tree, f.name), f"{prefix}.{f.name}")]
+    if is_open(tree, BATCHES):
+        with looks_into(tree) as attributes:
+            return [path for name, value in attributes for path in leaf_paths(value, f"{prefix}.{name}")]
     return [prefix]
 
 
@@ -193,10 +207,28 @@ def batch_expressions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
         f"{path}." for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, nn.Module)
     )
 
+    written = dict(_of_dict_classes(args, _ARGS)) | dict(_of_dict_classes(kwargs, _KWARGS))
+
     def is_of_batch(expression: str) -> bool:
+        for theirs, ours in written.items():
+            expression = expression.replace(theirs, ours)
         return expression.startswith((_ARGS, _KWARGS)) and not expression.startswith(models)
 
     return is_of_batch
+
+
+def _of_dict_classes(tree: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """How Dynamo writes an item of a dict of the user's own class, and how `leaf_paths` does. Outer dicts come first.
+    (2.11, 2.13)"""
+    if isinstance(tree, Mapping):
+        for k, (name, value) in enumerate(tree.items()):
+            ours = f"{prefix}[{name!r}]"
+            if isinstance(tree, dict) and type(tree) is not dict:
+                yield f"dict.__getitem__({prefix}, list(dict.keys({prefix}))[{k}])", ours
+            yield from _of_dict_classes(value, ours)
+    elif isinstance(tree, (list, tuple)):
+        for k, value in enumerate(tree):
+            yield from _of_dict_classes(value, f"{prefix}[{k}]")
 
 
 _ARGS, _KWARGS = "L['args']", "L['kwargs']"

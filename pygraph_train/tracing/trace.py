@@ -51,6 +51,7 @@ from pygraph_train.tracing.reasons import (
 from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.required_gradients import GivenTensors
+from pygraph_train.tracing.returned_objects import ReturnedObjects
 from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.stillness import Stillness
 from pygraph_train.tracing.traced_code import fresh_code, held_weakly
@@ -128,6 +129,7 @@ class Trace:
         self._guards: Any = None
         self._given = GivenTensors(runs=self.runs_graph)
         self._kept = KeptGuards()
+        self.objects = ReturnedObjects()
         self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
         self._still = Stillness({}, {})
@@ -247,10 +249,9 @@ class Trace:
 
     def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
         """How Dynamo traces this function in another way than others."""
-        changes = list(weights_are_flat() if self.runs_graph else ())
-        changes += self.branches.changes()
-        if self.may_draw and not self.traced:
-            changes += drawing(self._recording)
+        changes = [*(weights_are_flat() if self.runs_graph else ()), *self.branches.changes()]
+        if not self.traced:
+            changes += (*self.objects.changes(), *(drawing(self._recording) if self.may_draw else ()))
         return (*changes, *self._further)
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
