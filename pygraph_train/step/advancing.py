@@ -214,7 +214,7 @@ class Advancing:
         leaves: list[Any],
         expected: Fingerprint | None,
     ) -> Replayed:
-        loaded = self._writes.loaded(variant, args, kwargs, leaves)
+        loaded = self._writes.load(variant, capture, args, kwargs, leaves)
         with self._making():
             replayed = self._capturing.compared(
                 step, variant, capture, args, kwargs, expected, lambda: self._replay(variant, capture, loaded)
@@ -229,7 +229,7 @@ class Advancing:
         kwargs: dict[str, Any],
         leaves: list[Any],
     ) -> Replayed:
-        replayed = self._replay(variant, capture, self._writes.loaded(variant, args, kwargs, leaves))
+        replayed = self._replay(variant, capture, self._writes.load(variant, capture, args, kwargs, leaves))
         return self._writes.finished(capture, args, kwargs, replayed)
 
     def _making(self) -> AbstractContextManager[None]:
@@ -324,7 +324,7 @@ class Advancing:
         if isinstance(trace, ReproducingTrace) and other_way is None:
             known = [other.trace for other in signature.variants]
             with program.context():
-                trace.take_as_inputs(changing_numbers(known, program.function(), args, kwargs))
+                trace.take_as_inputs(*changing_numbers(known, program.function(), args, kwargs))
         variant = Variant(
             trace, self._signatures.lengths, signature.key, last_used=training.step, family=family
         )

@@ -84,6 +84,7 @@ class Trace:
     """Whether the step writes to Python, and Dynamo's code makes the writes: see `ReproducingTrace`."""
     carried: Sequence[str] = ()
     """Expressions of tensors that the step reads and replaces."""
+    loads = False  # whether a replay reads more than the batch: `carried`, or numbers that change
     may_draw = True
     """Whether random numbers of the host may decide which way the function takes."""
 
