@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,14 @@ from pygraph_train import GraphedStep, PyGraphConfig
 MODELS = ("mlp", "bert")
 KERNELS = ("eager", "compiled")
 BURST = 4
+PARTS = {
+    "cuda": {
+        "batch in": ("pygraph_train.step.inputs", "StaticInputs", "load"),
+        "launch": ("pygraph_train.graphs.cuda_graph", "CudaGraph", "replay"),
+        "results out": ("pygraph_train.step.outputs", "Outputs", "__call__"),
+    },
+}
+PARTS["cpu"] = PARTS["cuda"] | {"launch": ("pygraph_train.graphs.emulated", "EmulatedGraph", "replay")}
 STEADY_STEPS = 20  # steps after the first replay before the calls are timed
 
 
@@ -43,6 +53,62 @@ def measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, Any
 
 def _measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
+    step, batches, row = prepared(model, kernels, args)
+    times: list[float] = []
+    while len(times) < args.calls:
+        times += host_us(step, batches, device)
+    row["median_us"] = statistics.median(times)
+    row["p90_us"] = statistics.quantiles(times, n=10)[-1]
+    row["min_us"] = min(times)
+    row["parts_us"] = parts_us(step, batches, device, args.calls)
+    row["report"] = step.report().to_dict()
+    return row
+
+
+def parts_us(step: GraphedStep, batches: list[Batch], device: torch.device, calls: int) -> dict[str, float]:
+    """Median microseconds of what the device asks for (`PARTS`), and of all the rest, in further calls."""
+    spent: dict[str, float] = {}
+    whole: list[float] = []
+    each: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        for part, (module, owner, method) in PARTS[device.type].items():
+            with suppress(ImportError, AttributeError):  # another version of the library
+                stack.enter_context(
+                    _timed(getattr(importlib.import_module(module), owner), method, part, spent)
+                )
+        while len(whole) < calls:
+            for keep, us in _burst(step, batches, device, spent):
+                if keep:
+                    whole.append(us - sum(spent.values()))
+                    for part, seconds in spent.items():
+                        each.setdefault(part, []).append(seconds)
+    return {part: statistics.median(times) for part, times in (each | {"rest": whole}).items()}
+
+
+@contextmanager
+def _timed(owner: type, method: str, part: str, spent: dict[str, float]) -> Iterator[None]:
+    """Inside, `spent[part]` is the time of all calls of a method since `spent` was emptied."""
+    own = owner.__dict__[method]
+
+    def timed(self: Any, *args: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return own(self, *args)
+        finally:
+            spent[part] = spent.get(part, 0.0) + (time.perf_counter() - start) * 1e6
+
+    setattr(owner, method, timed)
+    try:
+        yield
+    finally:
+        setattr(owner, method, own)
+
+
+def prepared(
+    model: str, kernels: str, args: argparse.Namespace
+) -> tuple[GraphedStep, list[Batch], dict[str, Any]]:
+    """A step that has been replayed for a while, its batches, and a row that says whether it was."""
+    device = torch.device(args.device)
     training = build_training(model, args.scale, device)
     batches = training.batches
     engine = "cuda" if device.type == "cuda" else "emulated"
@@ -55,32 +121,29 @@ def _measure(model: str, kernels: str, args: argparse.Namespace) -> dict[str, An
             row["warmup_steps"] += 1
         first = step.report().to_dict().get("first_replay_step")
         row["steady"] = first is not None and row["warmup_steps"] >= first + STEADY_STEPS
-
-    times: list[float] = []
-    while len(times) < args.calls:
-        times += _host_us(step, batches, device)
-    row["median_us"] = statistics.median(times)
-    row["p90_us"] = statistics.quantiles(times, n=10)[-1]
-    row["min_us"] = min(times)
-    profile_host = getattr(step, "profile_host", None)
-    row["breakdown"] = profile_host() if profile_host is not None else None
-    row["report"] = step.report().to_dict()
-    return row
+    return step, batches, row
 
 
-def _host_us(step: GraphedStep, batches: list[Batch], device: torch.device) -> list[float]:
-    """One burst: calls that follow each other as in training, short enough not to fill the launch queue.
+def host_us(step: GraphedStep, batches: list[Batch], device: torch.device) -> list[float]:
+    """Microseconds of the calls of one burst that count.
 
     The first calls after the wait find cold caches and a sleeping processor; they are left out.
     """
+    return [us for keep, us in _burst(step, batches, device) if keep]
+
+
+def _burst(
+    step: GraphedStep, batches: list[Batch], device: torch.device, spent: dict[str, float] | None = None
+) -> Iterator[tuple[bool, float]]:
+    """Calls that follow each other as in training, short enough not to fill the launch queue."""
     if device.type == "cuda":
         torch.cuda.synchronize()  # a full launch queue would make a call wait for the GPU
-    times = []
     for i in range(BURST):
+        if spent is not None:
+            spent.clear()
         start = time.perf_counter()
         step(batches[i % len(batches)])
-        times.append((time.perf_counter() - start) * 1e6)
-    return times[BURST // 2 :]
+        yield i >= BURST // 2, (time.perf_counter() - start) * 1e6
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -119,8 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         title, ["model", "kernels", "median", "p90", "min", "replayed"], [_cells(row) for row in rows]
     )
     for row in rows:
-        if row.get("breakdown"):
-            print(f"{row['model']} {row['kernels']}: {row['breakdown']}")
+        if row.get("parts_us"):
+            parts = ", ".join(f"{part} {us:.1f}" for part, us in row["parts_us"].items())
+            print(f"{row['model']} {row['kernels']}: {parts}")
     return int(any(row["error"] for row in rows))
 
 

@@ -230,11 +230,13 @@ def _is_device_work(event: Any) -> bool:
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row: train `model` in `mode`. A crash or a time-out is part of the row, never raised."""
 
-    def make() -> tuple[pl.LightningModule, list[Batch]]:
-        workload = build(model, args.scale)
-        return TrainedModule(workload, mode), workload.batches
+    return measured(model, mode, args, lambda: make_module(model, mode, args))
 
-    return measured(model, mode, args, make)
+
+def make_module(model: str, mode: str, args: argparse.Namespace) -> tuple[pl.LightningModule, list[Batch]]:
+    """The module of a row, and the batches that it trains with in turn."""
+    workload = build(model, args.scale)
+    return TrainedModule(workload, mode), workload.batches
 
 
 def measured(
@@ -244,6 +246,7 @@ def measured(
     make: Callable[[], tuple[pl.LightningModule, list[Batch]]],
     updates: int = 1,
     precision: Any = "bf16-mixed",
+    measurement_of: Callable[..., Measurement] = Measurement,
 ) -> dict[str, Any]:
     """One row of a LightningModule whose `training_step` returns its loss.
 
@@ -253,6 +256,7 @@ def measured(
         make: returns the module and the batches that it trains with in turn.
         updates: steps of optimizers for each batch.
         precision: of the Trainer.
+        measurement_of: makes the callback that times the steps.
     """
     row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "skipped": _skip_reason(mode, args)}
     if row["skipped"]:
@@ -272,7 +276,7 @@ def measured(
         if mode.startswith("pygraph"):
             engine = "cuda" if cuda else "emulated"
             pygraph = PyGraphCallback(compile=mode == "pygraph", engine=engine)
-        measurement = Measurement(
+        measurement = measurement_of(
             warmup=args.warmup,
             max_warmup=args.max_warmup,
             windows=args.windows,

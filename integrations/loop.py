@@ -65,6 +65,7 @@ class Loop:
         self._over = False
         self._counts_steps = True
         self.active = False
+        self.why_off = NO_DEVICE  # where there is no engine
         self.shared: list[nn.Module] = []
         if disabled_by_environment() or config.engine == "off":
             self.report.note("graphs are off: training runs as you wrote it")
@@ -80,6 +81,7 @@ class Loop:
             if config.on_failure == "raise":
                 raise PyGraphError(str(refused))
             self._engine = None
+            self.why_off = str(refused)
             return
         self.active = True
         self.report.began(self._engine.name)

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from training import CONFIG, Diary, Net, adamw, batches, both, loss_of
 
 from pygraph_train import GraphedStep, StepReport
+from pygraph_train.regions import inductor
 from pygraph_train.step import shapes
 from pygraph_train.step.capture_maker import CaptureMaker
+from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family
 from pygraph_train.step.inputs import InputMemory, StaticInputs
@@ -410,17 +412,34 @@ def test_lightning_trains_on_changing_lengths() -> None:
 
 @pytest.mark.slow
 @pytest.mark.passes_without_graphs("no shape comes back")
-def test_lengths_that_never_return_run_with_kernels_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under `torch.compile`: Inductor compiles once, if `compile=True` asks for it."""
-    made = Decisions.__init__
+@pytest.mark.parametrize("codes", [1, 2])
+def test_lengths_that_never_return_run_with_kernels_for_all_lengths(
+    codes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `torch.compile`: Inductor compiles once for all lengths, or once for each kind that its guards make."""
+    made, compile_whole, untimed = Decisions.__init__, inductor.compile_whole, Capturing.untimed
+    with_kernels: list[int] = []
 
     def with_inductor(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         self.compiles = True  # on the CPU as well
 
+    def with_a_guard(graph: Any, inputs: Any, left: list[str]) -> Any:
+        for value in inputs:
+            if isinstance(value, torch.SymInt):
+                bool(value % 2 == 0)  # kernels for attention ask in this way whether rows are aligned
+        return compile_whole(graph, inputs, left)
+
+    def counted(self: Any, step: Any, *args: Any) -> Any:
+        with_kernels.append(step.position)
+        return untimed(self, step, *args)
+
     monkeypatch.setattr(Decisions, "__init__", with_inductor)
     monkeypatch.setattr(Family, "compiled_is_faster", lambda self: True)
     monkeypatch.setattr(shapes, "STEPS_BEFORE_COMPILING", 10)
+    monkeypatch.setattr(Capturing, "untimed", counted)
+    if codes == 2:
+        monkeypatch.setattr(inductor, "compile_whole", with_a_guard)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     twin = copy.deepcopy(model)
@@ -435,11 +454,13 @@ def test_lengths_that_never_return_run_with_kernels_for_all_lengths(monkeypatch:
             expected.backward()
             other.step()
             torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=1e-5)
-    compiled = found[-1]
-    assert len(found) == 3, "the first length, all lengths, and all lengths with Inductor's kernels"
-    assert compiled.dynamic and compiled.holds(
-        step._runner._training.program.function(), ((x[:77], y[:77]),), {}
-    )
+    compiled = found[2:]
+    assert len(compiled) == codes, "after a trace of the first length, and a trace of all lengths"
+    function = step._runner._training.program.function()
+    for size in (77, 78):
+        fit = [trace.holds(function, ((x[:size], y[:size]),), {}) for trace in compiled]
+        assert all(trace.dynamic for trace in compiled) and sum(fit) == 1
+    assert len(with_kernels) > 25, "steps of either kind"
     assert step.report().compile_seconds > 0 and not step.report().captures
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)

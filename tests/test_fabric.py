@@ -724,7 +724,9 @@ def test_an_attached_fabric_may_be_copied(loop: str) -> None:
 @pytest.mark.slow
 def test_spawned_processes_train_as_before() -> None:
     script = f"""
+import os
 import sys
+from multiprocessing.util import Finalize
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 from lightning.fabric import Fabric
@@ -738,9 +740,11 @@ def train(fabric):
     step = script.whole(lambda batch: loss_of(model, batch), model, optimizer, max_norm=0.5)
     losses = [float(step(batch, update=index % 3 == 2)) for index, batch in enumerate(loader)]
     if fabric.global_rank == 0:
-        print("LOSSES", losses)
+        print("LOSSES", losses, flush=True)
     fabric.barrier()
-    torch.distributed.destroy_process_group()  # gloo's threads may otherwise outlive it, and abort the process
+    torch.distributed.destroy_process_group()
+    # Threads of gloo may outlive the group, and abort a process that waits for the end of Python.
+    Finalize(None, os._exit, args=(0,), exitpriority=-1)
 
 if __name__ == "__main__":
     for attach in (False, True):
@@ -755,7 +759,9 @@ if __name__ == "__main__":
         done = subprocess.run([sys.executable, file.name], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     plain, attached = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
-    assert plain == attached
+    assert plain == attached  # nothing is replayed: Fabric's steps of several devices have no graphs
+    assert "pygraph: DDPStrategy is not supported yet: its steps run without graphs" in done.stderr
+    assert "no CUDA device" not in done.stderr
 
 
 def test_a_compiled_model_is_left_to_its_compiler() -> None:

@@ -307,6 +307,29 @@ def test_parameter_group_added_in_mid_run():
     both(script, replays=25, plan="{F B O}")
 
 
+@pytest.mark.parametrize("change", ["joins", "leaves"])
+@pytest.mark.parametrize("fused", [True, False], ids=["{F B O}", "{F B} O"])
+def test_parameters_that_join_or_leave_the_optimizer_in_mid_run(change, fused):
+    """Gradients of others add up from step to step; those of the optimizer's parameters are emptied."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        late = list(model.first.parameters())
+        held = late if change == "leaves" else []
+        optimizer = torch.optim.AdamW([*held, *model.second.parameters()], lr=1e-2, fused=fused)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(40)):
+            if index == 20 and change == "joins":
+                optimizer.add_param_group({"params": late, "lr": 1e-3})
+            elif index == 20:
+                group = optimizer.param_groups[0]
+                group["params"] = [p for p in group["params"] if not any(p is other for other in late)]
+            diary.write("loss", step(batch))
+            diary.write_state(model)
+
+    both(script, replays=20, plan="{F B O}" if fused else "{F B} O")
+
+
 # -- gradients -----------------------------------------------------------------------------------------
 
 

@@ -110,7 +110,7 @@ class FabricStep(LossSteps):
             program = FabricByHand(fn, fabric, model, optimizer, list(models))
         else:
             program = self._loss_program = _FabricProgram(fn, fabric, model, optimizer, clipping, models)
-        super().__init__(program, loop.config, engine)
+        super().__init__(program, loop.config, engine, loop.why_off)
         if engine is not None:
             loop.report.whole_step(self._name, self._report)
             for used in self._fabric_optimizers:

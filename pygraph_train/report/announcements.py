@@ -20,12 +20,17 @@ def tell_once(text: str) -> None:
     logging.getLogger("pygraph_train").warning("pygraph: %s", text)
 
 
-def tell_why_off(config: PyGraphConfig) -> None:
-    """Warn that graphs are off, unless `engine="off"` was asked for."""
+def tell_why_off(config: PyGraphConfig, why: str = NO_DEVICE) -> None:
+    """Warn that graphs are off, unless `engine="off"` was asked for.
+
+    Args:
+        config: options.
+        why: the reason, where neither the environment nor the options switched graphs off.
+    """
     if disabled_by_environment():
         tell_once(_DISABLED)
     elif config.engine != "off":
-        tell_once(NO_DEVICE)
+        tell_once(why)
 
 
 def show(report: object) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph, NumbersNotFound
+from pygraph_train.identity import identities
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.inputs import StaticInputs
@@ -256,6 +257,7 @@ class CaptureMaker:
             loaded=loaded,
             ids=list(map(id, reads)),
             writer=writer,
+            optimized=identities(tuple(self._optimized())),
         )
         return capture, expected
 

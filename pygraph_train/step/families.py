@@ -24,6 +24,9 @@ _MOST_FAMILIES = 64
 _MOST_LEADS = 4
 """Traces that new shapes are tried with."""
 
+_MOST_RECOMPILED = 3
+"""Times that Inductor compiles one trace: its code may be for some of the shapes only."""
+
 _MOST_TRACES = 3
 """Traces of one family after the first one, before replays have to pay for more."""
 
@@ -50,7 +53,7 @@ class Family:
         inputs: where the graphs of shapes that share a trace read their batches.
         differed: whether a replay differed from the step without a graph: no capture goes unchecked any more.
         audits: what the audits of its graphs have cost, but for those of kinds of calls with traces of their own.
-        steps_without_inductor: of other shapes than the first one.
+        steps_without_inductor: of other shapes than the first one, since Inductor has compiled.
         timed_compiled: steps with Inductor's kernels that were timed, without the one in which it compiled.
     """
 
@@ -113,9 +116,18 @@ class Family:
             self.leads.insert(0, variant)
             del self.leads[_MOST_LEADS:]
 
+    def may_recompile(self, lead: Variant) -> bool:
+        """Whether Inductor may compile this trace once more, for shapes that its code so far is not for."""
+        return sum(other.trace is lead.trace for other in self.leads) < _MOST_RECOMPILED
+
+    def leads_again(self, lead: Variant) -> None:
+        """This kind of call has a trace that leads already, and other code of Inductor."""
+        self.leads.insert(0, lead)
+
     def drop(self, variant: Variant) -> None:
-        """Nothing is to be learned from this kind of call any more."""
-        self.leads = [lead for lead in self.leads if lead is not variant]
+        """Nothing is to be learned from this kind of call any more, nor from others that share its trace."""
+        if any(lead is variant for lead in self.leads):
+            self.leads = [lead for lead in self.leads if lead.trace is not variant.trace]
         self.compared = [other for other in self.compared if other is not variant]
 
     def arm_for(self, arm: Arm) -> Arm:

@@ -90,9 +90,12 @@ class GraphedStep(LossSteps):
             _check_manual(stepped, scaler, max_grad_norm)
             program = FunctionByHand(step_fn, model, _as_set(stepped), device)
             processes = replication_of(model).name
-            super().__init__(program, self._config, None if processes else engine)
             if processes and engine is not None:
-                self._report.note(f"{processes}: no graph holds a step that makes its backwards itself")
+                why_off = f"{processes}: no graph holds a step that makes its backwards itself"
+                super().__init__(program, self._config, None, why_off)
+                self._report.note(why_off)
+            else:
+                super().__init__(program, self._config, engine)
         else:
             program = LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm)
             super().__init__(program, self._config, engine)

@@ -20,7 +20,7 @@ from pygraph_train.parallel.replicas import Replicas
 from pygraph_train.parallel.replication import RECORDER
 from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import tell_once, tell_why_off
+from pygraph_train.report.announcements import NO_DEVICE, tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.flight import Replayed
@@ -40,10 +40,15 @@ class LossSteps:
         program: what a step is.
         config: options.
         engine: where graphs are made; None makes all steps as they are.
+        why_off: why there is no engine, where the options ask for one.
     """
 
     def __init__(
-        self, program: LossProgram | FunctionByHand, config: PyGraphConfig, engine: Engine | None
+        self,
+        program: LossProgram | FunctionByHand,
+        config: PyGraphConfig,
+        engine: Engine | None,
+        why_off: str = NO_DEVICE,
     ) -> None:
         self._program = program
         self._report = StepReport()
@@ -56,7 +61,7 @@ class LossSteps:
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         if engine is None:
             self._report.note("graphs are off: steps run as you wrote them")
-            tell_why_off(config)
+            tell_why_off(config, why_off)
             if program.replication.group is not None:
                 decline(program.replication.group, "graphs are off there")
         else:

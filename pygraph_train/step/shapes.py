@@ -104,7 +104,6 @@ class Shapes:
             family.drop(variant)
         if not self._has_earned(step, signature, family, lead):
             signature.returns.steps += 1
-            family.steps_without_inductor += 1
             self._training.report.shapes.ran_as_rare()
             return WithoutGraph(lead)
         member = lead.member(signature.key)
@@ -115,17 +114,22 @@ class Shapes:
     def _lead_for(
         self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> Variant | None:
-        """Whose trace holds for this call."""
-        if not family.leads:
-            return None
+        """Whose trace holds for this call, with code of Inductor that is for it if there is any."""
+        found: Variant | None = None
         program = self._training.program
         with program.context():
             for lead in family.leads:
-                known = lead.trace.traced and lead.trace.problem is None
-                known = known and lead.trace.host_draws is None  # these decide which way a step takes
-                if known and lead.trace.holds(program.function(), args, kwargs) and lead.is_for(leaves):
+                if found is None or lead.trace is not found.trace:
+                    known = lead.trace.traced and lead.trace.problem is None
+                    known = known and lead.trace.host_draws is None  # these decide which way a step takes
+                    if not known or not lead.trace.holds(program.function(), args, kwargs):
+                        continue
+                    if not lead.is_for(leaves):
+                        continue
+                if lead.compiled is None or self._holds(lead, args, kwargs):
                     return lead
-        return None
+                found = found or lead
+        return found
 
     def _may_trace(self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a shape may have a trace of its own, once it has come back. If not, a row says why, once."""
@@ -196,11 +200,16 @@ class Shapes:
             return self._ungraphed.plainly(run)
         family = lead.family
         assert family is not None
-        if lead.compiled is None:
-            if not lead.compile_next and not self._wants_inductor(family):
-                return self._ungraphed.plainly(run)
-            return self._compiled(step, lead, args, kwargs, run)
-        if not self._holds(lead, args, kwargs):
+        if lead.compiled is None or not self._holds(lead, args, kwargs):
+            family.steps_without_inductor += 1
+            if lead.compiled is None and (lead.compile_next or self._wants_inductor(family)):
+                return self._compiled(step, lead, args, kwargs, run)
+            if lead.compiled is not None and self._wants_inductor(family) and family.may_recompile(lead):
+                again = lead.recompiled()
+                result = self._compiled(step, again, args, kwargs, run)
+                if again.compiled is not None:
+                    family.leads_again(again)
+                return result
             return self._ungraphed.plainly(run)
         if family.timed_compiled < _TIMED:
             return self._capturing.timed(step, lead, run)
@@ -229,7 +238,7 @@ class Shapes:
     ) -> R:
         """Let Inductor compile the step, for all shapes that its trace holds for. Graphs of other kernels go."""
         self._updates.prepare()
-        self.wants_inductor(lead)
+        self._wanted_for(lead)
         lead.arm = self._decisions.arms(lead, self._updates.plans())[0]
         if not lead.arm.compiled:
             return self._ungraphed.plainly(run)
@@ -241,17 +250,24 @@ class Shapes:
         lead, family = variant.lead or variant, variant.family
         if family is not None and family.leads and lead.one_of_many:  # the latest trace is for all shapes
             lead = family.leads[0]
+        self._wanted_for(lead)
+
+    def _wanted_for(self, lead: Variant) -> None:
+        """Inductor is to compile this trace: graphs of eager kernels go that others have of it or in its place."""
+        family = lead.family
         lead.choice, lead.compile_next = None, True
         lead.forget_captures()
+        if family is not None:
+            family.steps_without_inductor = 0
         for other in list(self._signatures.variants()):
-            eager = other.compiled is None and not other.trace.dynamic
-            if other.lead is lead or (
-                family is not None and other.family is family and lead.trace.dynamic and eager
-            ):
-                family = other.family
+            if other.compiled is not None:
+                continue
+            follows = other.lead is not None and other.lead.trace is lead.trace
+            replaced = family is not None and other.family is family and lead.trace.dynamic
+            if follows or (replaced and not other.trace.dynamic):
                 self._signatures.drop(other, doubled=False)
-                if family is not None:
-                    family.drop(other)
+                if other.family is not None:
+                    other.family.drop(other)
 
     def failed(self, variant: Variant, problem: Problem) -> None:
         """A capture has failed, or its first replay was another step than the one without a graph."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
+from pygraph_train.identity import identities
 from pygraph_train.optimizers.kernels import is_unknown
 from pygraph_train.optimizers.phase import OF_SHARDS, OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -113,8 +115,17 @@ class Updates:
         """Whether the state that a capture will read exists."""
         return self.preparation is None or (self.made > 0 and self.preparation.state.as_left())
 
+    def optimized(self) -> bytes:
+        """What tells the parameters that the optimizer holds, in their order. Hot path."""
+        optimizer = self._training.program.optimizer
+        if optimizer is None:
+            return b""
+        return identities(tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups])))
+
     def state_is_that_of(self, capture: Capture) -> bool:
-        """Whether the optimizer's state lies where a capture has found it. Hot path."""
+        """Whether the optimizer holds the parameters of a capture, and its state lies where that found it. Hot path."""
+        if capture.optimized != self.optimized():
+            return False
         optimizer = self.preparation
         if optimizer is None or not capture.updates:
             return True

@@ -73,6 +73,8 @@ class Capture:
     """What the loop replaces, and each replay copies."""
     ids: list[int] = field(default_factory=list)
     """`id` of all that the step reads, as the capture has found it: `swap_tensors` wants no weak references."""
+    optimized: bytes = b""
+    """What tells the parameters that the optimizer holds: whose gradients are emptied before a step."""
     writer: ReproducingTrace | None = None
     """What makes the step's writes to Python after a replay. None where there are none."""
     leaf_identities: bytes = field(init=False)
@@ -151,6 +153,12 @@ class Variant:
             lead=self,
         )
 
+    def recompiled(self) -> Variant:
+        """A kind of call with the same trace, for which Inductor is to compile other code."""
+        again = self.member(self.key)
+        again.lengths, again.life, again.lead = self.lengths, self.life, None
+        return again
+
     @property
     def one_of_many(self) -> bool:
         """Whether its trace is for one of several shapes: Inductor's kernels should rather be for all of them."""
@@ -211,7 +219,7 @@ class Variant:
         self.replays += 1
         if self.family is not None:
             self.family.replays += 1
-            self.family.steps_without_inductor += self.lead is not None
+            self.family.steps_without_inductor += self.lead is not None and self.compiled is None
 
     def follow(self) -> None:
         """Run with the plan that was found to be the best one for other shapes. Hot path."""

@@ -15,6 +15,7 @@ from pygraph_train.torch_private import (
     autocast,
     checkpoints,
     copies,
+    function_classes,
     host_numbers,
     second_derivatives,
     switches,
@@ -79,6 +80,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
     mends = [
         *host_numbers.mends(),
         *copies.mends(),
+        *function_classes.mends(),
         *checkpoints.mends(regions=regions),
         *texts.mends(),
         *_mends(),

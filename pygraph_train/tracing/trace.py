@@ -174,12 +174,10 @@ class Trace:
 
     def _forget_look(self) -> None:
         """Nothing is known of the trace that was given up."""
-        self._compiles = 0
-        self.problem = self.host_draws = None
-        self._recording = Recording(self.device)
+        self._compiles, self.problem, self.host_draws = 0, None, None
+        self._recording, self._kept = Recording(self.device), KeptGuards()
         self.inputs, self.rebound, self.left, self._arguments = [], [], [], []
         self.made_once, self.writes_state, self._draws_are_known = (), False, False
-        self._kept = KeptGuards()
 
     def _function_to_trace(self) -> types.FunctionType:
         """Calls a step's function."""
@@ -192,8 +190,9 @@ class Trace:
         before, stale = self._compiles, None
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
-            if stale is not None and not self._still.settings_hold(frame):  # Dynamo does not look there
-                raise NotLegal(stale)
+            seen = self._still.settings_hold(frame) and self._kept.unguarded_holds()
+            if stale is not None and not seen:
+                raise NotLegal(stale)  # Dynamo does not look there
         try:
             with dynamo_step_config(*self._changes()), sizes_are_symbols(self._symbols(args, kwargs)):
                 result = self._call(fn, args, kwargs)
@@ -210,6 +209,7 @@ class Trace:
             raise NotLegal(problem) from None
         finally:
             forget_notes(self._notes)
+            self._kept.note_unguarded()
         if self.host_draws is not None and not before:
             drawn = self._recording.end
         if drawn is not None:
@@ -271,7 +271,7 @@ class Trace:
         """True when the trace is valid for this call. Runs nothing of `fn`. Hot path."""
         guards, frame = self._guards, {"fn": fn, "args": args, "kwargs": kwargs}
         # no cache entry: reset, or an object died that a guard knows by its id
-        if guards.cache_entry is None or not guards.check(frame):
+        if guards.cache_entry is None or not guards.check(frame) or not self._kept.unguarded_holds():
             return False
         assert self._watch is not None
         if (tensors := self._still.tensors(frame)) is not None:
@@ -298,9 +298,8 @@ class Trace:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, ...]:
         """The tensors behind `inputs`, read now."""
-        frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        tensors: tuple[Tensor, ...] = self._read(frame, self._code.__globals__)[0]
-        return tensors
+        read = self._read({"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
+        return tuple(read[0])
 
     def argument_tensors(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -378,7 +377,8 @@ class Trace:
         """What is not as it was: the first guard that fails, and what the watch sees, which may be the real reason."""
         failures = guard_failures(self._guards, frame) if self.traced else []
         failures = (failures or self._still.changed_settings(frame))[:1]
-        found = [] if self._watch is None else self._what_changed(self._watch, frame, by_itself=not failures)
+        found = list(filter(None, [self._kept.unguarded_problem()]))
+        found += self._what_changed(frame, by_itself=not (failures or found))
         for guard, where in failures:
             if not (found and is_of_tensor(guard)):  # the watch says it better
                 found.insert(0, problem_of_guard(guard, where, frame["fn"]))
@@ -387,14 +387,14 @@ class Trace:
         fix = ". ".join(problem.fix for problem in found)
         return Problem(", and ".join(problem.reason for problem in found), found[0].where, fix)
 
-    def _what_changed(self, watch: ModuleWatch, frame: dict[str, Any], *, by_itself: bool) -> list[Problem]:
+    def _what_changed(self, frame: dict[str, Any], *, by_itself: bool) -> list[Problem]:
         """The module or tensor that is not as it was, if any. There is one where no guard failed (`by_itself`)."""
         try:
             known: tuple[Any, Any, Any] = self._read(frame, self._code.__globals__)
         except (AttributeError, IndexError, KeyError) as error:
             text = f"the model has another structure than when it was traced: {type(error).__name__} {error}"
             return [Problem(text, fix=CHANGE_RARELY)]
-        if not by_itself and watch.unchanged(*known):
+        if (watch := self._watch) is None or (not by_itself and watch.unchanged(*known)):
             return []
         name, verb = watch.what_changed(*known, [*self.inputs, *self._kept.modules, *self._kept.asked])
         return [Problem(f"{readable(name, frame['fn'])} {verb}", fix=CHANGE_RARELY)]

@@ -89,6 +89,13 @@ optimizer.add_param_group({'params': [model.late], 'lr': 0.01})
 """,
     ),
     Part(
+        "group_joined",
+        init="self.joined = [nn.Parameter(torch.ones(8))]",  # no parameter of the model's, so not the optimizer's
+        forward="h = h * self.joined[0]",
+        once="optimizer.add_param_group({'params': model.joined, 'lr': 0.01})",
+        loops=("graphed", "backend"),
+    ),
+    Part(
         "group_grows",
         init="self.extra_bias = nn.Parameter(torch.zeros(8))",
         forward="h = h + self.extra_bias",
