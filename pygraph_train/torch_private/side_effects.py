@@ -9,7 +9,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -339,6 +339,9 @@ def _variables() -> tuple[Any, Any, Any]:
 
         def python_type(self) -> type:
             # whoever asks for the type goes on to ask for a length or a truth value, and no guard stands for these
+            self.refuse()
+
+        def refuse(self) -> NoReturn:
             unimplemented(
                 gb_type="List that is only appended to",
                 context="",
@@ -352,7 +355,7 @@ def _variables() -> tuple[Any, Any, Any]:
         def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
             at_top = tx.output.current_tracer is tx.output.root_tracer
             if name != "append" or len(args) != 1 or kwargs or not at_top:
-                return super().call_method(tx, name, args, kwargs)
+                self.refuse()  # Dynamo of torch 2.11 has an answer to `__eq__` of variables of all kinds
             kept(tx).append(TupleVariable([self, args[0]]))
             return ConstantVariable.create(None)
 
