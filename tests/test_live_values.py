@@ -264,6 +264,67 @@ def test_an_error_of_the_numbers_is_the_users():
     both(script, replays=28, plan="{F B O}")
 
 
+def inverse_that_is_written(net: Net, batch: Any, w: float) -> Tensor:
+    net.last = 1 / w
+    return loss_of(net, batch) * (w + 1)
+
+
+def logarithm_that_nobody_reads(net: Net, batch: Any, w: float) -> Tensor:
+    math.log(abs(w))
+    return loss_of(net, batch) * (w + 1)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("step_of", [inverse_that_is_written, logarithm_that_nobody_reads])
+def test_an_error_of_a_number_that_no_tensor_depends_on_comes_before_the_step_is_made(step_of):
+    def script(diary: Diary) -> None:
+        net = Net()
+        optimizer = adamw(net)
+        step = diary.step(lambda batch, w: step_of(net, batch, w), model=net, optimizer=optimizer)
+        for index, batch in enumerate(batches(STEPS)):
+            try:
+                diary.write("loss", step(batch, 0.0 if index in (22, 30) else index / 7 + 0.1))
+            except (ZeroDivisionError, ValueError) as error:
+                diary.write("raised", str(error))
+            diary.write("written", net.last)
+        diary.write_state(net, optimizer)
+
+    both(script, replays=25, plan="{F B O}")
+
+
+def the_type_of_the_smaller(net: Net, batch: Any, w: float) -> Tensor:
+    return loss_of(net, batch) * (2 if isinstance(min(w, 1), int) else 3) * w
+
+
+def the_type_of_a_power(net: Net, batch: Any, w: float) -> Tensor:
+    power = 2 ** int(4 * w - 2)
+    return loss_of(net, batch) * (5 if type(power) is int else 7) + power
+
+
+def the_smaller_one_may_be_a_truth(net: Net, batch: Any, w: float) -> Tensor:
+    return loss_of(net, batch) * min(w, True)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    "step_of", [the_type_of_the_smaller, the_type_of_a_power, the_smaller_one_may_be_a_truth]
+)
+def test_a_number_that_becomes_one_of_another_type(step_of):
+    weights = [1.7, 1.4, 0.3, 1.2, 0.8]
+    both(script_of(step_of, lambda i: weights[i % 5] + i / 99 if i > 12 else 1.5 + i / 99), replays=20)
+
+
+def test_a_number_is_computed_once_however_often_it_is_read():
+    def doubled(net: Net, batch: Any, w: float) -> Tensor:
+        for _ in range(60):
+            w = (w + w) / 2
+        for _ in range(1200):
+            w = w + 0.001
+        return loss_of(net, batch) * w
+
+    both(script_of(doubled), replays=30, plan="{F B O}")
+
+
 def test_a_compiled_trace_follows_the_first_one():
     """It reads the same numbers, and one that takes them for constants is no trace of this step."""
 

@@ -30,7 +30,7 @@ from pygraph_train.torch_private import host_numbers
 from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.jumps import conditional_jumps
 
-__all__ = ["LiveRecorder", "changes", "is_live"]
+__all__ = ["MOST", "LiveRecorder", "changes", "is_live"]
 
 
 class LiveRecorder(Protocol):
@@ -53,7 +53,10 @@ class LiveRecorder(Protocol):
     def value(self, number: Any) -> Any:
         """What it is in this trace."""
 
-    def expressions(self, number: Any) -> list[str]:
+    def type_of(self, number: Any) -> type:
+        """Its type, on which the trace depends from now on."""
+
+    def expressions(self, number: Any) -> Sequence[str]:
         """What it is computed from."""
 
     def function(self, number: Any) -> Callable[..., Any]:
@@ -91,8 +94,8 @@ _METHODS = {
     **{"add": "add", "sub": "sub", "mul": "mul", "div": "truediv"},
     **{"add_": "iadd", "sub_": "isub", "mul_": "imul", "div_": "itruediv"},
 }
-_MOST = 2**53
-"""Greater whole numbers are rounded on their way into a tensor of float64."""
+MOST = 2**53
+"""Greater whole numbers are rounded when they become floats."""
 
 
 def is_live(variable: Any) -> bool:
@@ -136,7 +139,7 @@ def _number_class() -> Any:
             self.recorder = recorder
 
         def python_type(self) -> type:
-            return type(self.recorder.value(self.number))
+            return self.recorder.type_of(self.number)
 
         def as_proxy(self) -> Any:
             self.refuse()
@@ -317,6 +320,7 @@ class _Hooks:
             not isinstance(example, Tensor)
             or example.device.type != self._recorder.device.type
             or example.dtype not in _COMPUTED_IN
+            or _is_rounded(self._recorder.value(live.number))
         ):
             live.refuse()
             raise AssertionError("it has raised")
@@ -343,6 +347,11 @@ class _Hooks:
 
         name = tx.output.install_global_by_id("live_number", tensor)
         return VariableBuilder(tx, GlobalSource(name))(tensor)
+
+
+def _is_rounded(number: Any) -> bool:
+    """Whether a float cannot hold a number exactly."""
+    return type(number) is int and abs(number) > MOST
 
 
 def _rounds_once(name: str, *, first: bool) -> bool:

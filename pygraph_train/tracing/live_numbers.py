@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.torch_private.live_numbers import changes
+from pygraph_train.torch_private.live_numbers import MOST, changes
 from pygraph_train.tracing.reading import Read, reader
 
 __all__ = ["FLOAT", "OTHER_DECISION", "CallNumbers"]
@@ -27,30 +27,28 @@ OTHER_DECISION = Problem(
     "a number that changes with each step leads to another decision than in the traced step"
 )
 
-_MOST = 2**53
-"""Whole numbers beyond this are rounded when they become floats."""
-
 
 @dataclass(frozen=True, eq=False)
 class _Number:
-    """A number: read from an expression, or what a function returns for others."""
+    """A number: read from an expression, or what a function returns for others.
 
+    Attributes:
+        place: among the numbers of the trace, in the order in which they were made.
+        expressions: what it is computed from.
+        now: what it is in the trace.
+    """
+
+    place: int
     fn: Callable[..., Any] | None
     args: tuple[Any, ...]
-    expression: str = ""
+    expressions: tuple[str, ...]
+    now: Any
 
-    def of(self, values: Mapping[str, Any]) -> Any:
-        """What it is where expressions have these values."""
+    def of(self, values: Mapping[str, Any], known: Mapping[int, Any] | Sequence[Any]) -> Any:
+        """What it is where expressions have these values, and earlier numbers are known by their places."""
         if self.fn is None:
-            return values[self.expression]
-        return self.fn(*[x.of(values) if isinstance(x, _Number) else x for x in self.args])
-
-    def expressions(self) -> list[str]:
-        """What it is computed from."""
-        if self.fn is None:
-            return [self.expression]
-        found = [e for x in self.args if isinstance(x, _Number) for e in x.expressions()]
-        return list(dict.fromkeys(found))
+            return values[self.expressions[0]]
+        return self.fn(*[known[x.place] if isinstance(x, _Number) else x for x in self.args])
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +59,13 @@ class _Slot:
     number: _Number
     inverse: bool
 
-    def value(self, values: Mapping[str, Any]) -> float:
+    def value(self, number: Any) -> float:
         """What it has to hold. Raises OverflowError for a number that a float cannot hold exactly."""
-        value = self.number.of(values)
-        if type(value) is int and abs(value) > _MOST:
-            raise OverflowError(value)
+        if type(number) is int and abs(number) > MOST:
+            raise OverflowError(number)
         kind = np.float64 if self.tensor.dtype is torch.float64 else np.float32
         with np.errstate(all="ignore"):
-            return float(kind(1) / kind(value) if self.inverse else kind(value))
+            return float(kind(1) / kind(number) if self.inverse else kind(number))
 
 
 class CallNumbers:
@@ -92,8 +89,10 @@ class CallNumbers:
 
     def _start(self) -> None:
         self._values: dict[str, Any] = {}
+        self._numbers: list[_Number] = []
         self._slots: list[_Slot] = []
         self._answers: list[tuple[_Number, bool]] = []
+        self._types: dict[int, type] = {}  # of numbers, by their places: something was done because of these
         self._read: Read | None = None
         self._due: bytes | None = None
         self._filled = b""
@@ -140,9 +139,17 @@ class CallNumbers:
             self._read = reader(namespace, self._values)
         try:
             values = dict(zip(self._values, self._read(frame, namespace)[0], strict=True))
-            if any(bool(number.of(values)) is not answer for number, answer in self._answers):
+            known: list[Any] = []
+            for (
+                number
+            ) in self._numbers:  # also those that nothing depends on: an error of theirs is the step's
+                known.append(number.of(values, known))
+            if any(known[number.place] is not answer for number, answer in self._answers):
                 return False
-            self._due = array("d", [slot.value(values) for slot in self._slots]).tobytes()
+            if any(type(known[place]) is not kind for place, kind in self._types.items()):
+                return False
+            due = array("d", [slot.value(known[slot.number.place]) for slot in self._slots])
+            self._due = due.tobytes()
         except Exception:  # also one of the step's own, which then raises it
             return False
         return True
@@ -172,28 +179,55 @@ class CallNumbers:
     def read(self, expression: str, value: float) -> _Number:
         """See `LiveRecorder`."""
         self._values[expression] = value
-        return _Number(None, (), expression)
+        return self._made(None, (), (expression,), value)
+
+    def _made(
+        self, fn: Callable[..., Any] | None, args: tuple[Any, ...], names: tuple[str, ...], now: Any
+    ) -> _Number:
+        self._numbers.append(_Number(len(self._numbers), fn, args, names, now))
+        return self._numbers[-1]
 
     def compute(self, fn: Callable[..., Any], args: Sequence[Any]) -> _Number:
         """See `LiveRecorder`."""
-        return _Number(fn, tuple(args))
+        names = dict.fromkeys(e for x in args if isinstance(x, _Number) for e in x.expressions)
+        now = fn(*[x.now if isinstance(x, _Number) else x for x in args])
+        return self._made(fn, tuple(args), tuple(names), now)
 
     def value(self, number: _Number) -> Any:
         """See `LiveRecorder`."""
-        return number.of(self._values)
+        return number.now
 
-    def expressions(self, number: _Number) -> list[str]:
+    def type_of(self, number: _Number) -> type:
         """See `LiveRecorder`."""
-        return number.expressions()
+        kind = type(number.now)
+        if number.fn is not None:  # what is read has a guard
+            self._types[number.place] = kind
+        return kind
+
+    def expressions(self, number: _Number) -> Sequence[str]:
+        """See `LiveRecorder`."""
+        return number.expressions
 
     def function(self, number: _Number) -> Callable[..., Any]:
         """See `LiveRecorder`."""
-        names = number.expressions()
-        return lambda *values: number.of(dict(zip(names, values, strict=True)))
+        needed = {number.place: number}
+        for place in range(number.place, -1, -1):
+            if place in needed:
+                needed.update((x.place, x) for x in needed[place].args if isinstance(x, _Number))
+        ordered = [needed[place] for place in sorted(needed)]
+
+        def computed(*values: Any) -> Any:
+            read = dict(zip(number.expressions, values, strict=True))
+            known: dict[int, Any] = {}
+            for part in ordered:
+                known[part.place] = part.of(read, known)
+            return known[number.place]
+
+        return computed
 
     def ask(self, number: _Number) -> bool:
         """See `LiveRecorder`."""
-        answer = bool(number.of(self._values))
+        answer: bool = number.now
         self._answers.append((number, answer))
         return answer
 
@@ -204,13 +238,13 @@ class CallNumbers:
                 return slot.tensor
         with torch.inference_mode(False), torch.no_grad():
             made = _Slot(torch.zeros((), dtype=dtype, device=self.device), number, inverse)
-            made.tensor.fill_(made.value(self._values))
+            made.tensor.fill_(made.value(number.now))
         self._slots.append(made)
         return made.tensor
 
     def refuse(self, number: _Number) -> None:
         """See `LiveRecorder`."""
-        self.refused.update(number.expressions())
+        self.refused.update(number.expressions)
 
 
 FLOAT = re.compile(r"([LG]\[.+) == -?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)")
