@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -307,6 +309,130 @@ def test_a_tensor_inside_of_an_object_that_is_not_opened_is_named():
     report = both(script, replays=5)
     assert report.plan == "{F} {B} {O}", str(report)
     assert "batch.inside.x is a tensor inside an object" in text_of(report)
+
+
+@dataclass
+class Declared:
+    """A dataclass with an attribute that is no field."""
+
+    loss: Any
+
+    def __post_init__(self) -> None:
+        self.twice = self.loss * 2
+
+
+class Named(list):  # type: ignore[type-arg]
+    """A list with an attribute."""
+
+
+def named(loss: Tensor) -> Any:
+    made = Named([loss])
+    made.twice = loss * 2
+    return made
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("make", [Declared, named, lambda loss: Slots(Declared(loss))])
+def test_an_attribute_that_is_no_field_of_a_result_is_never_stale(make):
+    def script(diary: Diary) -> None:
+        net = Net()
+
+        def step_fn(batch: Any) -> dict[str, Any]:
+            loss = losses(net, batch)[0]
+            return {"loss": loss, "out": make(loss)}
+
+        step = diary.step(step_fn, model=net, optimizer=sgd(net))
+        kept = []
+        for batch in batches(STEPS):
+            kept.append(step(batch)["out"])
+        for out in kept:
+            diary.write("twice", (out.logits if isinstance(out, Slots) else out).twice)
+
+    report = both(script, replays=5)
+    assert "with the attribute twice" in text_of(report), str(report)
+
+
+def test_a_deque_in_a_result_keeps_its_length():
+    def script(diary: Diary) -> None:
+        net = Net()
+
+        def step_fn(batch: Any) -> dict[str, Any]:
+            loss, logits = losses(net, batch)
+            return {"loss": loss, "last": deque([logits], maxlen=3)}
+
+        step = diary.step(step_fn, model=net, optimizer=sgd(net))
+        for batch in batches(STEPS):
+            result = step(batch)
+            diary.write("last", [type(result["last"]).__name__, result["last"].maxlen, *result["last"]])
+
+    both(script, replays=16, plan="{F B O}")
+
+
+def test_one_object_that_comes_several_times_in_a_batch():
+    """It stays one object, and is another case than two objects with the same tensors."""
+
+    def script(diary: Diary) -> None:
+        net = Net()
+
+        def step_fn(batch: Any) -> Tensor:
+            batch["a"].x = batch["a"].x * 2
+            weight = 2 if batch["a"] is batch["b"][0] else 3
+            return nn.functional.cross_entropy(net(batch["b"][0].x), batch["a"].y) * weight
+
+        step = diary.step(step_fn, model=net, optimizer=sgd(net))
+        for index, (x, y) in enumerate(batches(2 * STEPS)):
+            one = Data(x=x, y=y)
+            diary.write("loss", step({"a": one, "b": [one if index % 2 else Data(x=x, y=y)]}))
+            diary.write("x", one.x)
+
+    both(script, replays=30, plan="{F B O}")
+
+
+def seen_by_the_model(batch: Any, net: Any) -> Tensor:
+    weight = 2 if batch is net.known else 3
+    return nn.functional.cross_entropy(net(batch["x"]), batch["y"]) * weight
+
+
+def another_name_of_a_tensor(batch: Any, net: Any) -> Tensor:
+    return nn.functional.cross_entropy(net(batch["x"]), batch.target) + batch["y"].sum() * 0
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("loss_of_batch", [seen_by_the_model, another_name_of_a_tensor])
+def test_a_batch_that_a_copy_cannot_stand_for(loss_of_batch):
+    def script(diary: Diary) -> None:
+        net: Any = Net()
+        step = diary.step(lambda batch: loss_of_batch(batch, net), model=net, optimizer=sgd(net))
+        for x, y in batches(STEPS):
+            net.known = Items(x=x, y=y)
+            net.known.target = y
+            diary.write("loss", step(net.known))
+
+    report = both(script, replays=5)
+    assert report.plan == "{F} {B} {O}", str(report)
+
+
+def test_what_a_class_does_when_an_object_dies_is_done_once_for_each():
+    gone: list[int] = []
+
+    class Counted(Data):
+        def __del__(self) -> None:
+            gone.append(1)
+
+    def script(diary: Diary) -> None:
+        gone.clear()
+        net = Net()
+        step = diary.step(
+            lambda batch: nn.functional.cross_entropy(net(batch.x), batch.y), model=net, optimizer=sgd(net)
+        )
+        for x, y in batches(STEPS):
+            diary.write("loss", step(Counted(x=x, y=y)))
+        step.close()
+        gc.collect()
+        diary.write("gone", len(gone))
+
+    report = both(script, replays=5)
+    assert "batch.x is a tensor inside an object" in text_of(report)
 
 
 def test_the_cache_of_a_language_model():

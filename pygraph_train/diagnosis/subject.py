@@ -19,9 +19,8 @@ from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.tracing.gradient_hooks import backward_hooks
-from pygraph_train.tracing.opened import BATCHES
 from pygraph_train.tracing.refusals import unsupported_leaves
-from pygraph_train.tracing.signature import flattened, map_leaves
+from pygraph_train.tracing.signature import copied, flattened
 
 __all__ = ["ON_CPU", "Subject", "explained"]
 
@@ -134,7 +133,7 @@ def _on_device(tree: Any, device: torch.device) -> Any:
     if device.type != "cuda":
         return tree
     try:
-        return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree, BATCHES)
+        return copied(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
     except TypeError:
         return tree
 

@@ -29,7 +29,7 @@ from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
-from pygraph_train.tracing.refusals import BATCH_IN_STATE, history, problem_of
+from pygraph_train.tracing.refusals import BATCH_IN_STATE, check_copies, history, problem_of
 from pygraph_train.tracing.reproducing import SilentCall
 from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.trace import Trace
@@ -180,10 +180,10 @@ class CaptureMaker:
                     call = SilentCall(call.trace, variant.inputs.further)
                     captured = SilentCall(call.trace, variant.inputs.further, keep=True)
                 trace = call.trace if isinstance(call, (CompiledUnits, SilentCall)) else call
-                if isinstance(trace, Trace):
-                    with program.context():
-                        if not trace.holds(program.function(), static_args, static_kwargs):
-                            raise NotLegal(trace.why_not(program.function(), static_args, static_kwargs))
+                with program.context():
+                    traced = trace if isinstance(trace, Trace) else variant.trace
+                    given = program.function(), static_args, static_kwargs, static_leaves
+                    check_copies(traced, *given, plain=traced is not trace)
             expected, started = None, time.perf_counter()
             if verify:
                 only_read = nullcontext() if loaded is None else loaded.only_read(reads)

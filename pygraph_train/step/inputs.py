@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pygraph_train.graphs.memory import Storages
 from pygraph_train.torch_private.memory import copy_all
-from pygraph_train.tracing.opened import BATCHES
-from pygraph_train.tracing.signature import alignment, flattened, map_leaves
+from pygraph_train.tracing.signature import alignment, copied, flattened
 
 __all__ = ["InputMemory", "StaticInputs", "Transfer"]
 
@@ -72,7 +71,7 @@ class StaticInputs:
         }
         by_position = {i: buffers[k] for i, k in self._same.items()}
         position = iter(range(1 << 62))
-        return map_leaves(lambda leaf: by_position.get(next(position), leaf), args, BATCHES)
+        return copied(lambda leaf: by_position.get(next(position), leaf), args)
 
     def lie_in(self, memory: Storages, leaves: Sequence[Any]) -> bool:
         """Whether a leaf of a call that would be copied lies in this memory. Hot path."""

@@ -14,7 +14,7 @@ from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.opened import is_open, objects_in
-from pygraph_train.tracing.returned_objects import ReturnedObjects
+from pygraph_train.tracing.returned_objects import ReturnedObjects, undeclared
 from pygraph_train.tracing.signature import flatten, map_leaves
 
 __all__ = ["Outputs", "detached_results"]
@@ -76,6 +76,8 @@ class Outputs:
             for result in objects_in(tree, opens):
                 if not objects.knows(result):
                     raise NotLegal(_unknown(result))
+        for kind, name in undeclared(tree, opens):
+            raise NotLegal(_undeclared(kind, name))
         leaves: list[Any] = []
         flatten(tree, leaves, opens)
         inside = _places_inside(tree, opens) if opens else frozenset()
@@ -301,6 +303,13 @@ def _unknown(leaf: Any) -> Problem:
     return Problem(
         f"the step returns a {type(leaf).__name__}, and a replay could not return the right value of it",
         fix="Return tensors, numbers and strings in dicts, lists or tuples",
+    )
+
+
+def _undeclared(kind: type, name: str) -> Problem:
+    return Problem(
+        f"the step returns a {kind.__name__} with the attribute {name}, and a replay could not return its right value",
+        fix=f"Make {name} a field of the dataclass or an item of the dict, or return it beside the {kind.__name__}",
     )
 
 

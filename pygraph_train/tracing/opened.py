@@ -18,11 +18,15 @@ from torch import Tensor, nn
 __all__ = [
     "BATCHES",
     "attributes_of",
+    "each_once",
+    "is_container",
     "is_open",
     "is_plain_class",
     "looks_into",
+    "met",
     "objects_in",
     "open_way_to",
+    "parts_of",
     "rebuilt",
     "standing_for",
 ]
@@ -39,8 +43,39 @@ _present: dict[int, Any] = {}
 """The objects that are being opened, by their ids, and what is made of each: an object may lead back to itself."""
 
 
+_met: dict[int, Any] | None = None
+"""What stands for each object that was opened in the arguments of one call, by its id: the step may ask whether two
+are one, and Dynamo sets no guard."""
+
+
+@contextmanager
+def each_once() -> Iterator[None]:
+    """Context: an object that comes several times in a tree is opened once."""
+    global _met
+    before, _met = _met, {}
+    try:
+        yield
+    finally:
+        _met = before
+
+
+def met(tree: Any) -> int | None:
+    """The number of an object in `each_once`, where it was opened before; None the first time."""
+    if _met is None:
+        return None
+    place: int | None = _met.get(id(tree))
+    if place is None:
+        _met[id(tree)] = len(_met)
+    return place
+
+
 def is_plain_class(kind: type) -> bool:
-    """Whether objects of a class hold attributes and nothing else: no base is written in C, and none is torch's."""
+    """Whether objects of a class hold attributes and nothing else: no base is written in C, and none is torch's.
+
+    What a class does when one of its objects dies it would also do for copies.
+    """
+    if hasattr(kind, "__del__"):
+        return False
     if issubclass(kind, (Tensor, nn.Module, type, BaseException)) or kind.__itemsize__:
         return False
     if any(not base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1]):
@@ -51,7 +86,7 @@ def is_plain_class(kind: type) -> bool:
 
 
 def _slots(kind: type) -> list[types.MemberDescriptorType]:
-    found = [value for base in kind.__mro__ for value in vars(base).values()]
+    found = [value for base in reversed(kind.__mro__) for value in vars(base).values()]
     return [value for value in found if isinstance(value, types.MemberDescriptorType)]
 
 
@@ -100,7 +135,11 @@ def _is_set(slot: types.MemberDescriptorType, tree: Any) -> bool:
 
 def rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Another object of the class of `tree`, with what `change` makes of its attributes."""
+    if _met is not None and id(tree) in _met:
+        return _met[id(tree)]
     made = object.__new__(type(tree))
+    if _met is not None:
+        _met[id(tree)] = made
     slots = {slot.__name__: slot for slot in _slots(type(tree))}
     with looks_into(tree, made) as attributes:
         for name, value in attributes:
@@ -112,20 +151,37 @@ def rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def objects_in(tree: Any, opens: Collection[type]) -> Iterator[Any]:
-    """The objects of these classes in a tree, outer ones first."""
+    """The objects of these classes in a tree, outer ones first. One that comes again is not looked into again."""
+    return _objects_in(tree, opens, set())
+
+
+def _objects_in(tree: Any, opens: Collection[type], seen: set[int]) -> Iterator[Any]:
     if type(tree) in opens:
         yield tree
+        if id(tree) in seen:
+            return
+        seen.add(id(tree))
         inside: Iterable[Any] = attributes_of(tree).values()
-    elif isinstance(tree, Mapping):
-        inside = tree.values()
-    elif isinstance(tree, (list, tuple)):
-        inside = tree
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        inside = [getattr(tree, field.name) for field in fields(tree)]
     else:
-        return
+        inside = parts_of(tree)
     for part in inside:
-        yield from objects_in(part, opens)
+        yield from _objects_in(part, opens, seen)
+
+
+def is_container(tree: Any) -> bool:
+    """Whether `flatten` looks into it, apart from objects that are opened."""
+    if isinstance(tree, Sequence):
+        return not isinstance(tree, (str, bytes, bytearray, range))
+    return isinstance(tree, Mapping) or (is_dataclass(tree) and not isinstance(tree, type))
+
+
+def parts_of(tree: Any) -> Iterable[Any]:
+    """What a container holds; nothing where it is none."""
+    if not is_container(tree):
+        return ()
+    if isinstance(tree, Mapping):
+        return tree.values()
+    return tree if isinstance(tree, Sequence) else [getattr(tree, field.name) for field in fields(tree)]
 
 
 def open_way_to(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> bool:

@@ -25,7 +25,6 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
     writes_to_inputs,
 )
-from pygraph_train.torch_private.guards import guard_failures
 from pygraph_train.torch_private.side_effects import (
     SideEffect,
     appends_in_frame,
@@ -203,8 +202,7 @@ class ReproducingTrace(Trace):
     ) -> tuple[set[str], set[str]]:
         """Expressions of integers that change, as far as this call shows, and of numbers that tensors depend on."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        failures = guard_failures(self._guards, frame) if self.traced else []
-        failures += self._still.changed_settings(frame)
+        failures = [*self.failures(frame), *self._still.changed_settings(frame)]
         changed = {found[1] for guard, _ in failures if (found := FLOAT.fullmatch(guard))}
         whole = {found[1] for guard, _ in failures if (found := _NUMBER.fullmatch(guard))}
         return self._numbers | whole, self._decisive | (changed - whole)

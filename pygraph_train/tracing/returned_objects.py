@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import UserDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pygraph_train.torch_private.new_objects import taking_apart
-from pygraph_train.tracing.opened import attributes_of, is_plain_class
+from pygraph_train.tracing.opened import attributes_of, is_container, is_plain_class, objects_in, parts_of
 from pygraph_train.tracing.traced_code import held_weakly, opened
 
-__all__ = ["ReturnedObjects"]
+__all__ = ["ReturnedObjects", "undeclared"]
 
 
 class ReturnedObjects:
@@ -46,3 +48,30 @@ class ReturnedObjects:
     def knows(self, result: Any) -> bool:
         """Whether the trace has seen all that an object of an opened class holds."""
         return self._held[type(result)].issuperset(attributes_of(result))
+
+
+def undeclared(tree: Any, opens: Collection[type]) -> Iterator[tuple[type, str]]:
+    """Attributes of containers in a result that are neither fields nor items: a copy of the container would keep them.
+
+    Args:
+        opens: classes of objects that are no containers, see `flatten`.
+    """
+    for found in objects_in(tree, opens):
+        for part in attributes_of(found).values():
+            yield from undeclared_in(part, opens)
+    yield from undeclared_in(tree, opens)
+
+
+def undeclared_in(tree: Any, opens: Collection[type]) -> Iterator[tuple[type, str]]:
+    """The same, without those inside of objects."""
+    if type(tree) in opens or not is_container(tree):
+        return
+    items = tree if isinstance(tree, Mapping) else {}
+    declared = {field.name for field in fields(tree)} if is_dataclass(tree) else set()
+    if isinstance(tree, UserDict):
+        declared.add("data")
+    for name, value in getattr(tree, "__dict__", {}).items():
+        if value is not None and name not in declared and items.get(name) is not value:
+            yield type(tree), name
+    for part in parts_of(tree):
+        yield from undeclared_in(part, opens)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.tracing.opened import BATCHES, is_open, looks_into, rebuilt, standing_for
+from pygraph_train.tracing.opened import BATCHES, each_once, is_open, looks_into, met, rebuilt, standing_for
 
 __all__ = [
     "ALIGNMENT",
@@ -20,6 +20,7 @@ __all__ = [
     "Sizes",
     "alignment",
     "batch_expressions",
+    "copied",
     "family_of",
     "flatten",
     "flattened",
@@ -59,12 +60,14 @@ def flatten(tree: Any, leaves: list[Any], opens: Collection[type] = ()) -> Any:
         return _flat([kind, tuple(tree)], tree.values(), leaves, opens)
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
         return _flat([kind], tree, leaves, opens)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _flat([kind], [getattr(tree, f.name) for f in dataclasses.fields(tree)], leaves, opens)
-    if is_open(tree, opens):
+    if is_open(tree, opens):  # also a dataclass, with attributes that are no fields
+        if (place := met(tree)) is not None:
+            return kind, place
         with looks_into(tree) as attributes:
             named = dict(attributes)
             return _flat([kind, tuple(named)], named.values(), leaves, opens)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _flat([kind], [getattr(tree, f.name) for f in dataclasses.fields(tree)], leaves, opens)
     leaves.append(tree)
     return None
 
@@ -72,7 +75,10 @@ def flatten(tree: Any, leaves: list[Any], opens: Collection[type] = ()) -> Any:
 def flattened(tree: Any) -> tuple[Any, list[Any]]:
     """The hashable structure of arguments, and their leaves: see `flatten`."""
     leaves: list[Any] = []
-    return flatten(tree, leaves, BATCHES), leaves
+    if not BATCHES:
+        return flatten(tree, leaves), leaves
+    with each_once():
+        return flatten(tree, leaves, BATCHES), leaves
 
 
 def _flat(
@@ -110,17 +116,28 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, opens: Collection[type] = ()
         return other
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return kind(*[map_leaves(fn, value, opens) for value in tree])
+    if isinstance(tree, MutableSequence) and kind is not list and not isinstance(tree, bytearray):
+        other = copy.copy(tree)  # the most items of a deque, attributes of a class of the user's
+        for k, value in enumerate(tree):
+            other[k] = map_leaves(fn, value, opens)
+        return other
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
         return kind([map_leaves(fn, value, opens) for value in tree])  # type: ignore[call-arg]
+    if is_open(tree, opens):
+        return rebuilt(tree, lambda value: map_leaves(fn, value, opens))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         other = copy.copy(tree)
         for field in dataclasses.fields(tree):
             # frozen dataclasses refuse plain assignment
             object.__setattr__(other, field.name, map_leaves(fn, getattr(tree, field.name), opens))
         return other
-    if is_open(tree, opens):
-        return rebuilt(tree, lambda value: map_leaves(fn, value, opens))
     return standing_for(tree, fn(tree))
+
+
+def copied(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """A copy of arguments with `fn` applied to each leaf of `flattened`: see `map_leaves`."""
+    with each_once():
+        return map_leaves(fn, tree, BATCHES)
 
 
 def key_of(structure: Any, leaves: Sequence[Any]) -> Key:
@@ -181,18 +198,27 @@ def alignment(tensor: Tensor) -> int:
     return tensor.data_ptr() % ALIGNMENT
 
 
-def leaf_paths(tree: Any, prefix: str = "") -> list[str]:
-    """How the user would write each leaf of arguments, in `flatten`'s order: `args[0]['x']`."""
+def leaf_paths(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, str]) -> list[str]:
+    """How the user would write each leaf of arguments, in the order of `flattened`: `args[0]['x']`."""
+    with each_once():
+        return [
+            path for tree, name in zip((args, kwargs), names, strict=True) for path in _leaf_paths(tree, name)
+        ]
+
+
+def _leaf_paths(tree: Any, prefix: str) -> list[str]:
     if isinstance(tree, Mapping):
-        return [path for name, value in tree.items() for path in leaf_paths(value, f"{prefix}[{name!r}]")]
+        return [path for name, value in tree.items() for path in _leaf_paths(value, f"{prefix}[{name!r}]")]
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
-        return [path for i, value in enumerate(tree) for path in leaf_paths(value, f"{prefix}[{i}]")]
+        return [path for i, value in enumerate(tree) for path in _leaf_paths(value, f"{prefix}[{i}]")]
+    if is_open(tree, BATCHES):
+        if met(tree) is not None:
+            return []
+        with looks_into(tree) as attributes:
+            return [path for name, value in attributes for path in _leaf_paths(value, f"{prefix}.{name}")]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = dataclasses.fields(tree)
-        return [path for f in fields for path in leaf_paths(getattr(tree, f.name), f"{prefix}.{f.name}")]
-    if is_open(tree, BATCHES):
-        with looks_into(tree) as attributes:
-            return [path for name, value in attributes for path in leaf_paths(value, f"{prefix}.{name}")]
+        return [path for f in fields for path in _leaf_paths(getattr(tree, f.name), f"{prefix}.{f.name}")]
     return [prefix]
 
 
@@ -201,7 +227,7 @@ def batch_expressions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
 
     A model among the arguments is no part of the batch: its tensors are where they are, and stay there.
     """
-    paths = leaf_paths(args, _ARGS) + leaf_paths(kwargs, _KWARGS)
+    paths = leaf_paths(args, kwargs, (_ARGS, _KWARGS))
     leaves = flattened((args, kwargs))[1]
     models = tuple(
         f"{path}." for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, nn.Module)

@@ -1,7 +1,6 @@
-"""Is a step a pure function of tensors? Found out by tracing it with Dynamo (DESIGN section 4).
+"""Is a step a pure function of tensors? Found out by tracing it with Dynamo: replay runs no Python.
 
-Replay runs no Python, so a step may be replayed only when Dynamo traces it as one graph that writes
-nothing back to Python, reads no tensor from the host, and whose guards hold for the call at hand.
+It has to be one graph that writes nothing to Python and reads no tensor of the host, and its guards hold for a call.
 """
 
 from __future__ import annotations
@@ -281,18 +280,20 @@ class Trace:
             self.latest_tensors, modules, asked = self._read(frame, self._code.__globals__)
         except (AttributeError, IndexError, KeyError):  # a module is no longer where it was
             return False
-        if not self._watch.unchanged(self.latest_tensors, modules, asked) or not self._still.settings_hold(
-            frame
-        ):
+        unchanged = self._watch.unchanged(self.latest_tensors, modules, asked)
+        if not unchanged or not self._still.settings_hold(frame):
             return False
         self._still.note(frame, self.latest_tensors, chain(self.inputs, self._kept.modules, self._kept.asked))
         return True
 
     def why_not(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
         """The guard that does not hold for this call, with its source line."""
-        return self._why({"fn": fn, "args": args, "kwargs": kwargs}) or Problem(
-            "a guard of the traced step failed"
-        )
+        problem = self._why({"fn": fn, "args": args, "kwargs": kwargs})
+        return problem or Problem("a guard of the traced step failed")
+
+    def failures(self, frame: dict[str, Any]) -> list[tuple[str, str | None]]:
+        """Guards of Dynamo's that do not hold: see `guard_failures`."""
+        return guard_failures(self._guards, frame) if self.traced else []
 
     def tensors(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -375,8 +376,7 @@ class Trace:
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
         """What is not as it was: the first guard that fails, and what the watch sees, which may be the real reason."""
-        failures = guard_failures(self._guards, frame) if self.traced else []
-        failures = (failures or self._still.changed_settings(frame))[:1]
+        failures = (self.failures(frame) or self._still.changed_settings(frame))[:1]
         found = list(filter(None, [self._kept.unguarded_problem()]))
         found += self._what_changed(frame, by_itself=not (failures or found))
         for guard, where in failures:
