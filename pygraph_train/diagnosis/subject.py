@@ -89,7 +89,7 @@ def explained(subject: Subject) -> Explanation:
     context = subject.context if replication.group is None else replication.seen_through
     args, kwargs = _on_device((subject.args, subject.kwargs), subject.device)
     leaves = flattened((args, kwargs))[1]
-    found = [*subject.problems, *around_the_step(), *unsupported_leaves(args, kwargs, leaves)]
+    found = [*subject.problems, *around_the_step(), *unsupported_leaves(subject.fn, args, kwargs, leaves)]
     if subject.model is not None:
         found += backward_hooks(subject.model)
     if replication.problem is not None:

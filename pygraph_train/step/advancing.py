@@ -299,7 +299,10 @@ class Advancing:
         """A variant for a call that no trace of this signature holds for; None when there were too many."""
         training = self._training
         program = training.program
-        problem = unsupported_leaf(args, kwargs, leaves) or program.replication.not_called_once()
+        problem = (
+            unsupported_leaf(program.function(), args, kwargs, leaves)
+            or program.replication.not_called_once()
+        )
         other_way = signature.other_way
         if problem is None and other_way is not None:
             ways, most = signature.ways, training.config.max_signatures or _MOST_WAYS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.graphs.engine import CaptureError
-from pygraph_train.problems import NotLegal, Problem, first_line, user_location
+from pygraph_train.problems import NotLegal, Problem, defined_at, first_line, is_user_file, user_location
 from pygraph_train.torch_private.dynamo import raising_node
 from pygraph_train.tracing.reading import reader
 from pygraph_train.tracing.reasons import line_of, problem_of_guard, readable
@@ -127,32 +127,41 @@ def _is_of_batch_object(guard: str, frame: dict[str, Any]) -> bool:
     return not isinstance(reader({}, of_batch)(frame, {})[0][0], Tensor)
 
 
-def unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Problem | None:
+def unsupported_leaf(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+) -> Problem | None:
     """The first of `unsupported_leaves`."""
-    return next(unsupported_leaves(args, kwargs, leaves), None)
+    return next(unsupported_leaves(fn, args, kwargs, leaves), None)
 
 
 def unsupported_leaves(
-    args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
 ) -> Iterator[Problem]:
-    """Arguments that cannot be kept in a static buffer."""
+    """Arguments that cannot be kept in a static buffer. The line is that of the step's function, which gets them."""
     paths = leaf_paths(args, kwargs, ("args", "kwargs"))
+    where = defined_at(fn)
+    where = where if where is not None and is_user_file(where) else None
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, np.ndarray):
             yield Problem(
                 f"{path} is a NumPy {type(leaf).__name__}, and a graph takes tensors",
-                fix="Pass torch.as_tensor(...) of the array",
+                where,
+                "Pass torch.as_tensor(...) of the array",
             )
         if not isinstance(leaf, Tensor):
             continue
         if type(leaf) is not Tensor or leaf.is_nested:
-            yield Problem(f"{path} is a {type(leaf).__name__}, and a graph would treat it as a plain tensor")
+            told = f"{path} is a {type(leaf).__name__}, and a graph would treat it as a plain tensor"
+            yield Problem(told, where)
         elif leaf.requires_grad:
             yield Problem(
-                f"{path} requires a gradient, and a graph would write the gradient to a copy of this tensor"
+                f"{path} requires a gradient, and a graph would write the gradient to a copy of this tensor",
+                where,
+                "Pass the tensor without a gradient, and let the step do x = x.detach().requires_grad_()",
             )
         elif leaf.layout is not torch.strided:
-            yield Problem(f"{path} is a {leaf.layout} tensor, and a graph takes strided tensors only")
+            told = f"{path} is a {leaf.layout} tensor, and a graph takes strided tensors only"
+            yield Problem(told, where)
 
 
 def compiler_problem(error: BaseException) -> Problem | None:
