@@ -365,7 +365,8 @@ def test_a_deque_in_a_result_keeps_its_length():
             result = step(batch)
             diary.write("last", [type(result["last"]).__name__, result["last"].maxlen, *result["last"]])
 
-    both(script, replays=16, plan="{F B O}")
+    # Dynamo of torch 2.11 does not trace a deque in a result
+    both(script, replays=13, plan="{F B O}" if torch.__version__ >= "2.13" else "{F} {B} {O}")
 
 
 def test_one_object_that_comes_several_times_in_a_batch():
