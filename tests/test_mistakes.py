@@ -345,7 +345,7 @@ def test_a_batch_index_that_changes_is_told_by_its_name() -> None:
     class Indexed(LogsItsLoss):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            return loss * (1 + batch_idx * 0.01)  # here
+            return loss ** (1 + batch_idx * 0.01)  # here
 
     _, graphed = parity(lambda: Indexed(float), never="a change on every step", max_epochs=1)
     assert graphed.report is not None

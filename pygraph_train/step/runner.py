@@ -171,7 +171,7 @@ class StepRunner:
         capture = variant.captures.get(variant.capture_key(step.position))
         if capture is not None and not capture.gradients.fit():
             return Ran(self._ungraphed.plainly(run))  # emptied in the middle of an accumulation
-        loaded = self._writes.loaded(variant, args, kwargs, leaves) if variant.trace.carried else leaves
+        loaded = self._writes.load(variant, capture, args, kwargs, leaves) if variant.trace.loads else leaves
         if capture is not None and self._lookup.reads_written_memory(variant, capture, loaded):
             self._refusing.plain_step(BATCH_IN_STATE, for_good=False)
             return Ran(self._ungraphed.plainly(run))
