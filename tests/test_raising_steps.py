@@ -76,6 +76,26 @@ def test_python_has_what_a_step_of_an_accumulation_wrote():
     both(script, replays=20, plan="{F B O}")
 
 
+@pytest.mark.parametrize("bad", [*TRACED, REPLAYED])
+def test_a_teacher_that_is_written_in_a_list_follows_once(bad):
+    def script(diary: Diary) -> None:
+        model, teacher = Counting(), Net()
+        optimizer = adamw(model)
+
+        def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+            with torch.no_grad():
+                torch._foreach_lerp_(list(teacher.parameters()), list(Net.parameters(model)), 0.1)
+            return model.loss(batch) + teacher(batch[0]).square().mean()
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(16)):
+            attempt(diary, step, spoiled(batch) if index == bad else batch)
+            diary.write_state(model, optimizer)
+            diary.write("teacher", [p.detach().clone() for p in teacher.parameters()])
+
+    both(script, replays=9, plan="{F B O}")
+
+
 @pytest.mark.parametrize("bad", [*TRACED, 5, 30, 31])
 def test_random_numbers_of_the_host_are_drawn_as_far_as_the_step_came(bad):
     def script(diary: Diary) -> None:

@@ -40,7 +40,6 @@ __all__ = [
     "tracing_notes",
     "uncompiled_call",
     "untraced",
-    "updated_in_place",
     "without_grad_mode",
     "without_second_wrapper",
     "writes_to_inputs",
@@ -180,20 +179,6 @@ def writes_to_inputs(graph: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, t
             users = [u for u in node.users if str(getattr(u.target, "__name__", u.target)).endswith("_")]
             found.append((next(iter(users or node.users), node), node.args[0] if is_data else node, False))
     return [(node, source, rebinds) for node, source, rebinds in found if source.op == "placeholder"]
-
-
-def updated_in_place(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Inputs of a graph of Dynamo's whose values it changes, running statistics included. (2.11, 2.13)
-
-    Normalisations change these statistics without counting it.
-    """
-    found = {target for _, target, _ in writes_to_inputs(graph)}
-    for node in graph.graph.nodes:
-        if getattr(node.target, "__name__", "") in ("batch_norm", "instance_norm"):
-            reads = [n for n in (*node.args[1:], *node.kwargs.values()) if isinstance(n, torch.fx.Node)]
-            given = [n for n in reads if n.op == "placeholder"]
-            found.update(n for n in given if not n.meta["example_value"].requires_grad)
-    return found
 
 
 def assign_data(graph: torch.fx.Graph) -> bool:

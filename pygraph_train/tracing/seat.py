@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pygraph_train.torch_private.dynamo import updated_in_place
 from pygraph_train.tracing.counters import Counters
-from pygraph_train.verification import ScratchState
+from pygraph_train.tracing.writes import maybe_written
+from pygraph_train.verification import HostCopy, ScratchState
 
 __all__ = ["Seat"]
 
@@ -82,14 +82,16 @@ class FailedRuns:
     """
 
     def __init__(self, graph: torch.fx.GraphModule, device: torch.device) -> None:
-        written = updated_in_place(graph)
+        written = set(maybe_written(graph))
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._places = [i for i, node in enumerate(placeholders) if node in written]
         self._device = device
 
-    def before(self, inputs: Sequence[Any]) -> ScratchState:
-        """What a run may change, as it is now."""
-        return ScratchState(self._device, [inputs[i] for i in self._places])
+    def before(self, inputs: Sequence[Any]) -> ScratchState | HostCopy:
+        """What a run may change, as it is now. Parameters are large."""
+        written = [inputs[i] for i in self._places]
+        kind = HostCopy if any(isinstance(tensor, nn.Parameter) for tensor in written) else ScratchState
+        return kind(self._device, written)
 
 
 def _no_graph(*inputs: Any) -> Sequence[Any]:
