@@ -314,6 +314,30 @@ def test_a_number_that_becomes_one_of_another_type(step_of):
     both(script_of(step_of, lambda i: weights[i % 5] + i / 99 if i > 12 else 1.5 + i / 99), replays=20)
 
 
+def a_value_read_ahead(net: Net, batch: Any, w: float) -> Tensor:
+    loss, other = both_losses(net, batch)
+    if (batch[0].max() * w) > 1.4:
+        loss = loss * 2
+    return loss + other * w
+
+
+def a_value_beside(net: Net, batch: Any, w: float) -> Tensor:
+    loss, other = both_losses(net, batch)
+    if batch[0].max() > 1.6:
+        loss = loss * 2
+    return loss + other * w
+
+
+def test_a_number_in_a_value_that_is_read_ahead_is_a_constant():
+    """The value is read before the tensor of the number is filled. Numbers that change rarely keep their graphs."""
+    both(script_of(a_value_read_ahead, lambda i: 0.7 + (i // 20) / 3), replays=10, plan="{F B O}")
+    both(script_of(a_value_read_ahead), replays=1)  # of the optimizer
+
+
+def test_numbers_change_beside_values_that_are_read_ahead():
+    both(script_of(a_value_beside), replays=15, plan="{F B O}")
+
+
 def test_a_number_is_computed_once_however_often_it_is_read():
     def doubled(net: Net, batch: Any, w: float) -> Tensor:
         for _ in range(60):

@@ -109,6 +109,14 @@ class CallNumbers:
         self.names -= refused
         return bool(refused)
 
+    def drop(self, read: Sequence[object]) -> bool:
+        """Of the trace that has ended: let numbers be constants whose tensors are read before they are filled. Whether
+        there are any."""
+        for slot in self._slots:
+            if any(slot.tensor is tensor for tensor in read):
+                self.refuse(slot.number)
+        return self.drop_refused()
+
     @property
     def used(self) -> bool:
         """Whether the trace depends on such numbers."""

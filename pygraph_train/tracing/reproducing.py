@@ -279,6 +279,8 @@ class ReproducingTrace(Trace):
             self._look_again(graph)
         if not self.traced:
             self.ahead.finish(graph)  # of the graph that Dynamo has made
+            if self.live.drop(self.ahead.given(graph)):
+                self._look_again(graph)
         found = counters(graph)
         numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]
         decisive = set(numbers).difference(() if found is None else found.inputs)
