@@ -31,7 +31,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        result: Tensor = self.norm(self.layer(x)) * (1 + 0.01 * self.calls)
+        result: Tensor = self.norm(self.layer(x)).clamp(max=0.5 + 0.01 * self.calls)
         return result
 
 

@@ -92,3 +92,36 @@ def test_another_tensor_in_the_place_of_one_that_was_changed() -> None:
     assert report.steps_replayed == 0
     problem = next(f for f in report.fallbacks if ".count is changed in place by the step" in f.reason)
     assert problem.where is not None and "test_in_place_writes.py" in problem.where, str(report)
+
+
+class Codebook(nn.Module):
+    """Vectors that follow what was assigned to them, changed through `.data`, as VQ-VAEs have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+        self.register_buffer("vectors", torch.randn(8, 4))
+        self.register_buffer("mean", self.vectors.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded = self.encoder(x)
+        nearest = torch.cdist(encoded.detach(), self.vectors).argmin(1)
+        quantized = self.vectors[nearest]
+        with torch.no_grad():
+            chosen = nn.functional.one_hot(nearest, 8).float()  # which asserts that the classes exist
+            self.mean.mul_(0.9).add_(chosen.T @ encoded, alpha=0.1)
+            self.vectors.data.copy_(self.mean)
+        decoded = self.decoder(encoded + (quantized - encoded).detach())
+        return nn.functional.mse_loss(decoded, x) + nn.functional.mse_loss(encoded, quantized.detach())
+
+
+def test_regions_of_a_codebook_that_changes_through_its_data():
+    def script(diary: Diary) -> None:
+        model = Codebook()
+        optimizer = adamw(model)
+        step = diary.step(lambda batch: model(batch[0]), model=model, optimizer=optimizer)
+        for batch in batches(20):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    both(script, replays=15)

@@ -197,7 +197,7 @@ def test_new_cpu_tensor_in_the_step():
 def test_attribute_read_that_changes_on_every_step():
     def make(model):
         def step_fn(batch):
-            return loss_of(model)(batch) * (1 + model.count)  # as self.global_step
+            return loss_of(model)(batch).clamp(max=0.5 + model.count / 40)  # as self.global_step
 
         return step_fn
 
@@ -868,9 +868,8 @@ class Opaque:
         (lambda x: x.to_sparse(), "sparse"),
         (lambda x: x.clone().requires_grad_(), "gradient"),
         (lambda x: x.as_subclass(Tagged), "Tagged"),
-        (Opaque, "object"),
     ],
-    ids=["sparse", "requires_grad", "subclass", "hidden"],
+    ids=["sparse", "requires_grad", "subclass"],
 )
 def test_batches_that_cannot_be_static(change, name):
     def script(diary: Diary) -> None:
@@ -878,7 +877,6 @@ def test_batches_that_cannot_be_static(change, name):
         optimizer = adamw(model)
 
         def step_fn(x: Any, y: Tensor) -> Tensor:
-            x = x.x if isinstance(x, Opaque) else x
             x = x.to_dense() if x.is_sparse else x
             return nn.functional.cross_entropy(model(x), y)
 
@@ -890,6 +888,7 @@ def test_batches_that_cannot_be_static(change, name):
     report = both(script, replays=13)
     assert report.steps_replayed == 0
     assert name in report.fallbacks[0].reason, str(report)
+    assert "test_legality.py:" in str(report.fallbacks[0].where), str(report)
 
 
 def test_inference_tensors_in_a_batch():

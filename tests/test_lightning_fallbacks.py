@@ -292,7 +292,7 @@ class Growing(Module):
 
 class GlobalStep(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) * (1 + 0.01 * self.global_step)  # here
+        return self.loss(batch) ** (1 + 0.01 * self.global_step)  # here
 
 
 class BatchIndex(Module):

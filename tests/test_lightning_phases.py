@@ -119,8 +119,27 @@ class Measures(Module):
         out = self.net(batch[0])
         loss = nn.functional.cross_entropy(out, batch[1])
         self.log("accuracy", self.metric(out.detach(), batch[1]), on_step=True, on_epoch=True)
-        self.log("weighted", loss * self.global_step, prog_bar=True)
+        self.log("weighted", loss.clamp(max=0.1 * self.global_step), prog_bar=True)
         return loss
+
+
+class Weighted(Module):
+    """Numbers that change with each step, as tensors are multiplied with them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("weighted", loss * self.global_step, prog_bar=True)
+        return loss * (1 + 0.01 * batch_idx) + 0.9**self.global_step
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str
+)
+def test_the_numbers_of_step_and_batch_are_read_before_each_replay(options):
+    fits = parity(Weighted, logger=MemoryLogger(), max_epochs=3, replays=20, **options)
+    report = fits[1].report
+    assert report is not None and report.plan == "{F B O}", str(report)
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,19 @@ def test_a_second_update_of_the_caller_is_told(
     assert text.removeprefix("pygraph: ") in step.report().notes
 
 
+def test_steps_that_share_an_optimizer_are_no_second_updates(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    first, second = (
+        GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG) for _ in range(2)
+    )
+    with caplog.at_level(logging.WARNING, "pygraph_train"):
+        for batch in batches(4):
+            first(batch)
+            second(batch)
+    assert not caplog.records and not first.report().notes and not second.report().notes
+
+
 def test_what_a_loop_may_do_after_a_step_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
     model, averaged = Net(), Net()
     optimizer = adamw(model)
@@ -332,7 +345,7 @@ def test_a_batch_index_that_changes_is_told_by_its_name() -> None:
     class Indexed(LogsItsLoss):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            return loss * (1 + batch_idx * 0.01)  # here
+            return loss ** (1 + batch_idx * 0.01)  # here
 
     _, graphed = parity(lambda: Indexed(float), never="a change on every step", max_epochs=1)
     assert graphed.report is not None

@@ -429,6 +429,8 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "for": lambda items: 1.0 + sum(1 for _ in items),
     "in": lambda items: 2.0 if 3 in items else 1.0,
     "equal": lambda items: 2.0 if items == [] else 1.0,
+    "equals": lambda items: 2.0 if [] == items else 1.0,  # noqa: SIM300
+    "unequal": lambda items: 2.0 if items != [] else 1.0,
     "slice": lambda items: 1.0 + len(items[-2:]),
     "plus": lambda items: len([*items, 1]),
     "isinstance": lambda items: 2.0 if isinstance(items, list) else 1.0,
@@ -483,13 +485,13 @@ def test_one_list_under_two_names():
     assert both(script, replays=1).steps_replayed == 0
 
 
-def test_a_number_that_tensors_depend_on_is_refused():
+def test_a_number_that_a_tensor_is_raised_to_is_refused():
     def script(diary: Diary) -> None:
         net = Net()
 
         def step_fn(batch: Any) -> Tensor:
             net.n += 1
-            return cross_entropy(net, batch)[0] * (1 + 0.01 * net.n)
+            return cross_entropy(net, batch)[0] ** (1 + 0.01 * net.n)
 
         step = diary.step(step_fn, model=net, optimizer=adamw(net))
         for batch in batches(STEPS):

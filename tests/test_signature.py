@@ -60,7 +60,7 @@ def test_identity_map_rebuilds_the_tree(tree):
     assert type(copied) is type(tree)
     again: list[Any] = []
     assert flatten(copied, again) == structure
-    assert len(again) == len(leaves) == len(leaf_paths(tree))
+    assert len(again) == len(leaves) == len(leaf_paths((tree,), {}, ("args", "kwargs")))
     assert all(a is b for a, b in zip(leaves, again, strict=True))
     hash(key_of(structure, leaves))
 
@@ -81,7 +81,7 @@ def test_map_leaves_goes_in_flattens_order_and_leaves_the_tree_alone():
 
 def test_paths_are_what_a_user_would_write():
     tree = ({"x": T, "more": [1, Item(2, 3)]},)
-    assert leaf_paths(tree, "args") == [
+    assert leaf_paths(tree, {}, ("args", "kwargs")) == [
         "args[0]['x']",
         "args[0]['more'][0]",
         "args[0]['more'][1].a",

@@ -51,7 +51,8 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepOfLoss, plain_call
 from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.optim import count_optimizer_step
-from pygraph_train.tracing.signature import map_leaves
+from pygraph_train.tracing.signature import Dims, map_leaves
+from pygraph_train.tracing.trace import Trace
 
 __all__ = ["GraphedStepFunction"]
 
@@ -303,6 +304,12 @@ class _StepFunctionProgram(StepOfLoss):
         self._clipped: list[list[Tensor]] = []
         self._clips_others = False
         self.scaling = Scaling(accelerator.scaler, self.optimizer)
+
+    def new_trace(self, dynamic: Dims | None = None) -> Trace:
+        """See `StepOfLoss`. The norms that clipping returns are put into results later, and not into objects."""
+        trace = super().new_trace(dynamic)
+        trace.objects.may_open = False
+        return trace
 
     def at(self, script: Script, *, sync: bool) -> PositionInAccumulation:
         """Where the present micro-batch stands."""

@@ -24,6 +24,7 @@ from pygraph_train.torch_private.past_obstacles import Condition, PastObstacles
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.obstacles import batch_changed, gradients_asked, gradients_read, on_host, written
+from pygraph_train.tracing.opened import open_way_to
 from pygraph_train.tracing.read_ahead import ReadingAhead
 from pygraph_train.tracing.reasons import (
     compiler_failed,
@@ -36,6 +37,7 @@ from pygraph_train.tracing.reasons import (
     shape_of_values,
     text_of_tensor,
 )
+from pygraph_train.tracing.refusals import tensor_inside
 from pygraph_train.tracing.signature import batch_expressions
 from pygraph_train.tracing.traced_code import held_weakly
 
@@ -171,7 +173,7 @@ class _OneLook:
         self._is_of_batch = batch_expressions(args, kwargs)
         self._recording = recording
         self._device, self._recorder = device, recorder
-        self._leaves = {id(leaf) for leaf in leaves}
+        self._given, self._leaves = leaves, {id(leaf) for leaf in leaves}
         self._notes: list[tuple[Any, str]] = []
         self._reached = False
 
@@ -266,14 +268,10 @@ class _OneLook:
                             "Compute the tensor inside the step, or detach it",
                         )
                     )
-            elif id(_read(source, frame)) not in self._leaves:
-                found.append(
-                    Problem(
-                        f"{name} is a tensor inside an object that is not a dict, list, tuple or dataclass",
-                        first_use(node),
-                        "Pass batches as plain containers of tensors",
-                    )
-                )
+            elif id(tensor := _read(source, frame)) not in self._leaves and not (
+                isinstance(tensor, Tensor) and open_way_to([tensor], self._given)
+            ):
+                found.append(tensor_inside(name, first_use(node)))
         return found
 
 

@@ -20,7 +20,7 @@ from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.tracing.gradient_hooks import backward_hooks
 from pygraph_train.tracing.refusals import unsupported_leaves
-from pygraph_train.tracing.signature import flattened, map_leaves
+from pygraph_train.tracing.signature import copied, flattened
 
 __all__ = ["ON_CPU", "Subject", "explained"]
 
@@ -89,7 +89,7 @@ def explained(subject: Subject) -> Explanation:
     context = subject.context if replication.group is None else replication.seen_through
     args, kwargs = _on_device((subject.args, subject.kwargs), subject.device)
     leaves = flattened((args, kwargs))[1]
-    found = [*subject.problems, *around_the_step(), *unsupported_leaves(args, kwargs, leaves)]
+    found = [*subject.problems, *around_the_step(), *unsupported_leaves(subject.fn, args, kwargs, leaves)]
     if subject.model is not None:
         found += backward_hooks(subject.model)
     if replication.problem is not None:
@@ -133,7 +133,7 @@ def _on_device(tree: Any, device: torch.device) -> Any:
     if device.type != "cuda":
         return tree
     try:
-        return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+        return copied(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
     except TypeError:
         return tree
 

@@ -25,9 +25,10 @@ from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Signatures, Variant
 from pygraph_train.step.watching import Watching
+from pygraph_train.tracing.changing_numbers import changing_numbers
 from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
-from pygraph_train.tracing.reproducing import ReproducingTrace, changing_numbers
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.saved_on_host import SavedOnHost
 from pygraph_train.verification import PlainRuns
 
@@ -226,7 +227,7 @@ class Advancing:
         leaves: list[Any],
         expected: PlainRuns | None,
     ) -> Replayed:
-        loaded = self._writes.loaded(variant, args, kwargs, leaves)
+        loaded = self._writes.load(variant, capture, args, kwargs, leaves)
         with self._making():
             replayed = self._capturing.compared(
                 step, variant, capture, args, kwargs, expected, lambda: self._replay(variant, capture, loaded)
@@ -241,7 +242,7 @@ class Advancing:
         kwargs: dict[str, Any],
         leaves: list[Any],
     ) -> Replayed:
-        replayed = self._replay(variant, capture, self._writes.loaded(variant, args, kwargs, leaves))
+        replayed = self._replay(variant, capture, self._writes.load(variant, capture, args, kwargs, leaves))
         return self._writes.finished(capture, args, kwargs, replayed)
 
     def _making(self) -> AbstractContextManager[None]:
@@ -278,6 +279,9 @@ class Advancing:
             if variant.way is not None and not variant.trace.traced:  # the way of a check that has failed
                 self._close_way(signature, variant, variant.way)
             raise
+        if variant.opened:  # the next call has another key
+            self._signatures.forget(signature)
+            return result
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
             saved = variant.trace.saved
@@ -323,7 +327,10 @@ class Advancing:
         """A variant for a call that no trace of this signature holds for; None when there were too many."""
         training = self._training
         program = training.program
-        problem = unsupported_leaf(args, kwargs, leaves) or program.replication.not_called_once()
+        problem = (
+            unsupported_leaf(program.function(), args, kwargs, leaves)
+            or program.replication.not_called_once()
+        )
         other_way = signature.other_way
         if problem is None and other_way is not None:
             ways, most = signature.ways, training.config.max_signatures or _MOST_WAYS
@@ -348,7 +355,7 @@ class Advancing:
         if isinstance(trace, ReproducingTrace) and other_way is None:
             known = [other.trace for other in signature.variants]
             with program.context():
-                trace.take_as_inputs(changing_numbers(known, program.function(), args, kwargs))
+                trace.take_as_inputs(*changing_numbers(known, program.function(), args, kwargs))
         variant = Variant(
             trace,
             self._signatures.lengths,

@@ -29,9 +29,9 @@ from pygraph_train.torch_private.hooks import hook_registrations
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
-from pygraph_train.tracing.refusals import BATCH_IN_STATE, history, problem_of
+from pygraph_train.tracing.refusals import BATCH_IN_STATE, check_copies, history, problem_of
 from pygraph_train.tracing.reproducing import SilentCall
-from pygraph_train.tracing.signature import flatten
+from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, HostCopy, PlainRuns, ScratchState
 
@@ -150,7 +150,8 @@ class CaptureMaker:
             gradients.settle()
             detached = program.detaches_results and writer is None
             results = tree if writer is None else (tree, writer.take_outputs())
-            outputs = Outputs(results, static_leaves, reads, detached=detached)
+            objects = variant.trace.objects
+            outputs = Outputs(results, static_leaves, reads, detached=detached, objects=objects)
             if loaded is not None:
                 loaded.check_results(outputs.tensors)
             batch = [leaf for leaf in static_leaves if isinstance(leaf, Tensor)]
@@ -173,17 +174,16 @@ class CaptureMaker:
                     raise NotLegal(BATCH_IN_STATE)
                 variant.inputs.load(leaves)
                 static_args, static_kwargs = variant.inputs.tree((args, kwargs))
-                flatten((static_args, static_kwargs), static_leaves)
-                static_leaves += variant.inputs.further
+                static_leaves += flattened((static_args, static_kwargs))[1] + variant.inputs.further
                 captured = call
                 if isinstance(call, SilentCall):
                     call = SilentCall(call.trace, variant.inputs.further)
                     captured = SilentCall(call.trace, variant.inputs.further, keep=writer is not None)
                 trace = call.trace if isinstance(call, (CompiledUnits, SilentCall)) else call
-                if isinstance(trace, Trace):
-                    with program.context():
-                        if not trace.holds(program.function(), static_args, static_kwargs):
-                            raise NotLegal(trace.why_not(program.function(), static_args, static_kwargs))
+                with program.context():
+                    traced = trace if isinstance(trace, Trace) else variant.trace
+                    given = program.function(), static_args, static_kwargs, static_leaves
+                    check_copies(traced, *given, plain=traced is not trace)
             expected, reference, started = None, variant.last_comparison(), time.perf_counter()
             if verify:
                 run = functools.partial(

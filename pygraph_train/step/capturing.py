@@ -165,6 +165,8 @@ class Capturing:
             program.device, compiler=compiler, recorder=program.recorder, dynamic=variant.trace.dynamic
         )
         trace.ahead.ask_no_more_than(variant.trace.ahead)  # nothing else is looked at before a replay
+        if isinstance(variant.trace, ReproducingTrace):
+            trace.live.follow(variant.trace.live)
         return trace
 
     def compiled(
@@ -320,11 +322,14 @@ class Capturing:
         elif family is not None:  # room was asked for when it had earned its captures
             verify = verify and family.is_compared(place, config.verify)
         self._room.capture_begins()
-        leaves = PythonWrites(training.program).loaded(variant, args, kwargs, leaves)
+        call = self._silent_call_of(variant)
+        if isinstance(call, SilentCall):  # in the capture it would be part of the graph
+            call.trace.fill(training.program.function(), args, kwargs)
+        leaves = PythonWrites(training.program).load(variant, None, args, kwargs, leaves)
         make = functools.partial(
             self._maker.make,
             variant,
-            self._silent_call_of(variant),
+            call,
             args,
             kwargs,
             leaves,

@@ -16,7 +16,7 @@ from pygraph_train.step.function_by_hand import FunctionByHand
 from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
-from pygraph_train.tracing.signature import flattened, map_leaves
+from pygraph_train.tracing.signature import copied, flattened
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,7 +141,7 @@ class GraphedStep(LossSteps):
     def _moved_to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         device = self._program.device
         assert self._transfer is not None
-        return self._transfer(lambda: map_leaves(_mover(device), (args, kwargs)))
+        return self._transfer(lambda: copied(_mover(device), (args, kwargs)))
 
     def __enter__(self) -> GraphedStep:
         return self

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pygraph_train.graphs.memory import Storages
 from pygraph_train.torch_private.memory import copy_all
-from pygraph_train.tracing.signature import alignment, flatten, map_leaves
+from pygraph_train.tracing.signature import alignment, copied, flattened
 
 __all__ = ["InputMemory", "StaticInputs", "Transfer"]
 
@@ -64,15 +64,14 @@ class StaticInputs:
 
     def tree(self, args: Any) -> Any:
         """`args` with every used tensor leaf replaced by its buffer."""
-        leaves: list[Any] = []
-        flatten(args, leaves)
+        leaves = flattened(args)[1]
         buffers = {
             i: tensor if size is None else tensor.expand(leaves[i].shape)
             for i, tensor, size in zip(self._index, self.tensors, self._written, strict=True)
         }
         by_position = {i: buffers[k] for i, k in self._same.items()}
         position = iter(range(1 << 62))
-        return map_leaves(lambda leaf: by_position.get(next(position), leaf), args)
+        return copied(lambda leaf: by_position.get(next(position), leaf), args)
 
     def lie_in(self, memory: Storages, leaves: Sequence[Any]) -> bool:
         """Whether a leaf of a call that would be copied lies in this memory. Hot path."""
@@ -106,9 +105,7 @@ class Transfer:
         with torch.cuda.stream(self._stream):
             moved = move()
         compute.wait_stream(self._stream)
-        leaves: list[Any] = []
-        flatten(moved, leaves)
-        for leaf in leaves:
+        for leaf in flattened(moved)[1]:
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(compute)  # the memory is free only when the kernels have read it
         return moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -33,6 +34,9 @@ from pygraph_train.step.runner import StepRunner
 
 __all__ = ["LossProgram", "LossSteps"]
 
+_all: weakref.WeakSet[LossSteps] = weakref.WeakSet()
+"""Those that exist: several may share an optimizer."""
+
 
 class LossSteps:
     """Makes the steps of a `LossProgram` or of a `FunctionByHand`, from graphs where that changes nothing.
@@ -60,6 +64,7 @@ class LossSteps:
         self._rest: float = 0  # so many further steps are nothing but plain ones
         self._after_first: AfterFirstStep | None = None
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
+        _all.add(self)
         if engine is None:
             self._report.note("graphs are off: steps run as you wrote them")
             tell_why_off(config, why_off)
@@ -176,9 +181,25 @@ class LossSteps:
         """Tell what the caller has done since the first one."""
         told = first.end()
         self._after_first = None
-        if told is not None:
+        if told is not None and not self._shares_optimizer():
             self._report.note(told)
             tell_once(told)
+
+    def _shares_optimizer(self) -> bool:
+        """Whether another one, which has made steps, updates some of the same parameters."""
+        mine = _updated_by(self)
+        return any(
+            other is not self and other._made and not mine.isdisjoint(_updated_by(other))
+            for other in list(_all)
+        )
+
+
+def _updated_by(steps: LossSteps) -> set[int]:
+    """Ids of the parameters that these steps update."""
+    optimizer = steps.program.optimizer
+    return (
+        set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+    )
 
 
 class LossProgram(StepOfLoss):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.tracing.opened import is_open, objects_in
+from pygraph_train.tracing.returned_objects import ReturnedObjects, undeclared
 from pygraph_train.tracing.signature import flatten, map_leaves
 
 __all__ = ["Outputs", "detached_results"]
@@ -49,8 +51,9 @@ class Outputs:
         static_leaves: the leaves that the step was called with.
         state: tensors that live longer than a step (parameters, buffers): a result that is one of them,
             or a view of one, shows their present values, as it does without a graph.
-        detached: whether results come without a history. Otherwise those that have one in the step have one after a
-            replay, which cannot be differentiated: as after the step's own backward.
+        detached: whether results come without a history, except those inside of objects. Otherwise those that have one
+            in the step have one after a replay, which cannot be differentiated: as after the step's own backward.
+        objects: what is known of the objects that the step makes and returns; None where it may return none.
 
     Attributes:
         tensors: the results that are tensors, without their history.
@@ -66,13 +69,22 @@ class Outputs:
         state: Sequence[Tensor] = (),
         *,
         detached: bool = True,
+        objects: ReturnedObjects | None = None,
     ) -> None:
+        opens = () if objects is None else objects.opens
+        if objects is not None:
+            for result in objects_in(tree, opens):
+                if not objects.knows(result):
+                    raise NotLegal(_unknown(result))
+        for kind, name in undeclared(tree, opens):
+            raise NotLegal(_undeclared(kind, name))
         leaves: list[Any] = []
-        flatten(tree, leaves)
+        flatten(tree, leaves, opens)
+        inside = _places_inside(tree, opens) if opens else frozenset()
         static = {k: leaf for k, leaf in enumerate(static_leaves) if isinstance(leaf, Tensor)}
         places = {id(leaf): k for k, leaf in static.items()}
         of_batch = {_memory(leaf): k for k, leaf in static.items() if leaf.layout is torch.strided}
-        themselves = set() if detached else set(map(id, state))
+        themselves = set(map(id, state))
         of_state = {_memory(local_tensor(t)) for t in state if t.layout is torch.strided}
         self._makes: list[_Make] = []
         scalars: dict[Any, dict[Any, _Scalar]] = {}
@@ -80,7 +92,7 @@ class Outputs:
         self.tensors: list[Tensor] = []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                if not isinstance(leaf, _CONSTANTS):
+                if not isinstance(leaf, _CONSTANTS) and not (position in inside and isinstance(leaf, type)):
                     raise NotLegal(_unknown(leaf))
                 continue
             if local_tensor(leaf) is not leaf or _is_freed(leaf):
@@ -90,7 +102,7 @@ class Outputs:
             memory = _memory(leaf) if leaf.layout is torch.strided else id(leaf)
             if id(leaf) in places:  # taken from the call, not from the graph
                 self._makes.append(_pass(position, places[id(leaf)]))
-            elif id(leaf) in themselves:
+            elif id(leaf) in themselves and (not detached or position in inside):
                 self._makes.append(_hand_out(position, leaf))
                 continue
             elif memory in of_state:
@@ -108,16 +120,17 @@ class Outputs:
             self._makes.append(_copy_scalars(list(alike.values())))
         for sharing in others.values():
             self._makes.append(_copy(*sharing[0]) if len(sharing) == 1 else _copy_together(sharing))
-        if not detached:
-            differentiable: dict[int, list[int]] = {}
-            for k, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None and id(leaf) not in places:
-                    scalar = leaf.dim() == 0  # several places have one tensor
-                    differentiable.setdefault(id(leaf) if scalar else -k, []).append(k)
-            if differentiable:
-                self._makes.append(_with_history(list(differentiable.values())))
+        differentiable: dict[int, list[int]] = {}
+        for k in inside if detached else range(len(leaves)):
+            leaf = leaves[k]
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None and id(leaf) not in places:
+                scalar = leaf.dim() == 0  # several places have one tensor
+                differentiable.setdefault(id(leaf) if scalar else -k, []).append(k)
+        if differentiable:
+            self._makes.append(_with_history(list(differentiable.values())))
         # without the tensors: their history would keep the nodes that accumulate gradients, on this stream
-        self._tree = map_leaves(_without_tensor, tree)
+        self._opens = opens
+        self._tree = map_leaves(_without_tensor, tree, opens)
         self._leaves = list(map(_without_tensor, leaves))
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -132,7 +145,7 @@ class Outputs:
         if self._tree is None:  # a loss alone
             return values[0]
         iterator = iter(values)
-        return map_leaves(lambda _: next(iterator), self._tree)
+        return map_leaves(lambda _: next(iterator), self._tree, self._opens)
 
 
 def _pass(position: int, source: int) -> _Make:
@@ -246,6 +259,21 @@ def _copy_together(sharing: list[tuple[int, Tensor]]) -> _Make:
     return make
 
 
+def _places_inside(tree: Any, opens: Collection[type]) -> frozenset[int]:
+    """Which leaves lie inside of objects."""
+    closed: list[Any] = []
+    flatten(tree, closed)
+    inside: list[int] = []
+    position = 0
+    for leaf in closed:
+        parts: list[Any] = []
+        flatten(leaf, parts, opens)
+        if is_open(leaf, opens):
+            inside += range(position, position + len(parts))
+        position += len(parts)
+    return frozenset(inside)
+
+
 def detached_results(result: Any) -> Any:
     """What a step that ran without a graph has returned, with its tensors detached."""
     if type(result) is Tensor:
@@ -275,6 +303,13 @@ def _unknown(leaf: Any) -> Problem:
     return Problem(
         f"the step returns a {type(leaf).__name__}, and a replay could not return the right value of it",
         fix="Return tensors, numbers and strings in dicts, lists or tuples",
+    )
+
+
+def _undeclared(kind: type, name: str) -> Problem:
+    return Problem(
+        f"the step returns a {kind.__name__} with the attribute {name}, and a replay could not return its right value",
+        fix=f"Make {name} a field of the dataclass or an item of the dict, or return it beside the {kind.__name__}",
     )
 
 

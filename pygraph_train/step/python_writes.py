@@ -23,15 +23,25 @@ class PythonWrites:
     def __init__(self, program: StepProgram) -> None:
         self._program = program
 
-    def loaded(
-        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
+    def load(
+        self,
+        variant: Variant,
+        capture: Capture | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
     ) -> list[Any]:
-        """The leaves of a call, and after them the tensors that the step reads and replaces."""
-        trace = variant.trace
+        """Before a replay: the leaves of a call, and after them the tensors that the step reads and replaces.
+
+        Tensors get the numbers of the call that they stand for.
+        """
+        trace, fn = variant.trace, self._program.function()
+        if capture is not None and capture.writer is not None:
+            capture.writer.fill(fn, args, kwargs)
         if not trace.carried:
             return leaves
         assert isinstance(trace, ReproducingTrace)
-        return [*leaves, *trace.carried_tensors(self._program.function(), args, kwargs)]
+        return [*leaves, *trace.carried_tensors(fn, args, kwargs)]
 
     def finished(
         self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any], replayed: Replayed

@@ -27,6 +27,7 @@ from pygraph_train.step.program import Call, StepProgram
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.regions import Regions
+from pygraph_train.step.replays import Replays
 from pygraph_train.step.resting import Resting
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
@@ -84,6 +85,7 @@ class StepRunner:
         self._signatures, self._ungraphed = signatures, UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
         self._outside, self._writes = Outside(program), PythonWrites(program)
+        self._replays = Replays(training, updates, maker, self._writes, self._replay)
         watch = Watching(training, updates, maker)
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing, watch, capture)
@@ -169,7 +171,7 @@ class StepRunner:
         capture = variant.captures.get(variant.capture_key(step.position))
         if capture is not None and not capture.gradients.fit():
             return Ran(self._ungraphed.plainly(run))  # emptied in the middle of an accumulation
-        loaded = self._writes.loaded(variant, args, kwargs, leaves) if variant.trace.carried else leaves
+        loaded = self._writes.load(variant, capture, args, kwargs, leaves) if variant.trace.loads else leaves
         if capture is not None and self._lookup.reads_written_memory(variant, capture, loaded):
             self._refusing.plain_step(BATCH_IN_STATE, for_good=False)
             return Ran(self._ungraphed.plainly(run))
@@ -180,11 +182,11 @@ class StepRunner:
                         variant.forget_captures()
                     return Ran(self._ungraphed.plainly(run))
                 return self._advance.audited(step, signature, variant, capture, args, kwargs, leaves, run)
-            step.replayed, signature.refused = True, 0
+            signature.refused = 0
             if variant.choice is None and variant.lead is None:
                 variant.choice = self._advance.compare_plans(variant)
-            made = self._replay(variant, capture, loaded)
-            return made if capture.writer is None else self._writes.finished(capture, args, kwargs, made)
+            made = self._replays(step, variant, capture, args, kwargs, loaded)
+            return Ran(self._ungraphed.plainly(run)) if made is None else made
         return self._advance(step, signature, variant, args, kwargs, leaves, run)
 
     def _replay(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> Replayed:

@@ -119,6 +119,7 @@ class Variant:
         family: of kinds of calls that differ in sizes alone.
         way: the answers after which its trace was made, of a signature that has traces of other ways; None otherwise.
         lead: whose trace it shares, and whose plan it follows. None for a kind of call with a trace of its own.
+        opened: whether objects of its call are opened from now on, so that their tensors are leaves.
     """
 
     trace: Trace
@@ -145,6 +146,7 @@ class Variant:
     stay: set[int] = field(default_factory=set)
     family: Family | None = None
     lead: Variant | None = None
+    opened: bool = False
 
     def member(self, key: Key) -> Variant:
         """A kind of call with other sizes that this one's trace holds for. Nothing has to be found out for it."""
@@ -366,6 +368,12 @@ class Signatures:
             signature.returns.steps = 0
             if doubled:
                 signature.returns.dropped()
+
+    def forget(self, signature: Signature) -> None:
+        """No call has this key any more, and nothing was captured for it."""
+        self._by_key.pop(signature.key, None)
+        if self._first is signature:
+            self._first = None
 
     def is_first(self, signature: Signature) -> bool:
         """Whether it is the first one of the run, which stands for the others."""

@@ -18,7 +18,8 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Variant
 from pygraph_train.torch_private.memory import tensor_version
-from pygraph_train.tracing.refusals import history
+from pygraph_train.tracing.opened import open_way_to
+from pygraph_train.tracing.refusals import history, tensor_inside
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Watching"]
@@ -107,12 +108,10 @@ class Watching:
         if (problem := history(variant.trace, state)) is not None:
             return problem
         known = {id(leaf) for leaf in leaves}
-        for expression, tensor in reads:
-            if id(tensor) not in known:
-                return Problem(
-                    f"{expression} is a tensor inside an object that is not a dict, list, tuple or dataclass",
-                    fix="Pass batches as plain containers of tensors",
-                )
+        hidden = [(expression, tensor) for expression, tensor in reads if id(tensor) not in known]
+        if hidden:
+            variant.opened = open_way_to([tensor for _, tensor in hidden], leaves)
+            return tensor_inside(hidden[0][0])
         read = {id(tensor) for _, tensor in reads}
         variant.used = [isinstance(leaf, Tensor) and id(leaf) in read for leaf in leaves]
         places = {id(tensor): k for k, tensor in enumerate(state)}

@@ -182,6 +182,10 @@ def compile_with_aten(
 
         return compile
 
+    def partition(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
+        _keep_checks_in_forward(joint)
+        return default_partition(joint, *args, **options)
+
     with torch._functorch.config.patch(enable_autograd_cache=False):
         return aot_autograd(
             fw_compiler=compiler("forward"),
@@ -191,9 +195,25 @@ def compile_with_aten(
                 torch.ops.aten.native_dropout.default: _dropout,
                 torch.ops.aten.native_dropout_backward.default: _dropout_backward,
             },
-            partition_fn=default_partition,
+            partition_fn=partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
+
+
+def _keep_checks_in_forward(joint: torch.fx.GraphModule) -> None:
+    """Let a backward repeat no assertion of its forward: it would read what forward has changed since. (2.11, 2.13)
+
+    `default_partition` has assertions in both, and all that they are computed from, buffers included.
+    """
+    assertions = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
+    of_backward: set[torch.fx.Node] = set()
+    for node in joint.graph.nodes:
+        if ("tangents" in node.name and node.op == "placeholder") or not of_backward.isdisjoint(
+            node.all_input_nodes
+        ):
+            of_backward.add(node)
+        elif node.target in assertions:
+            node.meta["partitioner_tag"] = "must_be_in_forward"
 
 
 def _traced(gm: torch.fx.GraphModule, phase: Any, static: frozenset[int]) -> TracedGraph:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Around", "no_bounded_deques"]
+__all__ = ["Around", "no_bounded_deques", "no_comparisons"]
 
 
 @dataclass(frozen=True)
@@ -36,3 +36,25 @@ def no_bounded_deques() -> tuple[Any, str, Any]:
         return wrap
 
     return VariableBuilder, "_wrap", Around(around)
+
+
+def no_comparisons(unseen: type) -> tuple[Any, str, Any]:
+    """Dynamo compares no list with a variable of this class: that of 2.11 takes them for different. (2.11, 2.13)
+
+    Args:
+        unseen: of variables. Its `refuse()` ends the trace.
+    """
+    from torch._dynamo.variables.lists import BaseListVariable
+
+    def around(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name in _COMPARISONS and args and isinstance(args[0].realize(), unseen):
+                args[0].realize().refuse()  # type: ignore[attr-defined]
+            return stock(self, tx, name, args, kwargs)
+
+        return call_method
+
+    return BaseListVariable, "call_method", Around(around)
+
+
+_COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}

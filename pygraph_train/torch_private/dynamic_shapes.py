@@ -1,14 +1,17 @@
-"""Sizes of tensors that Dynamo keeps as symbols, so that one trace is for many shapes."""
+"""Sizes of tensors and other integers that Dynamo keeps as symbols, so that one trace is for many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["is_size_of_tensor", "sizes_are_symbols"]
+from pygraph_train.torch_private.changes import Around
+
+__all__ = ["is_size_of_tensor", "sizes_are_symbols", "symbolic"]
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 """What `maybe_mark_dynamic` leaves on a tensor; 2.11 has the first one only."""
@@ -50,3 +53,30 @@ def is_size_of_tensor(node: torch.fx.Node) -> bool:
     grapharg = node.meta.get("grapharg")
     symbol = isinstance(node.meta.get("example_value"), torch.SymInt)
     return symbol and isinstance(getattr(grapharg, "source", None), TensorPropertySource)
+
+
+def symbolic(wanted: Callable[[str], bool]) -> tuple[tuple[Any, str, Any], ...]:
+    """Changes of Dynamo: integers that are read from these expressions are inputs of the graph. (2.11, 2.13)"""
+    import torch._dynamo.variables.builder as builder
+    from torch._dynamo.variables.lazy import LazyConstantVariable
+
+    stock = builder.is_dynamic_source
+
+    def is_dynamic_source(name: str, *dim: Any) -> bool:
+        return wanted(name) or bool(stock(name, *dim))
+
+    def around(create: Any) -> Any:
+        def created(value: Any, source: Any, **options: Any) -> Any:
+            made = create.__func__(value, source, **options)
+            if type(value) is not int:
+                return made
+            name = source.name
+            # otherwise Dynamo compares a number that it has not looked at as if it were a constant
+            return made.realize() if wanted(name() if callable(name) else name) else made
+
+        return staticmethod(created)
+
+    return (
+        (builder, "is_dynamic_source", is_dynamic_source),
+        (LazyConstantVariable, "create", Around(around)),
+    )

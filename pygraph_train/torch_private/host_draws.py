@@ -31,6 +31,7 @@ from pygraph_train.torch_private.drawn_numbers import (
     number_class,
     value_of,
 )
+from pygraph_train.torch_private.jumps import conditional_jumps
 
 __all__ = ["changes"]
 
@@ -42,8 +43,6 @@ _ARITHMETIC = frozenset(
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
 ) | {int, float, abs, round, min, max}
 _OF_TYPES = frozenset({isinstance, type, issubclass, callable, hasattr, id})
-_JUMPS = ("POP_JUMP_IF", "POP_JUMP_FORWARD_IF", "POP_JUMP_BACKWARD_IF", "JUMP_IF")
-_NOT_OF_TRUTH = ("NONE", "MATCH")
 
 
 def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
@@ -73,7 +72,7 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         (TensorVariable, "method_item", hooks.reading(TensorVariable.method_item)),
         (TensorVariable, "method_tolist", hooks.listing(TensorVariable.method_tolist)),
         *hooks.comparing_symbols(),
-        *hooks.jumping(symbolic_convert.InstructionTranslatorBase),
+        *conditional_jumps(hooks.truth),
     )
 
 
@@ -278,38 +277,11 @@ class _Hooks:
 
         return tolist
 
-    def jumping(self, base: type) -> list[tuple[Any, str, Any]]:
-        """Conditional jumps, in the tables of instructions that each class of Dynamo's has."""
-        import dis
-
-        classes, found = [base], []
-        for kind in classes:
-            classes += kind.__subclasses__()
-            if "dispatch_table" not in vars(kind):
-                continue
-            table = list(kind.dispatch_table)  # type: ignore[attr-defined]
-            for name, code in dis.opmap.items():
-                if name.startswith(_JUMPS) and not name.endswith(_NOT_OF_TRUTH) and code < len(table):
-                    table[code] = self._jump(name, table[code])
-            found.append((kind, "dispatch_table", table))
-        return found
-
-    def _jump(self, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-        def jump(tx: Any, inst: Any) -> Any:
-            find = self.slot_of if _is_of_assert(tx) else self.read  # Dynamo has an operation that asserts
-            slot = find(tx, tx.stack[-1]) if tx.stack else None
-            if slot is None:
-                return handler(tx, inst)
-            answer = self.answer(tx, slot)
-            if not name.endswith("_OR_POP"):
-                tx.stack[-1] = _constant(tx, answer)
-                return handler(tx, inst)
-            if answer is ("IF_TRUE" in name):
-                return tx.jump(inst)
-            tx.stack.pop()
-            return None
-
-        return jump
+    def truth(self, tx: Any, variable: Any) -> bool | None:
+        """The answer to a condition that is a number; None for another one."""
+        find = self.slot_of if _is_of_assert(tx) else self.read  # Dynamo has an operation that asserts
+        slot = find(tx, variable)
+        return None if slot is None else self.answer(tx, slot)
 
 
 def _any_missing(values: Sequence[Any]) -> bool:

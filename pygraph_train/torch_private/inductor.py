@@ -161,6 +161,7 @@ def compile_with_inductor(
         backward, inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
         phase: Any = "backward" if backward else "inference" if inference else "forward"
         _note_what_is_donated()
+        _multiply_before_adding(gm)
         return build(compile_kernels, gm, inputs, _traced(gm, phase, static))
 
     cached = cached and torch._functorch.config.enable_autograd_cache
@@ -177,3 +178,25 @@ def compile_with_inductor(
             inner_compile=inner_compile,  # type: ignore[arg-type]
             config_patches=dict(settings),
         )
+
+
+def _multiply_before_adding(gm: torch.fx.GraphModule) -> None:
+    """Let `x.add(y, alpha=k)` be `x.add(y * k)`, which has the same kernels. (2.11, 2.13)
+
+    Inductor makes `addmm` of a sum with a matrix product, and forgets `alpha`.
+    """
+    for node in list(gm.graph.nodes):
+        if node.target is not torch.ops.aten.add.Tensor or node.kwargs.get("alpha", 1) == 1:
+            continue
+        first, second = node.args
+        if not any(isinstance(n, torch.fx.Node) and n.target is torch.ops.aten.mm.default for n in node.args):
+            continue
+        value = second.meta["val"]
+        with gm.graph.inserting_before(node):
+            product = gm.graph.call_function(torch.ops.aten.mul.Tensor, (second, node.kwargs["alpha"]))
+        product.meta = {k: v for k, v in node.meta.items() if k != "val"}
+        with value.fake_mode:
+            product.meta["val"] = value * node.kwargs["alpha"]
+        node.args = (first, product)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "alpha"}
+        gm.recompile()

@@ -9,14 +9,15 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.changes import Around, no_comparisons
 from pygraph_train.torch_private.dynamo import placeholder_source
+from pygraph_train.torch_private.live_numbers import is_live
 
-__all__ = ["SideEffect", "appends_in_frame", "deferring", "dynamo_side_effects", "hooks_in_frame", "symbolic"]
+__all__ = ["SideEffect", "appends_in_frame", "deferring", "dynamo_side_effects", "hooks_in_frame"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class SideEffect:
         appended: the list, where the frame does nothing to it but append; None for anything else.
         places: expressions of what is replaced.
         reproducible: whether Dynamo's code makes it as the user's code does, and it can be taken back.
+        simple: whether an attribute is written, and its value is a tensor, a number or a text.
     """
 
     source: str
@@ -42,6 +44,7 @@ class SideEffect:
     appended: Any = None
     places: tuple[str, ...] = ()
     reproducible: bool = False
+    simple: bool = False
 
 
 def dynamo_side_effects() -> list[SideEffect]:
@@ -125,7 +128,15 @@ def _of_attribute(
         kept = type(names) is dict and not _is_descriptor(owner, name)
         before = names.get(name, _Unknown) if type(names) is dict else _Unknown
     numbers = (place,) if _changes_number(before, after) else ()
-    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept)
+    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, _is_simple(after))
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether what is written is a tensor, a number or a text. (2.11, 2.13)"""
+    kinds = {base.__name__ for base in type(value).__mro__}
+    if "LazyVariableTracker" in kinds:
+        return bool(value.is_realized()) and _is_simple(value.realize())
+    return not kinds.isdisjoint(("ConstantVariable", "SymNodeVariable", "TensorVariable"))
 
 
 def _is_descriptor(owner: Any, name: str) -> bool:
@@ -257,33 +268,6 @@ _AUGMENTED = {
 }
 
 
-def symbolic(wanted: Callable[[str], bool]) -> tuple[tuple[Any, str, Any], ...]:
-    """Changes of Dynamo: integers that are read from these expressions are inputs of the graph. (2.11, 2.13)"""
-    import torch._dynamo.variables.builder as builder
-    from torch._dynamo.variables.lazy import LazyConstantVariable
-
-    stock = builder.is_dynamic_source
-
-    def is_dynamic_source(name: str, *dim: Any) -> bool:
-        return wanted(name) or bool(stock(name, *dim))
-
-    def around(create: Any) -> Any:
-        def created(value: Any, source: Any, **options: Any) -> Any:
-            made = create.__func__(value, source, **options)
-            if type(value) is not int:
-                return made
-            name = source.name
-            # otherwise Dynamo compares a number that it has not looked at as if it were a constant
-            return made.realize() if wanted(name() if callable(name) else name) else made
-
-        return staticmethod(created)
-
-    return (
-        (builder, "is_dynamic_source", is_dynamic_source),
-        (LazyConstantVariable, "create", Around(around)),
-    )
-
-
 def deferring(
     appended: Callable[[Any], bool], collect: Callable[..., Any], settle: Callable[..., Any]
 ) -> tuple[tuple[Any, str, Any], ...]:
@@ -310,7 +294,7 @@ def deferring(
 
         return wrap
 
-    return ((VariableBuilder, "_wrap", Around(around)),)
+    return (VariableBuilder, "_wrap", Around(around)), no_comparisons(listed)
 
 
 def _is_settled(number: Any) -> bool:
@@ -355,6 +339,9 @@ def _variables() -> tuple[Any, Any, Any]:
 
         def python_type(self) -> type:
             # whoever asks for the type goes on to ask for a length or a truth value, and no guard stands for these
+            self.refuse()
+
+        def refuse(self) -> NoReturn:
             unimplemented(
                 gb_type="List that is only appended to",
                 context="",
@@ -368,7 +355,7 @@ def _variables() -> tuple[Any, Any, Any]:
         def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
             at_top = tx.output.current_tracer is tx.output.root_tracer
             if name != "append" or len(args) != 1 or kwargs or not at_top:
-                return super().call_method(tx, name, args, kwargs)
+                self.refuse()  # Dynamo of 2.11 takes lists for different that it does not look at
             kept(tx).append(TupleVariable([self, args[0]]))
             return ConstantVariable.create(None)
 
@@ -383,6 +370,8 @@ def _variables() -> tuple[Any, Any, Any]:
 
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             number = args[0].realize()
+            if is_live(number):
+                number.refuse()
             if isinstance(number, SymNodeVariable) and not _is_settled(number.sym_num):
                 number.evaluate_expr(tx.output)
             return ConstantVariable.create(None)

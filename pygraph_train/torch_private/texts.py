@@ -2,7 +2,8 @@
 
 Dynamo of 2.11 does not know that a text with a tensor in it is a `str`, and it ends at the first place that asks. That
 place is not the user's where the step returns the text. It also ends where a number that was read from a tensor goes
-into a text, and says nothing of a text then. Dynamo of 2.13 goes on in both cases.
+into a text, and says nothing of a text then. Dynamo of 2.13 goes on in both cases. Both lose the format of a number
+that is an input of the graph (`f"{weight:.3f}"`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ __all__ = ["mends"]
 
 @functools.cache
 def mends() -> tuple[tuple[Any, str, Any], ...]:
-    """(owner, attribute, value): changes of Dynamo while the library traces. None where Dynamo needs none."""
-    if torch.__version__ >= "2.13":  # compares versions, not text
-        return ()
+    """(owner, attribute, value): changes of Dynamo while the library traces."""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.misc import StringFormatVariable
 
+    formatting = (
+        InstructionTranslatorBase,
+        "_format_value",
+        _formatting(InstructionTranslatorBase._format_value),
+    )
+    if torch.__version__ >= "2.13":  # compares versions, not text
+        return (formatting,)
     return (
         (StringFormatVariable, "__init__", _placed(StringFormatVariable.__init__)),
         (StringFormatVariable, "__repr__", _with_place(StringFormatVariable.__repr__)),
-        (InstructionTranslatorBase, "_format_value", _formatting(InstructionTranslatorBase._format_value)),
+        formatting,
     )
 
 
@@ -56,14 +62,20 @@ def _with_place(as_text: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _formatting(format_value: Callable[..., None]) -> Callable[..., None]:
-    """A number whose value nobody knows yet goes into a text that is not known either."""
+    """A number whose value nobody knows yet goes into a text that is not known either. For others a guard stands."""
+    from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.misc import StringFormatVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     def formatted(tx: Any, fmt_spec: Any, flags: int) -> None:
-        number = tx.stack[-1]
-        if not isinstance(number, SymNodeVariable) or not free_unbacked_symbols(number.sym_num):
+        number = tx.stack[-1].realize()
+        if not isinstance(number, SymNodeVariable):
+            return format_value(tx, fmt_spec, flags)
+        if not free_unbacked_symbols(number.sym_num):
+            tx.stack[-1] = ConstantVariable.create(number.evaluate_expr(tx.output))
+            return format_value(tx, fmt_spec, flags)
+        if torch.__version__ >= "2.13":
             return format_value(tx, fmt_spec, flags)
         text = "{:" + fmt_spec.as_python_constant() + "}"
         tx.push(StringFormatVariable.create(text, [tx.pop()], {}))

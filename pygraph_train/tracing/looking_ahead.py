@@ -8,6 +8,7 @@ import torch
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
 from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_draws import Ahead, HostDraws
@@ -79,6 +80,13 @@ class LookingAhead:
     def reads(self) -> bool:
         """Whether values of given tensors are among what decides."""
         return self.draws is not None and bool(self.draws.inputs)
+
+    def given(self, graph: torch.fx.GraphModule) -> list[object]:
+        """After `finish`: the tensors that are read ahead, as they are in the traced call."""
+        if not self.reads or self.draws is None:
+            return []
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        return [placeholder_value(n) for n in placeholders if placeholder_source(n) in self.draws.inputs]
 
     def ask_no_more_than(self, other: LookingAhead) -> None:
         """Before the first call: the way may depend on no values of given tensors but those of another trace's."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pygraph_train.graphs.engine import CaptureError
-from pygraph_train.problems import NotLegal, Problem, first_line, user_location
+from pygraph_train.problems import NotLegal, Problem, defined_at, first_line, is_user_file, user_location
 from pygraph_train.torch_private.dynamo import raising_node
-from pygraph_train.tracing.reasons import line_of, readable
+from pygraph_train.tracing.reading import reader
+from pygraph_train.tracing.reasons import line_of, problem_of_guard, readable
 from pygraph_train.tracing.signature import leaf_paths
 from pygraph_train.tracing.trace import Trace
 
@@ -24,9 +25,11 @@ __all__ = [
     "GLOBAL_HOOK",
     "OUT_OF_MEMORY",
     "SAVED_TENSORS_HOOKS",
+    "check_copies",
     "compiler_problem",
     "history",
     "problem_of",
+    "tensor_inside",
     "unsupported_leaf",
     "unsupported_leaves",
 ]
@@ -73,32 +76,92 @@ def history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
     return None
 
 
-def unsupported_leaf(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Problem | None:
+def tensor_inside(name: str, where: str | None = None) -> Problem:
+    """A tensor of the batch is no leaf of the arguments."""
+    return Problem(
+        f"{name} is a tensor inside an object that pygraph-train cannot open",
+        where,
+        "Pass batches as dicts, lists, tuples, dataclasses, or objects of a class that is written in Python",
+    )
+
+
+def check_copies(
+    trace: Trace,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaves: Sequence[Any],
+    *,
+    plain: bool,
+) -> None:
+    """Look at a call whose tensors are copies.
+
+    Args:
+        leaves: of this call.
+        plain: whether the function itself is called, which asks anew whether a batch is the one that the model keeps.
+    Raises:
+        NotLegal: the trace does not hold for it, or reads tensors that are no copies.
+    """
+    frame = {"fn": fn, "args": args, "kwargs": kwargs}
+    if not trace.holds(fn, args, kwargs):
+        if not plain:
+            raise NotLegal(trace.why_not(fn, args, kwargs))
+        for guard, where in trace.failures(frame):
+            if _is_of_batch_object(guard, frame):
+                raise NotLegal(problem_of_guard(guard, where, fn))
+    known = {id(leaf) for leaf in leaves}
+    for name, tensor in Trace.argument_tensors(trace, fn, args, kwargs):
+        if id(tensor) not in known:
+            raise NotLegal(tensor_inside(name))
+
+
+def _is_of_batch_object(guard: str, frame: dict[str, Any]) -> bool:
+    """Whether a guard asks that two are one: parts of the batch, or an object of the batch and another one.
+
+    Tensors of the batch that the model has as well are `Variant.anchored`.
+    """
+    sides = guard.split(" is ")
+    of_batch = [side for side in sides if "L['args']" in side or "L['kwargs']" in side]
+    if len(sides) != 2 or len(of_batch) != 1:
+        return len(sides) == len(of_batch) == 2
+    return not isinstance(reader({}, of_batch)(frame, {})[0][0], Tensor)
+
+
+def unsupported_leaf(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+) -> Problem | None:
     """The first of `unsupported_leaves`."""
-    return next(unsupported_leaves(args, kwargs, leaves), None)
+    return next(unsupported_leaves(fn, args, kwargs, leaves), None)
 
 
 def unsupported_leaves(
-    args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
 ) -> Iterator[Problem]:
-    """Arguments that cannot be kept in a static buffer."""
-    paths = leaf_paths(args, "args") + leaf_paths(kwargs, "kwargs")
+    """Arguments that cannot be kept in a static buffer. The line is that of the step's function, which gets them."""
+    paths = leaf_paths(args, kwargs, ("args", "kwargs"))
+    where = defined_at(fn)
+    where = where if where is not None and is_user_file(where) else None
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, np.ndarray):
             yield Problem(
                 f"{path} is a NumPy {type(leaf).__name__}, and a graph takes tensors",
-                fix="Pass torch.as_tensor(...) of the array",
+                where,
+                "Pass torch.as_tensor(...) of the array",
             )
         if not isinstance(leaf, Tensor):
             continue
         if type(leaf) is not Tensor or leaf.is_nested:
-            yield Problem(f"{path} is a {type(leaf).__name__}, and a graph would treat it as a plain tensor")
+            told = f"{path} is a {type(leaf).__name__}, and a graph would treat it as a plain tensor"
+            yield Problem(told, where)
         elif leaf.requires_grad:
             yield Problem(
-                f"{path} requires a gradient, and a graph would write the gradient to a copy of this tensor"
+                f"{path} requires a gradient, and a graph would write the gradient to a copy of this tensor",
+                where,
+                "Pass the tensor without a gradient, and let the step do x = x.detach().requires_grad_()",
             )
         elif leaf.layout is not torch.strided:
-            yield Problem(f"{path} is a {leaf.layout} tensor, and a graph takes strided tensors only")
+            told = f"{path} is a {leaf.layout} tensor, and a graph takes strided tensors only"
+            yield Problem(told, where)
 
 
 def compiler_problem(error: BaseException) -> Problem | None:

@@ -18,30 +18,32 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.dynamic_shapes import symbolic
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
     placeholder_source,
     tracing_notes,
     writes_to_inputs,
 )
-from pygraph_train.torch_private.guards import guard_failures
 from pygraph_train.torch_private.side_effects import (
     SideEffect,
     appends_in_frame,
     deferring,
     hooks_in_frame,
-    symbolic,
 )
-from pygraph_train.tracing.counters import Counters, counters, without_counters
+from pygraph_train.tracing.counters import counters, without_counters
+from pygraph_train.tracing.live_numbers import FLOAT, OTHER_DECISION, CallNumbers
 from pygraph_train.tracing.obstacles import problem_of_write, side_effects
 from pygraph_train.tracing.reading import Read, reader
 from pygraph_train.tracing.reasons import first_use, line_of, readable
+from pygraph_train.tracing.seat import FailedRuns, Seat
 from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Compiler, Trace
 from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
 from pygraph_train.tracing.undo import Undo
 
-__all__ = ["ReproducingTrace", "SilentCall", "changing_numbers"]
+__all__ = ["ReproducingTrace", "SilentCall"]
 
 
 class ReproducingTrace(Trace):
@@ -73,12 +75,13 @@ class ReproducingTrace(Trace):
         self._effects: list[SideEffect] = []
         self._numbers: set[str] = set()  # expressions of integers that are inputs of the graph
         self._decisive: set[str] = set()  # of such that tensors depend on
+        self.live = CallNumbers(device)
         self._lists: dict[int, Any] = {}
         self._defers = True
         self._deferred = False
         self._again = False
         self._frame: dict[str, Any] = {}
-        self._seat: _Seat | None = None
+        self._seat: Seat | None = None
         self._places: list[int] = []  # of `carried` among the inputs of the graph
         self._argument_places: list[int] = []
         self._first: list[Any] | None = None  # arguments of the first call, which it may have changed
@@ -92,8 +95,15 @@ class ReproducingTrace(Trace):
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Trace`. Dynamo traces again where it has seen what it need not look at."""
         self._frame, self._first = {"fn": fn, "args": args, "kwargs": kwargs}, None
+        self.fill(fn, args, kwargs)
+        random = HostRandomState() if self._compiler is None else None
         try:
             result, items = super().__call__(fn, args, kwargs)
+        except Exception:
+            if random is None or not self._took_back():
+                raise
+            random.restore()
+            return fn(*args, **kwargs)
         finally:
             self._frame = {}
         for owner, item in items:
@@ -102,6 +112,18 @@ class ReproducingTrace(Trace):
         if self.reproduces and self.problem is None:
             self.problem = self._moved(fn, args, kwargs)
         return result
+
+    def _took_back(self) -> bool:
+        """After an exception: whether Dynamo's graph has raised it, and was taken back.
+
+        Dynamo's code writes to Python, and draws on the host, at other times than the function. So the function itself
+        has to run as far as it comes.
+        """
+        seat = self._seat
+        if seat is None or not seat.failed:
+            return False
+        seat.failed = False
+        return True
 
     def silently(
         self,
@@ -120,12 +142,14 @@ class ReproducingTrace(Trace):
         """
         assert self._seat is not None and self._resume is not None
         seat = self._seat
+        self.fill(fn, args, kwargs)
         undo = Undo(self._effects, {"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
         seat.places, seat.keeps = dict(zip(self._places, carried, strict=False)), keep
+        undoes, seat.undoes = seat.undoes, None
         try:
             result, _ = self._resume(fn, args, kwargs)
         finally:
-            seat.places, seat.keeps = {}, False
+            seat.places, seat.keeps, seat.undoes = {}, False, undoes
             undo.restore()
         return result
 
@@ -148,6 +172,30 @@ class ReproducingTrace(Trace):
         for owner, item in items:
             owner.append(item)
 
+    def holds(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """See `Trace`. Hot path."""
+        if not super().holds(fn, args, kwargs):
+            return False
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        return not self.live.used or self.live.look(frame, self._code.__globals__)
+
+    def _why(self, frame: dict[str, Any]) -> Problem | None:
+        if self.live.used and super().holds(frame["fn"], frame["args"], frame["kwargs"]):
+            return OTHER_DECISION
+        return super()._why(frame)
+
+    def fill(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a run of the graph: let tensors have the numbers of the call.
+
+        Raises:
+            NotLegal: the numbers lead to other decisions. Nothing was executed.
+        """
+        frame = {"fn": fn, "args": args, "kwargs": kwargs}
+        if self.live.used and self.traced:
+            if not self.live.look(frame, self._code.__globals__):
+                raise NotLegal(OTHER_DECISION)
+            self.live.fill()
+
     def carried_tensors(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, ...]:
@@ -165,20 +213,22 @@ class ReproducingTrace(Trace):
             return super().argument_tensors(fn, args, kwargs)
         return list(zip((readable(name, fn) for name in self._arguments), first, strict=True))
 
-    def take_as_inputs(self, numbers: Iterable[str]) -> None:
+    def take_as_inputs(self, numbers: Iterable[str], live: Iterable[str]) -> None:
         """Before the first call: let integers be inputs of the graph, by their expressions. No tensor may depend on
-        them, so guards stand for what they decide."""
+        them, so guards stand for what they decide. On the numbers `live` tensors may depend."""
         self._numbers.update(numbers)
+        self._decisive.update(live)
+        self.live.take(live)
 
     def numbers(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[set[str], set[str]]:
-        """Expressions of integers that change, as far as this call shows, and of those that tensors depend on."""
+        """Expressions of integers that change, as far as this call shows, and of numbers that tensors depend on."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        failures = guard_failures(self._guards, frame) if self.traced else []
-        failures += self._still.changed_settings(frame)
-        changed = [found[1] for guard, _ in failures if (found := _NUMBER.fullmatch(guard))]
-        return self._numbers.union(changed), self._decisive
+        failures = [*self.failures(frame), *self._still.changed_settings(frame)]
+        changed = {found[1] for guard, _ in failures if (found := FLOAT.fullmatch(guard))}
+        whole = {found[1] for guard, _ in failures if (found := _NUMBER.fullmatch(guard))}
+        return self._numbers | whole, self._decisive | (changed - whole)
 
     # -- inside Dynamo ------------------------------------------------------------------------------
 
@@ -186,6 +236,9 @@ class ReproducingTrace(Trace):
         found = self._defers and (id(value) in self._lists or type(value) is deque)
         self._deferred |= found
         return found
+
+    def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
+        return (*super()._changes(), *(() if self.traced else self.live.changes()))
 
     def _function_to_trace(self) -> types.FunctionType:
         return returning_appended()
@@ -202,8 +255,11 @@ class ReproducingTrace(Trace):
         if self._deferred:  # more was done to a list than to append to it
             self._defers = self._deferred = False
             return True
+        if self.live.drop_refused():
+            return True
         if self._numbers:  # Dynamo does not compute with them what the step does
             self._decisive |= self._numbers
+            self.live.take(self._numbers)
             self._numbers.clear()
             return True
         return super()._is_worth_another_look(refused)
@@ -223,23 +279,32 @@ class ReproducingTrace(Trace):
             self._look_again(graph)
         if not self.traced:
             self.ahead.finish(graph)  # of the graph that Dynamo has made
+            if self.live.drop(self.ahead.given(graph)):
+                self._look_again(graph)
         found = counters(graph)
         numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]
         decisive = set(numbers).difference(() if found is None else found.inputs)
         names = [placeholder_source(n) or "" for n in graph.graph.nodes if n.op == "placeholder"]
         if self._numbers.intersection(names[i] for i in decisive):
             self._decisive.update(names[i] for i in decisive)
+            self.live.take(self._numbers & self._decisive)
             self._numbers -= self._decisive
             self._look_again(graph)
         if found is not None:
             graph = without_counters(graph, found)
             example_inputs = [v for i, v in enumerate(example_inputs) if i not in found.inputs]
         self._effects = effects
-        seat = _Seat(found)
+        self.live.check()
+        if appends_in_frame() or not all(effect.simple for effect in effects):
+            self.objects.may_open = False  # the object may be what it writes, too
+        seat = Seat(found)
         seat.graph = super()._backend(graph, example_inputs)
         if self._compiles == 1:
-            self.reproduces = (bool(effects) or appends_in_frame()) and self.problem is None
+            writes = bool(effects) or appends_in_frame()
+            self.reproduces = (writes or self.live.used) and self.problem is None
             self._lists.clear()
+            if self._compiler is None and (writes or self.host_draws is not None) and not self.rebound:
+                seat.undoes = FailedRuns(graph, self.device)
             seat.begins = held_weakly(self._begins)
             self._seat = seat
         return seat
@@ -292,6 +357,8 @@ class ReproducingTrace(Trace):
         except Exception:  # an expression that only Dynamo's own code understands: `Trace` says so
             self._guards = None
             return
+        if self.reproduces:
+            self.loads = bool(self.carried) or self.live.used
         if self.reproduces or self.ahead.leaves_out:
             self._resume = types.FunctionType(entries[0].code, self._code.__globals__)
         if self.reproduces:
@@ -313,23 +380,6 @@ _NUMBER = re.compile(r"([LG]\[.+) == -?\d+")
 """Dynamo's guard of an integer."""
 
 
-def changing_numbers(
-    traces: Iterable[Trace], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> set[str]:
-    """Expressions of integers that a next trace should not be bound to, where no trace so far holds for a call.
-
-    Such as the number of a batch that decides what is done in each tenth step.
-    """
-    changed: set[str] = set()
-    decisive: set[str] = set()
-    for trace in traces:
-        if isinstance(trace, ReproducingTrace):
-            found, of_tensors = trace.numbers(fn, args, kwargs)
-            changed |= found
-            decisive |= of_tensors
-    return changed - decisive
-
-
 @dataclass(frozen=True)
 class SilentCall:
     """How a step's function is run that writes to Python, in a run that makes no step.
@@ -346,54 +396,3 @@ class SilentCall:
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""
         return self.trace.silently(fn, args, kwargs, self.carried, keep=self.keep)
-
-
-class _Seat:
-    """What Dynamo's code calls in the place of its graph.
-
-    Args:
-        counted: the counters of the graph, which has none any more.
-
-    Attributes:
-        graph: takes and returns tensors.
-        begins: called with the inputs of the graph before its first run.
-        instead: what is returned without a run.
-        places: tensors in the place of these inputs.
-        keeps: whether `outputs` shall hold what the graph returns.
-    """
-
-    def __init__(self, counted: Counters | None) -> None:
-        self.graph: Callable[..., Any] = _no_graph
-        self.begins: Callable[[Sequence[Any]], None] | None = None
-        self.instead: Sequence[Any] | None = None
-        self.places: dict[int, Tensor] = {}
-        self.keeps = False
-        self.outputs: Sequence[Any] | None = None
-        self._counted = counted
-
-    def __call__(self, *inputs: Any) -> Sequence[Any]:
-        if self._counted is None:
-            return self._tensors(inputs)
-        counted = self._counted
-        numbers = counted.compute(*[inputs[i] for i in counted.read])
-        outputs = list(self._tensors([x for i, x in enumerate(inputs) if i not in counted.inputs]))
-        for place, number in zip(counted.results, numbers, strict=True):  # the places ascend
-            outputs.insert(place, number)
-        return outputs
-
-    def _tensors(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        if self.instead is not None:
-            return self.instead
-        if self.begins is not None:
-            begins, self.begins = self.begins, None
-            begins(inputs)
-        if self.places:
-            inputs = [self.places.get(i, x) for i, x in enumerate(inputs)]
-        outputs: Sequence[Any] = self.graph(*inputs)
-        if self.keeps:
-            self.outputs = outputs
-        return outputs
-
-
-def _no_graph(*inputs: Any) -> Sequence[Any]:
-    raise AssertionError("nothing was compiled")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pygraph_train.tracing.opened import BATCHES, each_once, is_open, looks_into, met, rebuilt, standing_for
 
 __all__ = [
     "ALIGNMENT",
@@ -19,6 +21,7 @@ __all__ = [
     "Sizes",
     "alignment",
     "batch_expressions",
+    "copied",
     "family_of",
     "flatten",
     "flattened",
@@ -41,46 +44,58 @@ Dims = Mapping[int, frozenset[int]]
 """Dimensions of leaves, by the position of the leaf."""
 
 
-def flatten(tree: Any, leaves: list[Any]) -> Any:
+def flatten(tree: Any, leaves: list[Any], opens: Collection[type] = ()) -> Any:
     """Append the leaves of `tree` to `leaves`, depth first, and return its hashable structure.
 
     Mappings (also dict-like classes such as transformers' BatchEncoding), sequences, namedtuples and
-    dataclass instances are containers; everything else, strings included, is a leaf.
+    dataclass instances are containers, and objects of the classes `opens`. Everything else, strings included,
+    is a leaf.
     """
     kind = type(tree)
     if kind is Tensor:
         leaves.append(tree)
         return None
     if kind is tuple or kind is list:
-        return _flat([kind], tree, leaves)
+        return _flat([kind], tree, leaves, opens)
     if kind is dict or isinstance(tree, Mapping):
-        return _flat([kind, tuple(tree)], tree.values(), leaves)
+        return _flat([kind, tuple(tree)], tree.values(), leaves, opens)
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
-        return _flat([kind], tree, leaves)
+        return _flat([kind], tree, leaves, opens)
+    if is_open(tree, opens):  # also a dataclass, with attributes that are no fields
+        if (place := met(tree)) is not None:
+            return kind, place
+        with looks_into(tree) as attributes:
+            named = dict(attributes)
+            return _flat([kind, tuple(named)], named.values(), leaves, opens)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _flat([kind], [getattr(tree, f.name) for f in dataclasses.fields(tree)], leaves)
+        return _flat([kind], [getattr(tree, f.name) for f in dataclasses.fields(tree)], leaves, opens)
     leaves.append(tree)
     return None
 
 
 def flattened(tree: Any) -> tuple[Any, list[Any]]:
-    """The hashable structure of a tree, and its leaves: see `flatten`."""
+    """The hashable structure of arguments, and their leaves: see `flatten`."""
     leaves: list[Any] = []
-    return flatten(tree, leaves), leaves
+    if not BATCHES:
+        return flatten(tree, leaves), leaves
+    with each_once():
+        return flatten(tree, leaves, BATCHES), leaves
 
 
-def _flat(structure: list[Any], values: Iterable[Any], leaves: list[Any]) -> tuple[Any, ...]:
+def _flat(
+    structure: list[Any], values: Iterable[Any], leaves: list[Any], opens: Collection[type]
+) -> tuple[Any, ...]:
     """Hot path: most values are tensors."""
     for value in values:
         if type(value) is Tensor:
             leaves.append(value)
             structure.append(None)
         else:
-            structure.append(flatten(value, leaves))
+            structure.append(flatten(value, leaves, opens))
     return tuple(structure)
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(fn: Callable[[Any], Any], tree: Any, opens: Collection[type] = ()) -> Any:
     """A copy of `tree` with `fn` applied to each leaf, in `flatten`'s order.
 
     Raises:
@@ -90,7 +105,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     if kind is Tensor or tree is None:
         return fn(tree)
     if kind is dict:
-        return {name: map_leaves(fn, value) for name, value in tree.items()}
+        return {name: map_leaves(fn, value, opens) for name, value in tree.items()}
     if isinstance(tree, Mapping):
         if not isinstance(tree, (dict, UserDict)):
             raise TypeError(
@@ -98,19 +113,32 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
             )
         other: Any = copy.copy(tree)
         for name, value in tree.items():
-            other[name] = map_leaves(fn, value)
+            other[name] = map_leaves(fn, value, opens)
         return other
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return kind(*[map_leaves(fn, value) for value in tree])
+        return kind(*[map_leaves(fn, value, opens) for value in tree])
+    if isinstance(tree, MutableSequence) and kind is not list and not isinstance(tree, bytearray):
+        other = copy.copy(tree)  # the most items of a deque, attributes of a class of the user's
+        for k, value in enumerate(tree):
+            other[k] = map_leaves(fn, value, opens)
+        return other
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
-        return kind([map_leaves(fn, value) for value in tree])  # type: ignore[call-arg]
+        return kind([map_leaves(fn, value, opens) for value in tree])  # type: ignore[call-arg]
+    if is_open(tree, opens):
+        return rebuilt(tree, lambda value: map_leaves(fn, value, opens))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         other = copy.copy(tree)
         for field in dataclasses.fields(tree):
             # frozen dataclasses refuse plain assignment
-            object.__setattr__(other, field.name, map_leaves(fn, getattr(tree, field.name)))
+            object.__setattr__(other, field.name, map_leaves(fn, getattr(tree, field.name), opens))
         return other
-    return fn(tree)
+    return standing_for(tree, fn(tree))
+
+
+def copied(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """A copy of arguments with `fn` applied to each leaf of `flattened`: see `map_leaves`."""
+    with each_once():
+        return map_leaves(fn, tree, BATCHES)
 
 
 def key_of(structure: Any, leaves: Sequence[Any]) -> Key:
@@ -171,15 +199,27 @@ def alignment(tensor: Tensor) -> int:
     return tensor.data_ptr() % ALIGNMENT
 
 
-def leaf_paths(tree: Any, prefix: str = "") -> list[str]:
-    """How the user would write each leaf of `tree`, in `flatten`'s order: `args[0]['x']`."""
+def leaf_paths(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, str]) -> list[str]:
+    """How the user would write each leaf of arguments, in the order of `flattened`: `args[0]['x']`."""
+    with each_once():
+        return [
+            path for tree, name in zip((args, kwargs), names, strict=True) for path in _leaf_paths(tree, name)
+        ]
+
+
+def _leaf_paths(tree: Any, prefix: str) -> list[str]:
     if isinstance(tree, Mapping):
-        return [path for name, value in tree.items() for path in leaf_paths(value, f"{prefix}[{name!r}]")]
+        return [path for name, value in tree.items() for path in _leaf_paths(value, f"{prefix}[{name!r}]")]
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes, bytearray, range)):
-        return [path for i, value in enumerate(tree) for path in leaf_paths(value, f"{prefix}[{i}]")]
+        return [path for i, value in enumerate(tree) for path in _leaf_paths(value, f"{prefix}[{i}]")]
+    if is_open(tree, BATCHES):
+        if met(tree) is not None:
+            return []
+        with looks_into(tree) as attributes:
+            return [path for name, value in attributes for path in _leaf_paths(value, f"{prefix}.{name}")]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = dataclasses.fields(tree)
-        return [path for f in fields for path in leaf_paths(getattr(tree, f.name), f"{prefix}.{f.name}")]
+        return [path for f in fields for path in _leaf_paths(getattr(tree, f.name), f"{prefix}.{f.name}")]
     return [prefix]
 
 
@@ -188,16 +228,34 @@ def batch_expressions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
 
     A model among the arguments is no part of the batch: its tensors are where they are, and stay there.
     """
-    paths = leaf_paths(args, _ARGS) + leaf_paths(kwargs, _KWARGS)
+    paths = leaf_paths(args, kwargs, (_ARGS, _KWARGS))
     leaves = flattened((args, kwargs))[1]
     models = tuple(
         f"{path}." for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, nn.Module)
     )
 
+    written = dict(_of_dict_classes(args, _ARGS)) | dict(_of_dict_classes(kwargs, _KWARGS))
+
     def is_of_batch(expression: str) -> bool:
+        for theirs, ours in written.items():
+            expression = expression.replace(theirs, ours)
         return expression.startswith((_ARGS, _KWARGS)) and not expression.startswith(models)
 
     return is_of_batch
+
+
+def _of_dict_classes(tree: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """How Dynamo writes an item of a dict of the user's own class, and how `leaf_paths` does. Outer dicts come first.
+    (2.11, 2.13)"""
+    if isinstance(tree, Mapping):
+        for k, (name, value) in enumerate(tree.items()):
+            ours = f"{prefix}[{name!r}]"
+            if isinstance(tree, dict) and type(tree) is not dict:
+                yield f"dict.__getitem__({prefix}, list(dict.keys({prefix}))[{k}])", ours
+            yield from _of_dict_classes(value, ours)
+    elif isinstance(tree, (list, tuple)):
+        for k, value in enumerate(tree):
+            yield from _of_dict_classes(value, f"{prefix}[{k}]")
 
 
 ARGUMENTS = _ARGS, _KWARGS = "L['args']", "L['kwargs']"

@@ -1,7 +1,6 @@
-"""Is a step a pure function of tensors? Found out by tracing it with Dynamo (DESIGN section 4).
+"""Is a step a pure function of tensors? Found out by tracing it with Dynamo: replay runs no Python.
 
-Replay runs no Python, so a step may be replayed only when Dynamo traces it as one graph that writes
-nothing back to Python, reads no tensor from the host, and whose guards hold for the call at hand.
+It has to be one graph that writes nothing to Python and reads no tensor of the host, and its guards hold for a call.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ from pygraph_train.tracing.reasons import (
 from pygraph_train.tracing.recompute import checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.required_gradients import GivenTensors
+from pygraph_train.tracing.returned_objects import ReturnedObjects
 from pygraph_train.tracing.saved_on_host import SavedOnHost, eager_forward
 from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.stillness import Stillness
@@ -82,6 +82,7 @@ class Trace:
     """Whether the step writes to Python, and Dynamo's code makes the writes: see `ReproducingTrace`."""
     carried: Sequence[str] = ()
     """Expressions of tensors that the step reads and replaces."""
+    loads = False  # whether a replay reads more than the batch: `carried`, or numbers that change
     may_draw = True
     """Whether random numbers of the host may decide which way the function takes."""
     may_read = False
@@ -129,6 +130,7 @@ class Trace:
         self._guards: Any = None
         self._given = GivenTensors(runs=self.runs_graph)
         self._kept = KeptGuards()
+        self.objects = ReturnedObjects()
         self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
         self._still = Stillness({}, {})
@@ -234,10 +236,9 @@ class Trace:
 
     def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
         """How Dynamo traces this function in another way than others."""
-        changes = list(weights_are_flat() if self.runs_graph else ())
-        changes += self.branches.changes()
+        changes = [*(weights_are_flat() if self.runs_graph else ()), *self.branches.changes()]
         if not self.traced:
-            changes += self.ahead.changes()
+            changes += (*self.objects.changes(), *self.ahead.changes())
         return (*changes, *self._further)
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
@@ -272,18 +273,20 @@ class Trace:
             self.latest_tensors, modules, asked = self._read(frame, self._code.__globals__)
         except (AttributeError, IndexError, KeyError):  # a module is no longer where it was
             return False
-        if not self._watch.unchanged(self.latest_tensors, modules, asked) or not self._still.settings_hold(
-            frame
-        ):
+        unchanged = self._watch.unchanged(self.latest_tensors, modules, asked)
+        if not unchanged or not self._still.settings_hold(frame):
             return False
         self._still.note(frame, self.latest_tensors, chain(self.inputs, self._kept.modules, self._kept.asked))
         return True
 
     def why_not(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
         """The guard that does not hold for this call, with its source line."""
-        return self._why({"fn": fn, "args": args, "kwargs": kwargs}) or Problem(
-            "a guard of the traced step failed"
-        )
+        problem = self._why({"fn": fn, "args": args, "kwargs": kwargs})
+        return problem or Problem("a guard of the traced step failed")
+
+    def failures(self, frame: dict[str, Any]) -> list[tuple[str, str | None]]:
+        """Guards of Dynamo's that do not hold: see `guard_failures`."""
+        return guard_failures(self._guards, frame) if self.traced else []
 
     def tensors(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -363,8 +366,7 @@ class Trace:
 
     def _why(self, frame: dict[str, Any]) -> Problem | None:
         """What is not as it was: the first guard that fails, and what the watch sees, which may be the real reason."""
-        failures = guard_failures(self._guards, frame) if self.traced else []
-        failures = (failures or self._still.changed_settings(frame))[:1]
+        failures = (self.failures(frame) or self._still.changed_settings(frame))[:1]
         found = list(filter(None, [self._kept.unguarded_problem()]))
         found += self._what_changed(frame, by_itself=not (failures or found))
         for guard, where in failures:

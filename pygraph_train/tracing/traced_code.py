@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, device, dtype
 
 from pygraph_train.torch_private.guards import guarded_expression
 
@@ -19,6 +19,7 @@ __all__ = [
     "guard_constants",
     "held_weakly",
     "is_of_this_file",
+    "opened",
     "returning_appended",
     "settled",
 ]
@@ -54,11 +55,18 @@ def guard_constants(tree: Any) -> None:
         for item in tree.values():
             guard_constants(item)
     # the next line would ask the classes of these for an attribute, which Dynamo of torch 2.11 does not trace
-    elif tree is None or isinstance(tree, (Tensor, type, types.FunctionType, types.BuiltinFunctionType)):
+    elif tree is None or isinstance(tree, LEAVES):
         return
     elif dataclasses.is_dataclass(tree):
         for field in dataclasses.fields(tree):
             guard_constants(getattr(tree, field.name))
+    else:
+        for item in opened(tree):
+            guard_constants(item)
+
+
+LEAVES = (Tensor, dtype, device, type, types.FunctionType, types.BuiltinFunctionType)
+"""Guards of names of this file are not kept where the names begin with a letter."""
 
 
 def returning_appended() -> types.FunctionType:
@@ -78,6 +86,11 @@ def settled(number: object) -> None:
 
 def appended() -> tuple[tuple[Any, Any], ...]:
     """At the end of a traced function: what it has appended to lists that it does not look at, each with its list."""
+    return ()
+
+
+def opened(tree: object) -> tuple[Any, ...]:
+    """Inside a traced function: what an object holds that the function has made, see `returned_objects`."""
     return ()
 
 

@@ -82,6 +82,8 @@ def frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [type(value).__name__, *map(frozen, value)]
     known = (int, float, str, bool, bytes, type(None), np.generic)
+    if type(value).__name__ == "Held":  # of a script
+        return ["Held", frozen(vars(value))]
     return value if isinstance(value, known) else type(value).__name__
 
 

@@ -117,6 +117,18 @@ _KINDS = (
     ),
     BatchKind("named_tuple", "batch = Pair(x, y)", "x, y = batch.x, batch.y"),
     BatchKind("dataclass", "batch = Point(x, y)", "x, y = batch.x, batch.y", loops=("graphed", "backend")),
+    BatchKind("object", "batch = Data(x=x, y=y)", "x, y = batch.x, batch.y", loops=("graphed", "backend")),
+    BatchKind(
+        "object_in_object",
+        "batch = Data(inside=[Data(x=x)], y=y, n=i)",
+        "x, y = batch.inside[0].x, batch.y",
+        loops=("graphed", "backend"),
+    ),
+    BatchKind(
+        "weight_every_step",
+        'batch = {"x": x, "y": y, "w": 0.97**i}',
+        f'{_DICT}\nx = x * batch["w"]',
+    ),
     BatchKind("last_used_first", "batch = (x, y)", "x, y = batch\nx = x.flip(0)"),
 )
 KINDS = {kind.name: kind for kind in _KINDS}

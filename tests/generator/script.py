@@ -11,6 +11,7 @@ from .part import Part
 from .parts_batches import KINDS as BATCHES
 from .parts_changes import CHANGES
 from .parts_model import BLOCKS
+from .parts_numbers import NUMBERS
 from .parts_optimizers import GROUPS, SCHEDULES
 from .parts_optimizers import KINDS as OPTIMIZERS
 from .parts_step import LOSSES, STEP
@@ -34,9 +35,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 """
 
+_STEPS = STEP | NUMBERS
 _TYPES = {
     "Pair(": 'Pair = namedtuple("Pair", "x y")',
     "Point(": "@dataclass\nclass Point:\n    x: torch.Tensor\n    y: torch.Tensor",
+    "Data(": "class Data:\n    def __init__(self, **values):\n        self.__dict__.update(values)",
+    "Held(": "class Held:\n    def __init__(self, out):\n        self.out, self.parts = out, [out.mean(), 3]",
     "leaves(": "def leaves(batch):\n    items = batch.values() if isinstance(batch, dict) else batch\n"
     "    return [t for t in items if isinstance(t, torch.Tensor) and t.is_floating_point()]",
 }
@@ -50,7 +54,7 @@ _STEP_OPTIONS = {
 
 def parts_of(case: Case) -> list[Part]:
     """All parts of a case, in the order in which their lines come."""
-    parts = [BLOCKS[name] for name in case.blocks] + [STEP[name] for name in case.step]
+    parts = [BLOCKS[name] for name in case.blocks] + [_STEPS[name] for name in case.step]
     return [*parts, *(CHANGES[change.what] for change in case.changes), SCHEDULES[case.optimizer.schedule]]
 
 

@@ -12,6 +12,7 @@ from .part import Part
 from .parts_batches import KINDS as BATCHES
 from .parts_changes import CHANGES
 from .parts_model import BLOCKS
+from .parts_numbers import NUMBERS
 from .parts_optimizers import GROUPS, SCHEDULES
 from .parts_optimizers import KINDS as OPTIMIZERS
 from .parts_step import LOSSES, STEP
@@ -58,7 +59,7 @@ def cases(
     without |= {name.split(": ")[1] for name in without if name.startswith(f"{kind}: ")}
     blocks_left, step_left, changes_left = (
         [part for part in table.values() if f"{what} {part.name}" not in without]
-        for what, table in (("block", BLOCKS), ("step", STEP), ("change", CHANGES))
+        for what, table in (("block", BLOCKS), ("step", STEP | NUMBERS), ("change", CHANGES))
     )
     accumulate = draw(st.sampled_from([1, 1, 1, 1, 1, 2, 3]))
     options = _options(draw, kind, without)

@@ -1,0 +1,259 @@
+"""Python numbers that change with each step and that tensors depend on: each is in a tensor, filled before each run.
+
+`weight = 0.99 ** self.step`, `loss * kl_weight`: the graph reads the tensor. `torch_private/live_numbers.py` says why
+an operation with it gives the same bits as one with the number. What Python decides by such numbers is noted, and the
+trace holds for numbers that lead to the same decisions.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.torch_private.live_numbers import MOST, changes
+from pygraph_train.tracing.reading import Read, reader
+
+__all__ = ["FLOAT", "OTHER_DECISION", "CallNumbers"]
+
+OTHER_DECISION = Problem(
+    "a number that changes with each step leads to another decision than in the traced step"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Number:
+    """A number: read from an expression, or what a function returns for others.
+
+    Attributes:
+        place: among the numbers of the trace, in the order in which they were made.
+        expressions: what it is computed from.
+        now: what it is in the trace.
+    """
+
+    place: int
+    fn: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    expressions: tuple[str, ...]
+    now: Any
+
+    def of(self, values: Mapping[str, Any], known: Mapping[int, Any] | Sequence[Any]) -> Any:
+        """What it is where expressions have these values, and earlier numbers are known by their places."""
+        if self.fn is None:
+            return values[self.expressions[0]]
+        return self.fn(*[known[x.place] if isinstance(x, _Number) else x for x in self.args])
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """A tensor, and the number that it holds."""
+
+    tensor: Tensor
+    number: _Number
+    inverse: bool
+
+    def value(self, number: Any) -> float:
+        """What it has to hold. Raises OverflowError for a number that a float cannot hold exactly."""
+        if type(number) is int and abs(number) > MOST:
+            raise OverflowError(number)
+        kind = np.float64 if self.tensor.dtype is torch.float64 else np.float32
+        with np.errstate(all="ignore"):
+            return float(kind(1) / kind(number) if self.inverse else kind(number))
+
+
+class CallNumbers:
+    """Those of one trace.
+
+    Args:
+        device: where the tensors are.
+
+    Attributes:
+        names: expressions of numbers that are to be read anew before each run.
+        refused: those of which something is done that no graph can hold.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.names: set[str] = set()
+        self.refused: set[str] = set()
+        self._trace: Any = None
+        self._other: CallNumbers | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._numbers: list[_Number] = []
+        self._slots: list[_Slot] = []
+        self._answers: list[tuple[_Number, bool]] = []
+        self._types: dict[int, type] = {}  # of numbers, by their places: something was done because of these
+        self._read: Read | None = None
+        self._due: bytes | None = None
+        self._filled = b""
+
+    # -- before and after a trace -----------------------------------------------------------------------
+
+    def take(self, names: Iterable[str]) -> None:
+        """Read the numbers of these expressions anew before each run."""
+        self.names.update(set(names) - self.refused)
+
+    def drop_refused(self) -> bool:
+        """Of the trace that has ended: let refused numbers be constants. Whether there are any."""
+        refused = self.names & self.refused
+        self.names -= refused
+        return bool(refused)
+
+    def drop(self, read: Sequence[object]) -> bool:
+        """Of the trace that has ended: let numbers be constants whose tensors are read before they are filled. Whether
+        there are any."""
+        for slot in self._slots:
+            if any(slot.tensor is tensor for tensor in read):
+                self.refuse(slot.number)
+        return self.drop_refused()
+
+    @property
+    def used(self) -> bool:
+        """Whether the trace depends on such numbers."""
+        return bool(self._slots or self._answers)
+
+    def follow(self, other: CallNumbers) -> None:
+        """Let this trace, of the same function, depend on the same numbers: the other one says for which it holds."""
+        self._other = other
+        self.take(other.names)
+
+    def check(self) -> None:
+        """At the end of a trace. Raises NotLegal where it depends on other numbers than the one that it follows."""
+        self._trace = None
+        other = self._other
+        if other is None or not other.used:
+            return
+        answers = [[answer for _, answer in numbers._answers] for numbers in (self, other)]
+        if set(self._values) != set(other._values) or answers[0] != answers[1]:
+            raise NotLegal(Problem("numbers that change with each step are constants of the compiled step"))
+
+    def changes(self) -> tuple[tuple[Any, str, Any], ...]:
+        """Changes of Dynamo while it traces."""
+        return changes(self) if self.names else ()
+
+    def look(self, frame: dict[str, Any], namespace: dict[str, Any]) -> bool:
+        """Read the numbers of a call. Whether the trace holds for them. Hot path."""
+        if self._read is None:
+            self._read = reader(namespace, self._values)
+        try:
+            values = dict(zip(self._values, self._read(frame, namespace)[0], strict=True))
+            known: list[Any] = []
+            for (
+                number
+            ) in self._numbers:  # also those that nothing depends on: an error of theirs is the step's
+                known.append(number.of(values, known))
+            if any(known[number.place] is not answer for number, answer in self._answers):
+                return False
+            if any(type(known[place]) is not kind for place, kind in self._types.items()):
+                return False
+            due = array("d", [slot.value(known[slot.number.place]) for slot in self._slots])
+            self._due = due.tobytes()
+        except Exception:  # also one of the step's own, which then raises it
+            return False
+        return True
+
+    def fill(self) -> None:
+        """Let the tensors hold what `look` has read last. In the order of the device's work, without a wait for it."""
+        due = self._due
+        if due is None or due == self._filled:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for slot, value in zip(self._slots, array("d", due), strict=True):
+                slot.tensor.fill_(value)
+        self._filled = due
+
+    # -- inside Dynamo ----------------------------------------------------------------------------------
+
+    def begin(self, trace: Any) -> None:
+        """See `LiveRecorder`."""
+        if self._trace is not trace:
+            self._trace = trace
+            self._start()
+
+    def wanted(self, expression: str) -> bool:
+        """See `LiveRecorder`."""
+        return expression in self.names
+
+    def read(self, expression: str, value: float) -> _Number:
+        """See `LiveRecorder`."""
+        self._values[expression] = value
+        return self._made(None, (), (expression,), value)
+
+    def _made(
+        self, fn: Callable[..., Any] | None, args: tuple[Any, ...], names: tuple[str, ...], now: Any
+    ) -> _Number:
+        self._numbers.append(_Number(len(self._numbers), fn, args, names, now))
+        return self._numbers[-1]
+
+    def compute(self, fn: Callable[..., Any], args: Sequence[Any]) -> _Number:
+        """See `LiveRecorder`."""
+        names = dict.fromkeys(e for x in args if isinstance(x, _Number) for e in x.expressions)
+        now = fn(*[x.now if isinstance(x, _Number) else x for x in args])
+        return self._made(fn, tuple(args), tuple(names), now)
+
+    def value(self, number: _Number) -> Any:
+        """See `LiveRecorder`."""
+        return number.now
+
+    def type_of(self, number: _Number) -> type:
+        """See `LiveRecorder`."""
+        kind = type(number.now)
+        if number.fn is not None:  # what is read has a guard
+            self._types[number.place] = kind
+        return kind
+
+    def expressions(self, number: _Number) -> Sequence[str]:
+        """See `LiveRecorder`."""
+        return number.expressions
+
+    def function(self, number: _Number) -> Callable[..., Any]:
+        """See `LiveRecorder`."""
+        needed = {number.place: number}
+        for place in range(number.place, -1, -1):
+            if place in needed:
+                needed.update((x.place, x) for x in needed[place].args if isinstance(x, _Number))
+        ordered = [needed[place] for place in sorted(needed)]
+
+        def computed(*values: Any) -> Any:
+            read = dict(zip(number.expressions, values, strict=True))
+            known: dict[int, Any] = {}
+            for part in ordered:
+                known[part.place] = part.of(read, known)
+            return known[number.place]
+
+        return computed
+
+    def ask(self, number: _Number) -> bool:
+        """See `LiveRecorder`."""
+        answer: bool = number.now
+        self._answers.append((number, answer))
+        return answer
+
+    def tensor(self, number: _Number, dtype: torch.dtype, *, inverse: bool) -> Tensor:
+        """See `LiveRecorder`."""
+        for slot in self._slots:
+            if slot.number is number and slot.tensor.dtype is dtype and slot.inverse is inverse:
+                return slot.tensor
+        with torch.inference_mode(False), torch.no_grad():
+            made = _Slot(torch.zeros((), dtype=dtype, device=self.device), number, inverse)
+            made.tensor.fill_(made.value(number.now))
+        self._slots.append(made)
+        return made.tensor
+
+    def refuse(self, number: _Number) -> None:
+        """See `LiveRecorder`."""
+        self.refused.update(number.expressions)
+
+
+FLOAT = re.compile(r"([LG]\[.+) == -?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)")
+"""Dynamo's guard of a number."""
