@@ -36,7 +36,7 @@ from pygraph_train.integrations.lightning.hooks import (
     overrides,
     where_overridden,
 )
-from pygraph_train.integrations.lightning.log import LogBook, Recorder
+from pygraph_train.integrations.lightning.log import LogBook, LogRecording, Recorder
 from pygraph_train.integrations.lightning.manual import ManualOptimization
 from pygraph_train.integrations.lightning.package import Package, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
@@ -511,20 +511,11 @@ class _LightningProgram(StepOfLoss):
     def function(self) -> Callable[..., Any]:
         return MethodType(type(self.model).training_step, self.model)
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        with self._recording(), self._precision.train_step_context():
-            yield
+    def context(self) -> AbstractContextManager[Any]:
+        return LogRecording(self.model, self._recorder, self._precision.train_step_context())
 
-    @contextmanager
-    def _recording(self) -> Iterator[Recorder]:
-        """`self.log` appends to a list instead: traced, it is part of no graph and breaks none."""
-        self._recorder.records.clear()
-        self.model.__dict__["log"] = self._recorder
-        try:
-            yield self._recorder
-        finally:
-            self.model.__dict__.pop("log", None)
+    def _recording(self) -> LogRecording:
+        return LogRecording(self.model, self._recorder)
 
     @contextmanager
     def running_through(self, call: Call) -> Iterator[None]:

@@ -40,6 +40,9 @@ Key = tuple[Any, ...]
 Sizes = tuple[tuple[int, ...], ...]
 """Of each leaf; () where it is no tensor."""
 
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+"""Classes whose objects are leaves, which need no further look."""
+
 Dims = Mapping[int, frozenset[int]]
 """Dimensions of leaves, by the position of the leaf."""
 
@@ -52,7 +55,7 @@ def flatten(tree: Any, leaves: list[Any], opens: Collection[type] = ()) -> Any:
     is a leaf.
     """
     kind = type(tree)
-    if kind is Tensor:
+    if kind is Tensor or kind in _PLAIN:
         leaves.append(tree)
         return None
     if kind is tuple or kind is list:
@@ -102,8 +105,10 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, opens: Collection[type] = ()
         TypeError: a container of another library, of which a shallow copy might share its contents.
     """
     kind = type(tree)
-    if kind is Tensor or tree is None:
+    if kind is Tensor or kind in _PLAIN:
         return fn(tree)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(fn, value, opens) for value in tree])
     if kind is dict:
         return {name: map_leaves(fn, value, opens) for name, value in tree.items()}
     if isinstance(tree, Mapping):
@@ -165,7 +170,14 @@ def _leaf_key(leaf: Any) -> Any:
     if leaf.layout is not torch.strided or leaf.is_nested:
         return (type(leaf), leaf.layout)  # they have no strides, and are refused anyhow
     # kernels choose their loads, and with them the order of sums, by the alignment of what they read
-    return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad, alignment(leaf))
+    return (
+        leaf.shape,
+        leaf.dtype,
+        leaf.stride(),
+        leaf.device,
+        leaf.requires_grad,
+        leaf.data_ptr() % ALIGNMENT,
+    )
 
 
 def family_of(key: Key) -> tuple[Key, Sizes]:
