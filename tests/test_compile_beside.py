@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.compile_fx
+from replays import text_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from training import Diary, Net, adamw, batches, both, differs, loss_of
@@ -134,7 +135,7 @@ def test_what_is_tried_costs_one_step_and_no_more(gate: Path, monkeypatch: pytes
 def test_a_crash_loses_nothing_and_is_told(gate: Path) -> None:
     gate.write_text("7")
     report = both(script(lambda step, number: None, 200), replays=150)
-    assert "did not compile beside the training: the process ended with 7" in str(report), str(report)
+    assert "did not compile beside the training: the process ended with 7" in text_of(report), str(report)
 
 
 def test_kernels_that_are_made_again_are_told(gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +184,7 @@ def test_a_step_that_cannot_be_ordered_goes_on(gate: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Order, "add", fails)
     report = both(script(lambda step, number: None, 200), replays=150)
-    assert "it cannot be written down" in str(report), str(report)
+    assert "it cannot be written down" in text_of(report), str(report)
 
 
 @pytest.mark.passes_without_graphs("a process, without a training")

@@ -604,7 +604,7 @@ def test_a_model_that_changes_on_every_step_stays_as_it_is():
 
         def forward(self, x: Tensor) -> Tensor:
             self.count += 1
-            return super().forward(x) * (1 + self.count / 1000)
+            return super().forward(x).clamp(max=1 + self.count / 1000)
 
     def script(diary: Diary) -> None:
         model = Counting()
