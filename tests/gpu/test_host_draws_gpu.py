@@ -164,6 +164,8 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layerdrop", [0.0, 0.3])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name: str, layerdrop: float) -> None:
+    if name.startswith("Whisper") and torch.__version__ < "2.13":
+        pytest.skip("Dynamo of torch 2.11 does not trace the dataclasses of Whisper's configuration")
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, name)
     own = {"layerdrop": layerdrop, "encoder_layerdrop": layerdrop, "decoder_layerdrop": layerdrop}
