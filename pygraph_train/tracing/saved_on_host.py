@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pygraph_train.graphs.memory import ALIGNMENT, extent, span
 from pygraph_train.torch_private.memory import storages
+from pygraph_train.torch_private.modes import leaving_no_mode
 from pygraph_train.tracing.recompute import as_eager
 from pygraph_train.tracing.writes import written_arguments
 
@@ -130,7 +131,7 @@ def eager_forward(graph: torch.fx.GraphModule, saved: SavedOnHost | None) -> Cal
         saved: takes a part of what the forward saves, where that shows nobody.
     """
     plain = saved is not None and _is_plain(graph)
-    forward: Callable[..., Any] = as_eager(graph).forward
+    forward = leaving_no_mode(graph, as_eager(graph).forward)
     if saved is None or not plain:
         return forward
     return lambda *inputs: saved(forward, inputs)
