@@ -36,6 +36,7 @@ __all__ = ["changes"]
 
 
 _COMPARISONS = frozenset(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_IDENTITIES = frozenset({operator.is_, operator.is_not})
 _ANSWERS = frozenset({bool, operator.not_, operator.truth})
 _ARITHMETIC = frozenset(
     getattr(operator, name)
@@ -57,7 +58,16 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
     mended = {(owner, name): value for owner, name, value in host_numbers.mends()}
     hooks = _Hooks(recorder)
     computed = hooks.computing(mended[BuiltinVariable, "call_function"])
-    signs = {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+    signs = {
+        "==": "eq",
+        "!=": "ne",
+        "<": "lt",
+        "<=": "le",
+        ">": "gt",
+        ">=": "ge",
+        "is": "is_",
+        "is not": "is_not",
+    }
     handlers = {
         **mended[symbolic_convert, "compare_op_handlers"],
         **{
@@ -221,7 +231,7 @@ class _Hooks:
             if not _any_missing(values) and not kwargs:
                 if any(type(x) is TensorVariable for x in args) and fn in _COMPARISONS | _ARITHMETIC:
                     return self._number(self.recorder.make(fn, values, {}), drawn[0].refuse)
-                if fn in _COMPARISONS:
+                if fn in _COMPARISONS | _IDENTITIES:
                     return _constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
                 if fn in _ARITHMETIC:
                     return self._number(self.recorder.make(fn, values, {}), drawn[0].refuse)
