@@ -182,8 +182,10 @@ class CaptureMaker:
                 trace = call.trace if isinstance(call, (CompiledUnits, SilentCall)) else call
                 if isinstance(trace, Trace):
                     with program.context():
-                        if not trace.holds(program.function(), static_args, static_kwargs):
-                            raise NotLegal(trace.why_not(program.function(), static_args, static_kwargs))
+                        fn = program.function()
+                        if not trace.holds(fn, static_args, static_kwargs):
+                            raise NotLegal(trace.why_not(fn, static_args, static_kwargs))
+                        trace.ahead.check_memory({"fn": fn, "args": static_args, "kwargs": static_kwargs})
             expected, reference, started = None, variant.last_comparison(), time.perf_counter()
             if verify:
                 run = functools.partial(
