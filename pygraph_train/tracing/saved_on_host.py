@@ -24,7 +24,7 @@ from pygraph_train.graphs.memory import ALIGNMENT, extent, span
 from pygraph_train.torch_private.memory import storages
 from pygraph_train.torch_private.modes import leaving_no_mode
 from pygraph_train.tracing.recompute import as_eager
-from pygraph_train.tracing.writes import written_arguments
+from pygraph_train.tracing.writes import NORMALISATIONS, written_arguments
 
 __all__ = ["SHARE_OF_WARM_UP", "SavedOnHost", "eager_forward"]
 
@@ -157,6 +157,10 @@ def _is_plain_call(node: torch.fx.Node) -> bool:
     where = getattr(node.target, "__module__", None) or ""
     if "functorch" in where or where == "torch.autograd" or node.kwargs.get("out") is not None:
         return False
+    if (
+        where == "torch.nn.functional" and name in NORMALISATIONS
+    ):  # the backward of a training step does not read the statistics
+        return True
     written = written_arguments(node)
     if any(target is not node.args[0] for target in written):  # in a list, or by an operator of somebody else
         return False
