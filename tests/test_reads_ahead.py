@@ -644,6 +644,8 @@ KEYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "in a set": lambda x, y: y.max().item() in {1, 3},
     "in a dict": lambda x, y: int(y.max()) in {1: "one"},
     "got from a dict": lambda x, y: {1: True}.get(int(y.max()), False),
+    "a constant in a list": lambda x, y: 1 in [int(y.max()), int(y[0])],
+    "a constant in a tuple": lambda x, y: 1 not in (y.max().item(), 5),
     "put into a set": lambda x, y: len({int(y.max()), 1}) == 1,
 }
 

@@ -50,6 +50,8 @@ _NOT_OF_TRUTH = ("NONE", "MATCH")
 def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), on top of those of `host_numbers`, for one trace."""
     from torch._dynamo import symbolic_convert
+    from torch._dynamo import utils as dynamo_utils
+    from torch._dynamo.variables import lists
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.misc import NumpyVariable
@@ -58,6 +60,7 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
     mended = {(owner, name): value for owner, name, value in host_numbers.mends()}
     hooks = _Hooks(recorder)
     computed = hooks.computing(mended[BuiltinVariable, "call_function"])
+    contains = hooks.containing(dynamo_utils.iter_contains)
     signs = {
         "==": "eq",
         "!=": "ne",
@@ -82,6 +85,8 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         (NumpyVariable, "call_function", hooks.drawing_with_numpy(mended[NumpyVariable, "call_function"])),
         (TensorVariable, "method_item", hooks.reading(TensorVariable.method_item)),
         (TensorVariable, "method_tolist", hooks.listing(TensorVariable.method_tolist)),
+        (dynamo_utils, "iter_contains", contains),  # `1 in numbers`
+        (lists, "iter_contains", contains),
         *hooks.comparing_symbols(),
         *hooks.jumping(symbolic_convert.InstructionTranslatorBase),
     )
@@ -248,6 +253,28 @@ class _Hooks:
         from torch._dynamo.variables.builtin import BuiltinVariable
 
         return BuiltinVariable(fn).call_function(tx, [self.exactly(tx, number), other], {})
+
+    def containing(self, iter_contains: Callable[..., Any]) -> Callable[..., Any]:
+        """Whether a constant is among numbers: Dynamo compares constants with constants alone."""
+        from torch._dynamo.variables.builtin import BuiltinVariable
+        from torch._dynamo.variables.tensor import SymNodeVariable
+
+        number: Any = number_class()
+
+        def contains(items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            items = list(items)
+            if search.is_python_constant() and any(isinstance(x, SymNodeVariable) for x in items):
+                host_numbers.end_graph("a constant is looked for among numbers that Dynamo does not know")
+            if not any(isinstance(x, number) for x in items) or not search.is_python_constant():
+                return iter_contains(items, search, tx, *args, **kwargs)
+            if any(value_of(x) is NO_VALUE for x in items):
+                exact = [self.exactly(tx, x) if isinstance(x, number) else x for x in items]
+                return iter_contains(exact, search, tx, *args, **kwargs)
+            equal = BuiltinVariable(operator.eq)
+            found = any(equal.call_function(tx, [x, search], {}).as_python_constant() for x in items)
+            return _constant(tx, found)
+
+        return contains
 
     def comparing_symbols(self) -> list[tuple[Any, str, Any]]:
         """Sizes that Dynamo does not know: for torch 2.13 they equal nothing but what it knows itself."""
