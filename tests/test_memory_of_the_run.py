@@ -122,6 +122,35 @@ def test_training_whose_state_moves_is_plain_training() -> None:
     both(script, replays=6, plan="{F B O}")
 
 
+@pytest.mark.parametrize("how", ["flat", "view", "array"])
+@pytest.mark.parametrize("since", [1, 2, 7])
+def test_state_stays_where_somebody_holds_its_memory_too(how: str, since: int) -> None:
+    """A flat momentum, a view of one and an array of NumPy's are still the state's own memory after the warm-up."""
+
+    def script(diary: Diary) -> None:
+        model = wide()
+        optimizer = adamw(model)
+        held: list[Any] = []
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for number, batch in enumerate(batches(20)):
+            states = [optimizer.state[p] for p in model.parameters()]
+            if number == since and how == "flat":
+                held.append(torch.cat([state["exp_avg"].flatten() for state in states]))
+                parts = held[0].split([state["exp_avg"].numel() for state in states])
+                for state, part in zip(states, parts, strict=True):
+                    state["exp_avg"] = part.view(state["exp_avg"].shape)
+            elif number == since:
+                momentum = states[2]["exp_avg"]
+                held.append(momentum[:5] if how == "view" else momentum.numpy())
+            if number in (12, 17):
+                held[0] *= 0.5
+            diary.write("loss", step(batch))
+            diary.write("held", [torch.as_tensor(x) for x in held])
+            diary.write_state(model, optimizer)
+
+    both(script, replays=8, plan="{F B O}")
+
+
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """The addresses of what was copied on the device, each time."""

@@ -186,6 +186,8 @@ READS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "made in the step": lambda x, y: (torch.arange(8) < y.sum()).all(),
     "an index": lambda x, y: x.index_select(0, y.argmax().reshape(1)).sum() > 0,
     "a copy": lambda x, y: y.cpu().float().mean() > 1,
+    "is": lambda x, y: (y == 2).any().item() is True,
+    "is not": lambda x, y: (y == 2).any().item() is not True,
     "nothing is a number": lambda x, y: torch.isnan(x).any() or x.sum() > 0,
 }
 
@@ -636,3 +638,169 @@ def test_a_value_that_is_compared_with_an_unknown_size_in_a_tuple() -> None:
         return step_fn
 
     train(make, lambda number, x, y: (x, y.clamp(max=1) if number % 3 == 1 else y), replays=None)
+
+
+KEYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "in a set": lambda x, y: y.max().item() in {1, 3},
+    "in a dict": lambda x, y: int(y.max()) in {1: "one"},
+    "got from a dict": lambda x, y: {1: True}.get(int(y.max()), False),
+    "a constant in a list": lambda x, y: 1 in [int(y.max()), int(y[0])],
+    "a constant in a tuple": lambda x, y: 1 not in (y.max().item(), 5),
+    "put into a set": lambda x, y: len({int(y.max()), 1}) == 1,
+}
+
+
+@pytest.mark.parametrize("read", KEYS)
+def test_a_value_that_is_looked_up(read: str) -> None:
+    """Dynamo of 2.13 would take it for an object that equals no other; of 2.11 compares it with each key."""
+
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            if KEYS[read](x, y):
+                x = x * 2
+            return nn.functional.cross_entropy(model(x), y)
+
+        return step_fn
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        step = diary.step(make(model), model=model, optimizer=adamw(model))
+        for number, (x, y) in enumerate(batches(30)):
+            diary.write("loss", step((x, y.clamp(max=1) if number % 3 else y)))
+        diary.write_state(model)
+
+    both(script, replays=10)
+
+
+def test_a_drawn_number_that_is_looked_up() -> None:
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            if random.randrange(3) in {0, 2}:
+                x = x * 2
+            return nn.functional.cross_entropy(model(x), y)
+
+        return step_fn
+
+    def script(diary: Diary) -> None:
+        random.seed(1)
+        model = Net()
+        step = diary.step(make(model), model=model, optimizer=adamw(model))
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+        diary.write("drawn", random.random())
+
+    both(script, replays=10)
+
+
+CONVERTED: dict[str, Callable[[Tensor], Any]] = {
+    "to a whole number": lambda x: int(x.sum()),
+    "of Python to a whole number": lambda x: int(x.sum().item()),
+    "by rounding": lambda x: round(x.sum().item()),
+    "by a division": lambda x: 1 / x[0, 0].item(),
+}
+
+
+@pytest.mark.parametrize("how", CONVERTED)
+def test_a_number_that_nobody_uses_may_raise(how: str) -> None:
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            CONVERTED[how](x)
+            return nn.functional.cross_entropy(model(x.nan_to_num()), y)
+
+        return step_fn
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(make(model), model=model, optimizer=optimizer)
+        for number, (x, y) in enumerate(batches(30)):
+            if number in (12, 20, 21):
+                x = x * (0 if "division" in how else float("nan"))
+            try:
+                diary.write("loss", step((x, y)))
+            except (ValueError, ZeroDivisionError) as error:
+                diary.write("raised", [type(error).__name__, str(error)])
+            diary.write_state(model, optimizer)
+
+    both(script, replays=15, plan="{F B O}")
+
+
+def test_zeros_of_two_signs_lead_to_two_results() -> None:
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            zero = 0.0 if random.random() < 0.5 else -0.0
+            if x[0, 0].abs() / zero > 0:
+                x = x * 2
+            elif x[0, 0].abs() / -zero > 0:
+                x = x * 3
+            return nn.functional.cross_entropy(model(x), y)
+
+        return step_fn
+
+    train(make, steps=60, replays=40)
+
+
+class TwoBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("known", torch.zeros(6))
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x[0])
+        return self.net(x * 2 if self.known.sum() > 0 else x)  # type: ignore[no-any-return]
+
+
+ALIASES: dict[str, Callable[[TwoBuffers], object]] = {
+    "data of the one that is read": lambda m: setattr(m.known, "data", m.mean.data),
+    "data of the one that is written": lambda m: setattr(m.mean, "data", m.known.data),
+    "a view": lambda m: setattr(m, "known", m.mean[:]),
+    "set": lambda m: m.known.set_(m.mean),
+}
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("how", ALIASES)
+@pytest.mark.parametrize("when", [2, 25])
+def test_a_buffer_that_is_read_comes_to_lie_where_the_step_writes(how: str, when: int) -> None:
+    def script(diary: Diary) -> None:
+        model = TwoBuffers()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for number, batch in enumerate(batches(60)):
+            if number == when:
+                ALIASES[how](model)
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+
+    assert "shares memory now" in text_of(both(script, replays=5)) or when == 2
+
+
+@pytest.mark.parametrize("when", [1, 4, 15])
+def test_a_batch_that_is_read_lies_where_the_step_writes(when: int) -> None:
+    def script(diary: Diary) -> None:
+        model = Net()
+        model.register_buffer("mean", torch.zeros(48))
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            model.mean.mul_(0.9).add_(x.sum())  # type: ignore[operator, union-attr]
+            if x[1].sum() > 0:
+                x = x * 2
+            return nn.functional.cross_entropy(model(x), y)
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for number, (x, y) in enumerate(batches(40)):
+            if number == when:
+                model.mean.copy_(x.flatten())  # type: ignore[operator, union-attr]
+                x = model.mean.view(8, 6)  # type: ignore[operator, union-attr]
+            diary.write("loss", step((x, y)))
+            diary.write_state(model, optimizer)
+
+    both(script, replays=5)

@@ -40,6 +40,7 @@ from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.rates import LearningRate
 from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
+from pygraph_train.torch_private.memory import is_alone
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
     fused_adagrad_on_cuda,
@@ -359,7 +360,8 @@ class OptimizerPreparation:
         self._move_host_state()
         # Only plain tensors: a wrapper's `.data` (DTensor) is not where its memory is.
         state = [t for t in self.state_tensors() if type(t) is Tensor and t.device == engine.device]
-        loose = [t for t in state if t.data_ptr() not in self._compacted]
+        # A view of the state that somebody holds has to stay a view of it.
+        loose = [t for t in state if t.data_ptr() not in self._compacted and is_alone(t)]
         if sum(t.nbytes for t in loose) <= 1 << 20:
             return
         if move_together(loose, engine):

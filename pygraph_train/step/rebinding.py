@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.torch_private.memory import copy_all, storage_key, storage_use_count
+from pygraph_train.torch_private.memory import copy_all, is_alone, storage_key, storage_use_count
 
 __all__ = ["UNSEEN_MOVE", "Anchors", "Moves"]
 
@@ -131,7 +131,7 @@ class Anchors:
         memory = self._memory.get(tensor)
         if memory is not None and _same_place(tensor, memory):
             return not self._lent(tensor, 0)
-        return _is_alone(tensor)
+        return is_alone(tensor)
 
     def bring_back(self, tensors: Sequence[Tensor]) -> bool:
         """Put tensors that the loop has given other memory where graphs find them; False where that is not possible.
@@ -146,7 +146,7 @@ class Anchors:
                 memory.stride(),
                 memory.dtype,
             )
-            if not same or self._lent(tensor, 1) or not _is_alone(tensor):
+            if not same or self._lent(tensor, 1) or not is_alone(tensor):
                 return False
         if away:
             with torch.no_grad():
@@ -162,11 +162,6 @@ class Anchors:
 
 def _holders(tensor: Tensor) -> int:
     return storage_use_count(storage_key(tensor.untyped_storage()))
-
-
-def _is_alone(tensor: Tensor) -> bool:
-    """Whether only this tensor holds its memory."""
-    return _holders(tensor) == _holders(torch.empty(0))
 
 
 def _same_place(one: Tensor, other: Tensor) -> bool:

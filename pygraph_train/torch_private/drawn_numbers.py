@@ -109,6 +109,19 @@ def number_class() -> type:
         def reconstruct(self, codegen: Any) -> None:
             self.refuse()
 
+        # As a key of a dict or in a set: Dynamo would take the number for an object that equals nothing else.
+
+        def is_hashable(self) -> bool:  # 2.13
+            self.refuse()
+
+        is_python_hashable = is_hashable  # 2.11
+
+        def hash_impl(self, tx: Any) -> Any:  # 2.13
+            self.refuse()
+
+        def get_python_hash(self) -> int:  # 2.11
+            self.refuse()
+
     return DrawnNumber
 
 

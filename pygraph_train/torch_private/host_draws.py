@@ -37,6 +37,7 @@ __all__ = ["changes"]
 
 
 _COMPARISONS = frozenset(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_IDENTITIES = frozenset({operator.is_, operator.is_not})
 _ANSWERS = frozenset({bool, operator.not_, operator.truth})
 _ARITHMETIC = frozenset(
     getattr(operator, name)
@@ -48,6 +49,8 @@ _OF_TYPES = frozenset({isinstance, type, issubclass, callable, hasattr, id})
 def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), on top of those of `host_numbers`, for one trace."""
     from torch._dynamo import symbolic_convert
+    from torch._dynamo import utils as dynamo_utils
+    from torch._dynamo.variables import lists
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.misc import NumpyVariable
@@ -56,7 +59,17 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
     mended = {(owner, name): value for owner, name, value in host_numbers.mends()}
     hooks = _Hooks(recorder)
     computed = hooks.computing(mended[BuiltinVariable, "call_function"])
-    signs = {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+    contains = hooks.containing(dynamo_utils.iter_contains)
+    signs = {
+        "==": "eq",
+        "!=": "ne",
+        "<": "lt",
+        "<=": "le",
+        ">": "gt",
+        ">=": "ge",
+        "is": "is_",
+        "is not": "is_not",
+    }
     handlers = {
         **mended[symbolic_convert, "compare_op_handlers"],
         **{
@@ -71,6 +84,8 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         (NumpyVariable, "call_function", hooks.drawing_with_numpy(mended[NumpyVariable, "call_function"])),
         (TensorVariable, "method_item", hooks.reading(TensorVariable.method_item)),
         (TensorVariable, "method_tolist", hooks.listing(TensorVariable.method_tolist)),
+        (dynamo_utils, "iter_contains", contains),  # `1 in numbers`
+        (lists, "iter_contains", contains),
         *hooks.comparing_symbols(),
         *conditional_jumps(hooks.truth),
     )
@@ -220,7 +235,7 @@ class _Hooks:
             if not _any_missing(values) and not kwargs:
                 if any(type(x) is TensorVariable for x in args) and fn in _COMPARISONS | _ARITHMETIC:
                     return self._number(self.recorder.make(fn, values, {}), drawn[0].refuse)
-                if fn in _COMPARISONS:
+                if fn in _COMPARISONS | _IDENTITIES:
                     return _constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
                 if fn in _ARITHMETIC:
                     return self._number(self.recorder.make(fn, values, {}), drawn[0].refuse)
@@ -237,6 +252,28 @@ class _Hooks:
         from torch._dynamo.variables.builtin import BuiltinVariable
 
         return BuiltinVariable(fn).call_function(tx, [self.exactly(tx, number), other], {})
+
+    def containing(self, iter_contains: Callable[..., Any]) -> Callable[..., Any]:
+        """Whether a constant is among numbers: Dynamo compares constants with constants alone."""
+        from torch._dynamo.variables.builtin import BuiltinVariable
+        from torch._dynamo.variables.tensor import SymNodeVariable
+
+        number: Any = number_class()
+
+        def contains(items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            items = list(items)
+            if search.is_python_constant() and any(isinstance(x, SymNodeVariable) for x in items):
+                host_numbers.end_graph("a constant is looked for among numbers that Dynamo does not know")
+            if not any(isinstance(x, number) for x in items) or not search.is_python_constant():
+                return iter_contains(items, search, tx, *args, **kwargs)
+            if any(value_of(x) is NO_VALUE for x in items):
+                exact = [self.exactly(tx, x) if isinstance(x, number) else x for x in items]
+                return iter_contains(exact, search, tx, *args, **kwargs)
+            equal = BuiltinVariable(operator.eq)
+            found = any(equal.call_function(tx, [x, search], {}).as_python_constant() for x in items)
+            return _constant(tx, found)
+
+        return contains
 
     def comparing_symbols(self) -> list[tuple[Any, str, Any]]:
         """Sizes that Dynamo does not know: for torch 2.13 they equal nothing but what it knows itself."""

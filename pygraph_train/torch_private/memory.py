@@ -13,6 +13,7 @@ __all__ = [
     "borrow_memory",
     "cached_tensors",
     "copy_all",
+    "is_alone",
     "keep_cached_tensors",
     "keep_versions",
     "no_view",
@@ -69,6 +70,15 @@ def tensor_looks(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """References to the storage whose `_cdata` is given. (2.11, 2.13)"""
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether only this tensor holds its memory: no view, and no array of NumPy's. (2.11, 2.13)"""
+    return _holders(tensor) == _holders(torch.empty(0))
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    return storage_use_count(storage_key(tensor.untyped_storage()))
 
 
 def borrow_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recompute import RandomDraws
 
 __all__ = ["Recording"]
+
+_DIVISIONS = (operator.truediv, operator.floordiv, operator.mod, operator.pow)
 
 MOST_CALLS = 4096
 """Calls of one step that are made before each replay."""
@@ -159,7 +162,7 @@ class Recording:
                 keep |= {at} if index in wanted else set()
                 continue
             assert type(step) is Made
-            if step.generator or index in wanted or is_write(step.fn):
+            if step.generator or index in wanted or is_write(step.fn) or self._may_raise(step):
                 keep.add(at)
                 wanted |= slots_in((step.args, step.kwargs))
         places: dict[int, int] = {}
@@ -178,6 +181,15 @@ class Recording:
                 kept.append(step)
             index += 1
         return tuple(kept)
+
+    def _may_raise(self, call: Made) -> bool:
+        """Whether Python raises an error at other numbers: nothing else need follow from the call."""
+        if call.fn in _DIVISIONS:
+            return type(call.args[-1]) is CallResult
+        if call.fn not in (int, round) or type(call.args[0]) is not CallResult:
+            return False
+        value = self._values[call.args[0].place]
+        return value.is_floating_point() if isinstance(value, Tensor) else type(value) is float
 
     def _take_out(self, graph: fx.GraphModule) -> None:
         """Remove what is drawn on the host, and what follows from that alone, from the graph.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from pygraph_train.graphs.memory import Storages
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
 from pygraph_train.torch_private.host_draws import changes as drawing
+from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_draws import Ahead, HostDraws
 from pygraph_train.tracing.read_ahead import ReadingAhead
 from pygraph_train.tracing.reading import Read, reader
 
 __all__ = ["LookingAhead"]
+
+_WRITTEN = "a tensor whose value decides which way the step takes shares memory now with one that the step may write to"
 
 
 class LookingAhead:
@@ -43,6 +48,8 @@ class LookingAhead:
         self._left: set[str] = set()  # places of reads that are left to the step
         self._known_left = 0
         self._read: Read = lambda L, G: ((),)
+        self._read_written: Read = lambda L, G: ((),)
+        self._shared: frozenset[tuple[int, int]] = frozenset()  # of `_shares`, in the call that was traced
         self._globals: dict[str, Any] = {}
         self.forget()
 
@@ -97,8 +104,13 @@ class LookingAhead:
         """Where the generators of the host are after the call that was traced; None where it draws nothing."""
         return self._recording.end if self.draws is not None and self.draws.generators else None
 
-    def find_inputs(self, frame: dict[str, Any], namespace: dict[str, Any]) -> None:
+    def find_inputs(
+        self, frame: dict[str, Any], namespace: dict[str, Any], written: Sequence[str] = ()
+    ) -> None:
         """Find the tensors that are read ahead once, in the call that was traced.
+
+        Args:
+            written: expressions of tensors that the step may write to.
 
         Raises:
             Exception: Dynamo's name of one is nothing that Python understands.
@@ -107,6 +119,25 @@ class LookingAhead:
             self._globals = namespace
             self._read = reader(namespace, self.draws.inputs)
             self._read(frame, namespace)
+            self._read_written = reader(namespace, written)
+            self._shared = self._shares(frame)
+
+    def _shares(self, frame: dict[str, Any]) -> frozenset[tuple[int, int]]:
+        """Which tensors that are read ahead lie in memory of which tensors that the step may write to."""
+        given = list(map(local_tensor, self._read(frame, self._globals)[0]))
+        written = [Storages([local_tensor(t)]) for t in self._read_written(frame, self._globals)[0]]
+        pairs = ((i, k) for i in range(len(given)) for k in range(len(written)))
+        return frozenset((i, k) for i, k in pairs if written[k].hold(given[i]))
+
+    def check_memory(self, frame: dict[str, Any]) -> None:
+        """Before a call that is not the first one runs, or is captured.
+
+        Raises:
+            NotLegal: a tensor that is read ahead lies where the step may write, and did not when it was traced.
+        """
+        if self.reads and not self._shares(frame) <= self._shared:
+            assert self.draws is not None
+            raise NotLegal(Problem(_WRITTEN, self.draws.where, "Give the tensors memory of their own"))
 
     def look(self, frame: dict[str, Any], known: dict[int, Any] | None = None) -> Ahead:
         """Which way a call takes: see `HostDraws.look_ahead`. The guards hold for it."""
@@ -126,6 +157,7 @@ class LookingAhead:
             return None
         if stale is not None and self.reads:
             raise NotLegal(stale)
+        self.check_memory(frame)
         ahead = self.look(frame)
         if not ahead.matches:
             raise NotLegal(self.draws.another_way())

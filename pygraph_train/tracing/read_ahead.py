@@ -333,4 +333,4 @@ def _hashable(tree: Any, keys: Mapping[int, int]) -> Any:
     if isinstance(tree, slice):
         return slice, _hashable((tree.start, tree.stop, tree.step), keys)
     hash(tree)
-    return type(tree), tree
+    return type(tree), repr(tree) if type(tree) in (float, complex) else tree  # 0.0 == -0.0

@@ -100,7 +100,8 @@ def check_copies(
         leaves: of this call.
         plain: whether the function itself is called, which asks anew whether a batch is the one that the model keeps.
     Raises:
-        NotLegal: the trace does not hold for it, or reads tensors that are no copies.
+        NotLegal: the trace does not hold for it, or reads tensors that are no copies, or reads some ahead that lie
+            where the step writes.
     """
     frame = {"fn": fn, "args": args, "kwargs": kwargs}
     if not trace.holds(fn, args, kwargs):
@@ -109,6 +110,8 @@ def check_copies(
         for guard, where in trace.failures(frame):
             if _is_of_batch_object(guard, frame):
                 raise NotLegal(problem_of_guard(guard, where, fn))
+    if not plain:
+        trace.ahead.check_memory(frame)
     known = {id(leaf) for leaf in leaves}
     for name, tensor in Trace.argument_tensors(trace, fn, args, kwargs):
         if id(tensor) not in known:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from pygraph_train.graphs.memory import ALIGNMENT, extent, span
 from pygraph_train.torch_private.memory import storages
+from pygraph_train.torch_private.modes import leaving_no_mode
 from pygraph_train.tracing.recompute import as_eager
-from pygraph_train.tracing.writes import written_arguments
+from pygraph_train.tracing.writes import NORMALISATIONS, written_arguments
 
 __all__ = ["SHARE_OF_WARM_UP", "SavedOnHost", "eager_forward"]
 
@@ -130,7 +131,7 @@ def eager_forward(graph: torch.fx.GraphModule, saved: SavedOnHost | None) -> Cal
         saved: takes a part of what the forward saves, where that shows nobody.
     """
     plain = saved is not None and _is_plain(graph)
-    forward: Callable[..., Any] = as_eager(graph).forward
+    forward = leaving_no_mode(graph, as_eager(graph).forward)
     if saved is None or not plain:
         return forward
     return lambda *inputs: saved(forward, inputs)
@@ -156,6 +157,10 @@ def _is_plain_call(node: torch.fx.Node) -> bool:
     where = getattr(node.target, "__module__", None) or ""
     if "functorch" in where or where == "torch.autograd" or node.kwargs.get("out") is not None:
         return False
+    if (
+        where == "torch.nn.functional" and name in NORMALISATIONS
+    ):  # the backward of a training step does not read the statistics
+        return True
     written = written_arguments(node)
     if any(target is not node.args[0] for target in written):  # in a list, or by an operator of somebody else
         return False

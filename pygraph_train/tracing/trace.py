@@ -243,7 +243,7 @@ class Trace:
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
         """Let the guards of what was compiled for this call decide about later ones; raises where it cannot read."""
-        self.ahead.find_inputs(frame, self._code.__globals__)
+        self.ahead.find_inputs(frame, self._code.__globals__, self.written)
         self._read = reader(self._code.__globals__, self.inputs, self._kept.modules, self._kept.asked)
         self._watch = ModuleWatch(*self._read(frame, self._code.__globals__))
         self._still = Stillness(self._code.__globals__, self._kept.settings)

@@ -16,7 +16,7 @@ from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator
 from pygraph_train.torch_private.memory import storage_key, tensor_version
 from pygraph_train.tracing.graph_calls import function_of, is_write, tensors_in
 
-__all__ = ["maybe_written", "memory_in_trace", "written_arguments"]
+__all__ = ["NORMALISATIONS", "maybe_written", "memory_in_trace", "written_arguments"]
 
 _OF_TORCH = ("torch", "_operator", "builtins", "math")
 """Packages whose functions count what they change."""
@@ -34,6 +34,9 @@ _STATISTICS: dict[str, dict[bool, tuple[tuple[int | None, str], ...]]] = {
     "miopen_batch_norm": {False: _OF_OPERATORS},
 }
 """What normalisation writes, and neither counts nor has in its schema: in `torch.nn.functional`, and elsewhere."""
+
+NORMALISATIONS = frozenset(_STATISTICS)
+"""Names of functions that write their statistics, and nothing else."""
 
 
 def maybe_written(graph: fx.GraphModule) -> list[fx.Node]:

@@ -1,0 +1,69 @@
+"""Modes of torch that graphs of Dynamo's enter and leave: gradients, autocast, kernels of attention. (2.11, 2.13)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp import autocast_mode
+from torch.nn import attention
+
+__all__ = ["leaving_no_mode"]
+
+_ENTERS = (torch._C._set_grad_enabled, autocast_mode._enter_autocast, attention._sdpa_kernel)
+
+
+def leaving_no_mode(graph: torch.fx.GraphModule, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a graph so that all modes are as before where it raises.
+
+    In the user's code a `with` statement leaves its mode then. In a graph the end of the block is one more call, which
+    an error passes by: later steps would find gradients off, or would take casts of weights from autocast's cache.
+
+    Args:
+        graph: of Dynamo, with eager kernels.
+        forward: runs it.
+    """
+    graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    entered = [node for each in graphs for node in each.nodes if node.target in _ENTERS]
+    if not entered:
+        return forward
+    devices = {node.args[0] for node in entered if node.target is autocast_mode._enter_autocast}
+
+    def run(*inputs: Any) -> Any:
+        put_back = _present(devices)
+        try:
+            return forward(*inputs)
+        except BaseException:
+            put_back()
+            raise
+
+    return run
+
+
+def _present(devices: set[str]) -> Callable[[], None]:
+    """Puts all modes back to what they are now."""
+    gradients, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    depth = _autocast_depth()
+    kernels, order = attention._cur_sdpa_kernel_backends(), torch._C._get_sdp_priority_order()
+
+    def put_back() -> None:
+        torch.set_grad_enabled(gradients)
+        for device, enabled, dtype in casts:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        while _autocast_depth() > depth:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+        attention._sdpa_kernel(kernels)
+        torch._C._set_sdp_priority_order(order)
+
+    return put_back
+
+
+def _autocast_depth() -> int:
+    """How many blocks with autocast this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
