@@ -223,16 +223,16 @@ class OptimizerPhase:
             return Problem("parameters live at new addresses again and again")
         if not capture.looks(*parameters):
             return Problem("parameters change their shape, strides or requires_grad again and again")
-        preparation = self._preparation
+        if capture.constants != constants:
+            return Problem("how gradients are clipped changes again and again")
         if (
-            capture.constants == constants
-            and capture.generation == preparation.generation
-            and preparation.state_unchanged()
-            and preparation.hyperparameters() == capture.hyperparameters
+            capture.generation == self._preparation.generation
+            and self._preparation.state_unchanged()
+            and self._preparation.hyperparameters() == capture.hyperparameters
             and capture.gradients.looks == layout.looks
         ):
             return None
-        return preparation.what_changed()
+        return self._preparation.what_changed()
 
     def _run_prepared(self, body: Callable[[], None]) -> None:
         with self._preparation.warm_up():

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.clipped import ClippedParameters
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
+from pygraph_train.optimizers.program import CLIPS_OTHERS
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.agreement import decline
 from pygraph_train.parallel.replicas import Replicas
@@ -140,7 +141,7 @@ class LossSteps:
             if isinstance(outcome, Replayed):
                 result = outcome.outputs
                 if update and not outcome.updated and isinstance(program, LossProgram):
-                    step.update(program.before_update(), position.constants)
+                    step.update(program.before_update(), (position.constants, program.constants()))
             else:
                 result = outcome.result
             step.finish()
@@ -226,7 +227,7 @@ class LossProgram(StepOfLoss):
         self.scaling = Scaling(scaler, optimizer)
         self._max_grad_norm = max_grad_norm
         self._preparation: OptimizerPreparation | None = None
-        self._others: list[Tensor] = []  # that are clipped, and not the optimizer's
+        self._clipped: ClippedParameters | None = None
 
     @functools.cached_property
     def nothing_but_steps(self) -> bool:
@@ -283,15 +284,23 @@ class LossProgram(StepOfLoss):
         if reason is not None:
             return reason
         if self._max_grad_norm is not None and self.optimizer is not None:
-            self._others = not_optimized(self.model, self.optimizer)
-            if self.constants():
+            if self._clipped is None:
+                # sharded models have other parameters in the middle of a step
+                fixed = self.replication.sharded
+                self._clipped = ClippedParameters(self.model, self.optimizer, fixed=fixed)
+            self._clipped.compare()
+            if self._clipped.others():
                 return CLIPS_OTHERS
         return None
 
     def constants(self) -> tuple[Any, ...]:
-        """What a capture bakes in: whether others than the optimizer's gradients are clipped."""
-        others = self._others
-        return (True,) if others and any(p.requires_grad or p.grad is not None for p in others) else ()
+        """What a capture bakes in: which parameters are clipped, and whether others than the optimizer's are."""
+        clipped = self._clipped
+        if clipped is None:
+            return ()
+        clipped.look()
+        others = clipped.others()
+        return ("clipped parameters", clipped.changes, others) if others or clipped.changes else ()
 
     def acts_before_backward(self) -> Problem | None:
         return None
@@ -329,7 +338,7 @@ class LossProgram(StepOfLoss):
             loss, result = self.forward(call, args, kwargs)
             self.backward(loss)
         if position.update:
-            update(self.before_update(), position.constants)
+            update(self.before_update(), (position.constants, self.constants()))
         return detached_results(result)
 
 
