@@ -62,6 +62,22 @@ def test_python_has_what_the_step_wrote_before_it_raised(bad):
     both(script, replays=9, plan="{F B O}")
 
 
+@pytest.mark.parametrize("verify", ["off", "first", "always"])
+@pytest.mark.parametrize("bad", [(4,), (5,), (6,), (4, 5, 6, 7), (9, 10)], ids=str)
+def test_a_batch_that_fails_in_a_capture_or_a_comparison_speaks_against_no_graph(bad, verify):
+    def script(diary: Diary) -> None:
+        model = Counting()
+        optimizer = adamw(model)
+        step = diary.step(model.loss, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(20)):
+            attempt(diary, step, spoiled(batch) if index in bad else batch)
+            diary.write_state(model, optimizer)
+            diary.write("python", [model.begun, model.ended, model.kept])
+
+    report = both(script, replays=11, plan="{F B O}", verify=verify)
+    assert not report.fallbacks, str(report)
+
+
 def test_python_has_what_a_step_of_an_accumulation_wrote():
     def script(diary: Diary) -> None:
         model = Counting()

@@ -188,8 +188,11 @@ class Advancing:
                 step.give_up()
                 self._signatures.drop(variant)  # it was known for long that this may happen: no failure
             else:
+                made = self._ungraphed.before_refusal(step, refused, run)
                 self._refusing.calls(step, signature, variant, refused.problem)
                 self._shapes.failed(variant, refused.problem)
+                if made is not None:
+                    return made
         return Ran(self._ungraphed.plainly(run))
 
     def ordered(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> Ran[R]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from pygraph_train.problems import NotLegal
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
-from pygraph_train.step.flight import StepInFlight
+from pygraph_train.step.flight import Ran, StepInFlight
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.regions import Regions
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
+from pygraph_train.tracing.refusals import may_be_of_step
 
 __all__ = ["UngraphedSteps"]
 
@@ -46,6 +48,24 @@ class UngraphedSteps:
             return run(plain_call)
         with self._updates.context():  # the step makes its updates itself
             return run(plain_call)
+
+    def before_refusal(
+        self, step: StepInFlight, refused: NotLegal, run: Callable[[Call], R]
+    ) -> Ran[R] | None:
+        """Make a step whose capture or comparison has raised an exception, before that counts against graphs.
+
+        Where the step raises as well, as for a bad batch, nothing speaks against graphs.
+
+        Returns:
+            None where the reason is not such an exception. The step was not made then.
+        """
+        training = self._training
+        if training.config.on_failure == "raise" or training.program.replication.group is not None:
+            return None
+        if not may_be_of_step(refused):
+            return None
+        step.give_up()
+        return Ran(self.plainly(run))
 
     def as_its_arm_says(self, step: StepInFlight, run: Callable[[Call], R]) -> R:
         """Make a step of a plan without a graph of both."""

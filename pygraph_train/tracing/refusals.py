@@ -28,6 +28,7 @@ __all__ = [
     "check_copies",
     "compiler_problem",
     "history",
+    "may_be_of_step",
     "problem_of",
     "tensor_inside",
     "unsupported_leaf",
@@ -190,6 +191,14 @@ def problem_of(error: Exception) -> Problem:
     first = (str(error).strip().splitlines() or [""])[0]
     return Problem(
         f"the capture failed with {type(error).__name__}: {first}", user_location(error.__traceback__)
+    )
+
+
+def may_be_of_step(refused: NotLegal) -> bool:
+    """Whether an exception was the reason that the step itself may raise, for a bad batch."""
+    error = refused.__cause__
+    return isinstance(error, Exception) and not isinstance(
+        error, NotLegal | CaptureError | torch.OutOfMemoryError
     )
 
 
