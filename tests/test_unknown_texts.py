@@ -1,11 +1,11 @@
-"""Texts that a number of the step goes into: no step takes a way that follows from letters nobody knows yet."""
+"""Texts and named tuples that a number of the step goes into: they decide as in plain training."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from torch import Tensor, nn
@@ -48,6 +48,23 @@ TEXTS: dict[str, Callable[[Any], Any]] = {
     "counted": lambda n: ["k1", f"k{n}"].count("k1") - 1,
 }
 
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+TUPLES: dict[str, Callable[[Any], Any]] = {
+    "a plain one": lambda n: Pair(n, 2) == (1, 2),
+    "a plain one before it": lambda n: (1, 2) == Pair(n, 2),  # noqa: SIM300
+    "another one": lambda n: Pair(n, 2) != Pair(1, 2),
+    "in a list": lambda n: Pair(n, 2) in [(1, 2)],
+    "in a tuple": lambda n: (n, Pair(n, 1)) == (1, (1, 1)),
+    "less": lambda n: Pair(n, 2) < (1, 3),
+    "of constants": lambda n: n == 1 and Pair(1, 2) == (1, 2),
+    "a list": lambda n: n == 1 or Pair(n, 2) == [n, 2],
+}
+
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "read": lambda y: y.max().item(),
     "drawn": lambda y: random.randrange(3),
@@ -81,6 +98,18 @@ def train(decide: Callable[[Any], Any], number: str, replays: int) -> None:
 def test_a_text_of_a_number_decides(how: str, number: str) -> None:
     """Dynamo takes such a text for one that differs from every other."""
     train(TEXTS[how], number, replays=10)
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("other", TUPLES)
+def test_a_named_tuple_is_compared_by_its_values(other: str, number: str) -> None:
+    """Dynamo of 2.11 takes it for different from every plain one."""
+    train(TUPLES[other], number, replays=15)
+
+
+def test_a_text_of_a_number_in_a_named_tuple() -> None:
+    train(lambda n: Pair(f"k{n}", 2) == ("k1", 2), "read", replays=10)
 
 
 def test_a_text_that_goes_into_an_error_leaves_the_graph() -> None:

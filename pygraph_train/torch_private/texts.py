@@ -59,7 +59,7 @@ def mends() -> tuple[tuple[Any, str, Any], ...]:
 
 def is_unknown(variable: Any) -> bool:
     """Whether a variable of Dynamo's is a text whose letters the trace does not know."""
-    return isinstance(variable, _text_class())
+    return type(variable) is _text_class()  # `isinstance` would look at what Dynamo has not looked at yet
 
 
 def refuse_questions(fn: Any, args: Sequence[Any]) -> None:
