@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from pygraph_train.torch_private import host_numbers
+from pygraph_train.torch_private import host_numbers, texts
 from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.drawn_numbers import (
     DRAWS,
@@ -262,6 +262,7 @@ class _Hooks:
 
         def contains(items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             items = list(items)
+            texts.refuse_questions(operator.contains, items)
             if search.is_python_constant() and any(isinstance(x, SymNodeVariable) for x in items):
                 host_numbers.end_graph("a constant is looked for among numbers that Dynamo does not know")
             if not any(isinstance(x, number) for x in items) or not search.is_python_constant():

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from pygraph_train.torch_private import named_tuples, texts
+
 __all__ = ["end_graph", "mends"]
 
 _TENSOR_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -139,6 +141,8 @@ def _computing(call_function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables.constant import ConstantVariable
 
     def computed(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        texts.refuse_questions(self.fn, args)
+        args = named_tuples.as_plain(self.fn, args)
         of_scalars = self.fn in _OPERATORS and not kwargs and any(map(_stands_for_scalar, args))
         if of_scalars and all(x.is_python_constant() for x in args):
             return ConstantVariable.create(self.fn(*[x.as_python_constant() for x in args]))
