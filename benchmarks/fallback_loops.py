@@ -40,9 +40,9 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "counts":
             self.calls += 1
-            x = x * (1.0 + 1e-6 * self.calls)
+            x = x.clamp(max=1e6 + self.calls)  # no tensor can stand for such a number
         elif self.kind == "reads" and x.shape[0] != ROWS:
-            x = x * float(x.abs().max().item() < 1e9)
+            x = x * (1 + 0 * x.sum().item())  # more than a decision: nothing reads it ahead
         result: Tensor = self.layers(x)
         return result
 
