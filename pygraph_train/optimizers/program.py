@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.problems import Problem
 
-__all__ = ["CLIPS_OTHERS", "UNSCALED", "UpdateProgram", "not_optimized"]
+__all__ = ["CLIPS_OTHERS", "UNSCALED", "UpdateProgram", "not_optimized", "optimized"]
 
 CLIPS_OTHERS = (
     "gradients of parameters that the optimizer does not hold count in the norm that is clipped, and a graph would "
@@ -27,9 +28,15 @@ UNSCALED = Problem(
 )
 
 
+def optimized(optimizer: torch.optim.Optimizer | None) -> tuple[Tensor, ...]:
+    """The parameters that an optimizer holds, in their order; () without one."""
+    groups = () if optimizer is None else optimizer.param_groups
+    return tuple(chain.from_iterable([group["params"] for group in groups]))
+
+
 def not_optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters of `model` that `optimizer` does not hold."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = set(map(id, optimized(optimizer)))
     return [p for p in model.parameters() if id(p) not in held]
 
 

@@ -14,6 +14,7 @@ from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph, NumbersNotFound
 from pygraph_train.identity import identities, picker
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import optimized
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.moving import CannotBeLoaded, LoadedTensors, homes
@@ -255,7 +256,7 @@ class CaptureMaker:
             loaded=loaded,
             ids=list(map(id, reads)),
             writer=writer,
-            optimized=identities(tuple(self._optimized())),
+            optimized=identities(optimized(program.optimizer)),
         )
         return capture, expected
 
@@ -341,7 +342,7 @@ class CaptureMaker:
         """Everything that a replay writes, besides gradients that it begins itself."""
         written = self.beside_parameters(variant, args, kwargs)
         if capture.updates and optimizer is not None:
-            written += self._optimized()
+            written += optimized(self._program.optimizer)
             written += optimizer.state_tensors()
         written += [p.grad for p in capture.gradients.carried if p.grad is not None]
         return HostCopy(self._program.device, written)
@@ -363,11 +364,8 @@ class CaptureMaker:
         """From now on, of tensors that live longer than a step: a run that is undone must not leave them elsewhere."""
         model = self._program.model
         reads = variant.trace.tensors(self._program.function(), args, kwargs)
-        found = [*reads, *model.parameters(), *model.buffers(), *self._optimized()]
+        found = [*reads, *model.parameters(), *model.buffers(), *optimized(self._program.optimizer)]
         return Moves(map(local_tensor, found) if self._program.replication.sharded else found)
-
-    def _optimized(self) -> list[Tensor]:
-        return [p for group in getattr(self._program.optimizer, "param_groups", ()) for p in group["params"]]
 
     def warm_up(self, *, fresh: bool) -> AbstractContextManager[None]:
         """Around a run without a graph before a capture.
@@ -379,7 +377,7 @@ class CaptureMaker:
 
     def owned(self) -> list[Tensor]:
         """Parameters whose gradients are emptied before a fresh micro-batch."""
-        return self._optimized() or list(self._program.model.parameters())
+        return list(optimized(self._program.optimizer) or self._program.model.parameters())
 
     def gradients(
         self,

@@ -16,7 +16,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.clipped import ClippedParameters
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import CLIPS_OTHERS
+from pygraph_train.optimizers.program import CLIPS_OTHERS, optimized
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.parallel.agreement import decline
 from pygraph_train.parallel.replicas import Replicas
@@ -197,10 +197,7 @@ class LossSteps:
 
 def _updated_by(steps: LossSteps) -> set[int]:
     """Ids of the parameters that these steps update."""
-    optimizer = steps.program.optimizer
-    return (
-        set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-    )
+    return set(map(id, optimized(steps.program.optimizer)))
 
 
 class LossProgram(StepOfLoss):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 from pygraph_train.identity import identities
 from pygraph_train.optimizers.kernels import is_unknown
 from pygraph_train.optimizers.phase import OF_SHARDS, OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.program import optimized
 from pygraph_train.optimizers.several import OptimizerSet, SeveralPreparations
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
@@ -119,10 +119,7 @@ class Updates:
 
     def optimized(self) -> bytes:
         """What tells the parameters that the optimizer holds, in their order. Hot path."""
-        optimizer = self._training.program.optimizer
-        if optimizer is None:
-            return b""
-        return identities(tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups])))
+        return identities(optimized(self._training.program.optimizer))
 
     def state_is_that_of(self, capture: Capture) -> bool:
         """Whether the optimizer holds the parameters of a capture, and its state lies where that found it. Hot path.
