@@ -117,9 +117,10 @@ def measure(name: str, args: argparse.Namespace, turns: Turns) -> Row:
 def _wait_for_the_other_version(result: Path) -> None:
     """Begin to measure when both versions of a row are ready, so that their windows follow each other in turns."""
     result.with_suffix(".ready").touch()
-    others = [result.with_name(result.name.replace(a, b)) for a, b in (VERSIONS, VERSIONS[::-1])]
+    number = result.name.partition("_")[0]
+    both = [result.with_name(f"{number}_{version}.ready") for version in VERSIONS]
     end = time.monotonic() + LONGEST_WAIT
-    while time.monotonic() < end and not all(other.with_suffix(".ready").exists() for other in others):
+    while time.monotonic() < end and not all(ready.exists() for ready in both):
         time.sleep(0.01)
 
 
@@ -248,11 +249,12 @@ def _run(
     jobs: dict[str, tuple[str, str, Path]] = {}
     queue: list[Job] = []
     places = {version: _package(tree, made / version) for version, tree in zip(VERSIONS, trees, strict=True)}
+    places[AGAIN] = places["after"]
     for number, name in enumerate(args.rows):
         for version in (*VERSIONS, AGAIN)[: 3 if args.again and name.startswith("fit") else 2]:
             result = made / f"{number}_{version}.json"
             child = [*argv, "--child", name, str(result)]
-            begin = f"import sys; sys.path.insert(0, {str(places[version.partition(',')[0]])!r}); "
+            begin = f"import sys; sys.path.insert(0, {str(places[version])!r}); "
             begin += (
                 f"from benchmarks import before_and_after; raise SystemExit(before_and_after.main({child!r}))"
             )
