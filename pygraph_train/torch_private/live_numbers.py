@@ -8,8 +8,8 @@ each run. The results are the same bits as those of the operation with the numbe
   number for float64. A product, sum or difference of float32 numbers has one rounding, whoever holds them. Products and
   quotients of bfloat16 and float16 are made with float32 numbers, and rounded: the kernel does nothing else. Their
   sums are rounded in another way on the CPU.
-- On CUDA a tensor is divided by a number by a multiplication with its reciprocal, of the type that the kernel computes
-  in. On the CPU it is divided.
+- On CUDA a tensor is divided by a number by a multiplication with its reciprocal
+  (`tracing/live_numbers.py` has its rounding). On the CPU the tensor is divided.
 - A number is divided by a tensor as torch does it in Python: the reciprocal of the tensor, times the number.
 
 Everything else ends the graph: powers, `alpha=`, limits, fills. (2.11, 2.13)

@@ -7,6 +7,7 @@ trace holds for numbers that lead to the same decisions.
 
 from __future__ import annotations
 
+import functools
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,13 +52,33 @@ class _Number:
         return self.fn(*[known[x.place] if isinstance(x, _Number) else x for x in self.args])
 
 
+@functools.cache
+def _reciprocals_are_rounded_once(device: torch.device) -> bool:
+    """Whether float32 kernels that divide by a number take the reciprocal of the number before it is rounded.
+
+    That depends on the version of torch.
+    """
+    number = (
+        -103349.09199185664
+    )  # float32: its reciprocal is -9.675944e-06, that of the rounded number -9.675943e-06
+    return float(torch.ones((), dtype=torch.float32, device=device) / number) == float(
+        torch.tensor(1 / number, dtype=torch.float32)
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A tensor, and the number that it holds."""
+    """A tensor, and the number that it holds.
+
+    Attributes:
+        inverse: whether the tensor holds the reciprocal.
+        divided_in: the type in which torch computes a reciprocal.
+    """
 
     tensor: Tensor
     number: _Number
     inverse: bool
+    divided_in: type[np.floating[Any]]
 
     def value(self, number: Any) -> float:
         """What it has to hold. Raises OverflowError for a number that a float cannot hold exactly."""
@@ -65,7 +86,7 @@ class _Slot:
             raise OverflowError(number)
         kind = np.float64 if self.tensor.dtype is torch.float64 else np.float32
         with np.errstate(all="ignore"):
-            return float(kind(1) / kind(number) if self.inverse else kind(number))
+            return float(kind(self.divided_in(1) / self.divided_in(number) if self.inverse else number))
 
 
 class CallNumbers:
@@ -245,7 +266,9 @@ class CallNumbers:
             if slot.number is number and slot.tensor.dtype is dtype and slot.inverse is inverse:
                 return slot.tensor
         with torch.inference_mode(False), torch.no_grad():
-            made = _Slot(torch.zeros((), dtype=dtype, device=self.device), number, inverse)
+            exact = not inverse or dtype is torch.float64 or _reciprocals_are_rounded_once(self.device)
+            divided_in = np.float64 if exact else np.float32
+            made = _Slot(torch.zeros((), dtype=dtype, device=self.device), number, inverse, divided_in)
             made.tensor.fill_(made.value(number.now))
         self._slots.append(made)
         return made.tensor

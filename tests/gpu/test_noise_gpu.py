@@ -101,19 +101,19 @@ def test_a_step_with_atomic_additions_is_replayed(make: Any) -> None:
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("make", [mlp, transformer, convnet])
 def test_deterministic_steps_agree_at_once(make: Any, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No further run is needed, so nothing is ever accepted that is not equal bit for bit."""
-    further: list[int] = []
-    add = PlainRuns.add
+    """No replay differs, so nothing is ever accepted that is not equal bit for bit."""
+    differed: list[int] = []
+    enough = PlainRuns.enough
 
-    def counted(self: PlainRuns, run: Fingerprint) -> None:
-        further.append(1)
-        add(self, run)
+    def counted(self: PlainRuns, found: Fingerprint) -> bool:
+        differed.append(1)
+        return enough(self, found)
 
-    monkeypatch.setattr(PlainRuns, "add", counted)
+    monkeypatch.setattr(PlainRuns, "enough", counted)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False):
         report = train(make, compile=compile)
     assert report.steps_replayed >= STEPS - 15 and report.plan == "{F B O}", str(report)
-    assert not further
+    assert not differed
 
 
 def test_a_deterministic_step_has_no_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
