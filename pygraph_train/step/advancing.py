@@ -55,6 +55,9 @@ class Advancing:
         training, updates, decisions, signatures, ungraphed, refusing, watching, capturing: of the runner.
         replay: makes a replay of a capture with these leaves.
         together: of ranks that replay together; None for one process.
+
+    Attributes:
+        make_way: see `Capturing`.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Advancing:
         self._ungraphed = ungraphed
         self._refusing = refusing
         self._watching = watching
-        self._capturing = capturing
+        self._capturing, self.make_way = capturing, capturing.make_way
         self._shapes = Shapes(training, updates, decisions, signatures, ungraphed, capturing)
         self._ordering = Ordering(training, capturing)
         self._replay = replay

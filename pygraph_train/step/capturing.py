@@ -112,6 +112,18 @@ class Capturing:
         """Whether another shape may have graphs now, or this one."""
         return self._training.program.replication.ready() and self._room.is_there(variant)
 
+    def make_way(self, variant: Variant) -> None:
+        """Release the graphs of forward and backward while a plan without them is tried, where memory would grow.
+
+        Beside them such a step would need its memory twice. They are captured again when their turn comes.
+        """
+        training = self._training
+        if not training.engine.shares_memory or self._together is not None or variant.lead is not None:
+            return
+        if self._room.is_short_beside(variant):
+            variant.forget_captures()
+            self._updates.release_graphs(variant.arm.plan, whole_steps=False)
+
     def timed(
         self, step: StepInFlight, variant: Variant, run: Callable[[Call], R], call: Call | None = None
     ) -> R:

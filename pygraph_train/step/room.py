@@ -19,6 +19,9 @@ _MOST_APART = 8
 _RESERVE = 0.05
 """Share of the device's memory that graphs leave to others."""
 
+_GROWS = 1.02
+"""Peaks that differ by less are the same."""
+
 
 class Room:
     """Makes room for captures.
@@ -62,6 +65,16 @@ class Room:
         if oldest is None:
             raise NotLegal(self._problem())
         self._release(oldest)
+
+    def is_short_beside(self, variant: Variant) -> bool:
+        """Whether a step without a graph, made beside the only captures that there are, needs more than ever before.
+
+        Such a step needs about as much as the captures took.
+        """
+        if any(v.captures for v in self._signatures.variants() if v is not variant):
+            return False  # they would keep the memory
+        memory = self._training.engine.memory()
+        return memory.reserved + self._growth > _GROWS * memory.peak
 
     def capture_begins(self) -> None:
         """Note how much memory there is."""

@@ -159,6 +159,8 @@ class StepRunner:
                 step.count_for(choice)
                 variant.arm = choice.arm
                 self._updates.serve(variant.arm.plan)
+                if variant.captures and not variant.arm.plan.forward_backward:
+                    self._advance.make_way(variant)
                 if variant.orders:
                     return self._advance.ordered(step, variant, run)
                 settled_without = choice.controller.settled and not variant.arm.plan.forward_backward
