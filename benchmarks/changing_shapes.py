@@ -13,11 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.children import row_of_process
 from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_defaults, settle_device
 from benchmarks.record import DASH, print_table, write_json
 from benchmarks.workloads import Batch
@@ -213,33 +211,10 @@ def run_row(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row, in a process of its own with cold caches. A crash or a time-out is part of the row."""
-    row: dict[str, Any] = {"case": case, "arm": arm, "steps": args.steps, "error": None}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
-        caches = {
-            "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"),
-            "TRITON_CACHE_DIR": str(Path(folder) / "triton"),
-        }
-        options = ["--scale", args.scale, "--device", args.device, "--steps", str(args.steps)]
-        options += ["--lock", str(args.lock)] if args.lock is not None else []
-        command = [sys.executable, "-m", "benchmarks.changing_shapes", "--row", case, arm, str(out), *options]
-        try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=args.timeout_s or None,
-                env={**os.environ, **caches},
-                cwd=Path(__file__).parents[1],
-            )
-        except subprocess.TimeoutExpired:
-            row["error"] = f"timed out after {args.timeout_s} s"
-            return row
-        if done.returncode or not out.exists():
-            row["error"] = (done.stderr.strip().splitlines() or ["no output"])[-1][:2000]
-        else:
-            row.update(json.loads(out.read_text()))
-    return row
+    options = ["--scale", args.scale, "--device", args.device, "--steps", str(args.steps)]
+    options += ["--lock", str(args.lock)] if args.lock is not None else []
+    found = row_of_process("benchmarks.changing_shapes", (case, arm), options, args.timeout_s)
+    return {"case": case, "arm": arm, "steps": args.steps, **found}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

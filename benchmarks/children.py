@@ -8,11 +8,13 @@ one is measured, and most of the time of a run is spent by many processes togeth
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Job", "Turns", "run_jobs"]
+__all__ = ["Job", "Turns", "row_of_process", "run_jobs"]
 
 READY, DONE = b"R", b"D"
 PAUSE = 0.05
@@ -77,6 +79,35 @@ class _Child:
     limit: float  # on the clock of `_Pool.clock`
     waits: bool = False
     told: list[str] = field(default_factory=list)
+
+
+def row_of_process(module: str, row: Sequence[str], options: Sequence[str], timeout_s: int) -> dict[str, Any]:
+    """What one process writes, which begins with cold caches; a crash or a time-out is in "error".
+
+    Args:
+        module: is run with `--row`, the names of the row and the JSON file that it writes, and these options.
+        timeout_s: 0 for none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        caches = {
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"),
+            "TRITON_CACHE_DIR": str(Path(folder) / "triton"),
+        }
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", module, "--row", *row, str(out), *options],
+                capture_output=True,
+                text=True,
+                timeout=timeout_s or None,
+                env={**os.environ, **caches},
+                cwd=Path(__file__).parents[1],
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"timed out after {timeout_s} s"}
+        if done.returncode or not out.exists():
+            return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:2000]}
+        return {"error": None, **json.loads(out.read_text())}
 
 
 def run_jobs(

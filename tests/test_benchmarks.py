@@ -187,6 +187,18 @@ def test_fallback_cost_in_other_states(state, tmp_path):
     assert row["error"] is None and row["plan"] == plan and row["more_us"], row
 
 
+def test_whole_run(tmp_path):
+    options = ("--models", "mlp", "--arms", "defaults,eager", "--steps", "40", "--plain-steps", "20")
+    record = run("benchmarks.whole_run", tmp_path / "whole.json", *options)
+    ours, eager = record["rows"]
+    assert ours["error"] is None and ours["steps_made"] == 40 and ours["steps_replayed"] >= 20
+    assert eager["error"] is None and eager["steps_made"] == 20
+    assert eager["whole_s"] > sum(eager["windows_ms"]) * 5 / 1e3, "the steps that are left count"
+    found = record["summary"]["mlp"]
+    assert found["over_the_best_of_the_others"] == ours["whole_s"] / eager["whole_s"]
+    assert found["over_the_better_option"] is None, "neither option was measured"
+
+
 @pytest.mark.slow
 def test_changing_shapes(tmp_path):
     pytest.importorskip("transformers")
