@@ -86,6 +86,8 @@ class Shapes:
         if family.ended is not None:
             signature.life = Life(Stage.REFUSED)
             return None
+        if variant is None and (known := self._still_rare(step, signature, family)) is not None:
+            return self._rare(signature, known)
         lead = self._lead_for(family, args, kwargs, leaves)
         if lead is None:
             family.steps_without_inductor += 1
@@ -102,14 +104,30 @@ class Shapes:
         if variant is not None:  # it was on its own way to a trace, which nobody needs any more
             signature.variants.remove(variant)
             family.drop(variant)
+        signature.lead = lead
         if not self._has_earned(step, signature, family, lead):
-            signature.returns.steps += 1
-            self._training.report.shapes.ran_as_rare()
-            return WithoutGraph(lead)
+            return self._rare(signature, lead)
         member = lead.member(signature.key)
         member.last_used = self._training.step
         signature.variants.insert(0, member)
         return member
+
+    def _rare(self, signature: Signature, lead: Variant) -> WithoutGraph:
+        signature.returns.steps += 1
+        self._training.report.shapes.ran_as_rare()
+        return WithoutGraph(lead)
+
+    def _still_rare(self, step: StepInFlight, signature: Signature, family: Family) -> Variant | None:
+        """The lead of a shape that has not earned a graph yet, where nothing depends on its guards in this step.
+
+        To check them takes as long as several percent of a step.
+        """
+        lead = signature.lead
+        if lead is None or not any(other is lead for other in family.leads):
+            return None
+        if self._decisions.compiles and (self._training.config.compile is True or lead.compiled is not None):
+            return None  # the guards say with which kernels it runs
+        return None if self._pays(step, signature, family, lead) else lead
 
     def _lead_for(
         self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
@@ -153,18 +171,22 @@ class Shapes:
 
     def _has_earned(self, step: StepInFlight, signature: Signature, family: Family, lead: Variant) -> bool:
         """Whether a graph for this shape is worth its price, and has room."""
+        if not self._pays(step, signature, family, lead):
+            return False
+        if self._capturing.has_room(None):
+            return True
+        signature.returns.dropped()
+        return False
+
+    def _pays(self, step: StepInFlight, signature: Signature, family: Family, lead: Variant) -> bool:
+        """Whether a graph for this shape is worth its price."""
         settled = family.settled()
         if settled is not None and not settled.plan.forward_backward:
             return False
         place = lead.capture_key(step.position)
         compared = family.is_compared(place, self._training.config.verify)
         least = max(1, self._signatures.lengths.met)
-        if not signature.returns.earned(family.costs.steps(least, compared=compared)):
-            return False
-        if self._capturing.has_room(None):
-            return True
-        signature.returns.dropped()
-        return False
+        return signature.returns.earned(family.costs.steps(least, compared=compared))
 
     def arm_of(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arm:
         """What a kind of call runs with that follows a lead."""

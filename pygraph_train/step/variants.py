@@ -278,6 +278,7 @@ class Signature:
         life: until it has a variant, and when it gets no more of them.
         family: of signatures that differ in sizes alone; None where each one is on its own.
         returns: how often it has come without a graph, where its family has a trace for it.
+        lead: whose trace that is; None where none was found.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
         ways: how often steps went which way, of those where numbers of the host decide.
         other_way: what was drawn and read for the present step, which goes another way than any variant.
@@ -289,6 +290,7 @@ class Signature:
     life: Life
     family: Family | None = None
     returns: Returns = field(default_factory=Returns)
+    lead: Variant | None = None
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
     no_graphs: Choice | None = None
