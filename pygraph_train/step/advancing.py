@@ -19,11 +19,12 @@ from pygraph_train.step.program import Call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.shapes import Shapes, WithoutGraph
+from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Signature, Signatures, Variant
+from pygraph_train.step.variants import Capture, Signature, Variant
 from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.changing_numbers import changing_numbers
 from pygraph_train.tracing.gradient_hooks import backward_hook

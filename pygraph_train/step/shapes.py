@@ -13,10 +13,11 @@ from pygraph_train.step.families import Family
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage
 from pygraph_train.step.program import Call
+from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Signature, Signatures, Variant
+from pygraph_train.step.variants import Signature, Variant
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Shapes", "WithoutGraph"]
