@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import Arm
-from pygraph_train.selection.returns import Costs, is_sampled
+from pygraph_train.selection.returns import Costs, TraceReturns, is_sampled
 from pygraph_train.step.inputs import InputMemory
 from pygraph_train.tracing.signature import Dims, Key, Sizes, family_of
 from pygraph_train.verification import AuditLedger
@@ -48,6 +48,7 @@ class Family:
         traces: made after the first one.
         replays: of all shapes.
         costs: of steps and captures.
+        trace_returns: whether another trace is worth its time, of a family of several shapes.
         told: whether it was said that there are no more traces.
         ended: why no further shape gets a graph.
         inputs: where the graphs of shapes that share a trace read their batches.
@@ -65,6 +66,7 @@ class Family:
         self.traces = -1
         self.replays = 0
         self.costs = Costs()
+        self.trace_returns = TraceReturns()
         self.told = False
         self.ended: Problem | None = None
         self.inputs = InputMemory()

@@ -135,6 +135,8 @@ class StepRunner:
             if together is not None:
                 together.waits_for_host(self._launch_bound.open)
             if not (self._launch_bound.open if together is None else together.open):
+                if not self._launch_bound.rest:
+                    self._signatures.sees(key_of(*(flat or flattened((args, kwargs)))))
                 return Ran(self._launch_bound.run(lambda: self._ungraphed.plainly(run)))
             self._launch_bound, self._tried_from = None, self._training.step
         if self._refusing.off is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +12,7 @@ from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family
 from pygraph_train.step.flight import StepInFlight
+from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage
 from pygraph_train.step.program import Call
 from pygraph_train.step.signatures import Signatures
@@ -37,9 +39,11 @@ class WithoutGraph(NamedTuple):
     """The step has no graph: its shape is rare so far.
 
     Attributes:
+        family: of the shape.
         lead: whose trace holds for it, None where no trace does.
     """
 
+    family: Family
     lead: Variant | None
 
 
@@ -65,6 +69,8 @@ class Shapes:
         self._signatures = signatures
         self._ungraphed = ungraphed
         self._capturing = capturing
+        # who asked for graphs does not wait for them
+        self._weighs_traces = LaunchBoundCheck.wanted(training.config, training.engine.name)
 
     def served(
         self,
@@ -88,7 +94,7 @@ class Shapes:
             signature.life = Life(Stage.REFUSED)
             return None
         if variant is None and (known := self._still_rare(step, signature, family)) is not None:
-            return self._rare(signature, known)
+            return self._rare(signature, family, known)
         lead = self._lead_for(family, args, kwargs, leaves)
         if lead is None:
             family.steps_without_inductor += 1
@@ -97,9 +103,11 @@ class Shapes:
                 if self._wants_inductor(family) and signature.life.stage is Stage.MET:
                     # no shape comes back, and one trace is for all of them
                     signature.life = Life(Stage.FIRST_LOOK)
-                return variant
+                if variant is not None or signature.life.stage is Stage.MET or self._trace_pays(family):
+                    return variant
+                signature.returns.steps += 1
             self._training.report.shapes.ran_as_rare()
-            return WithoutGraph(None)
+            return WithoutGraph(family, None)
         if lead.life.stage in _EARLY:
             return lead
         if variant is not None:  # it was on its own way to a trace, which nobody needs any more
@@ -107,16 +115,16 @@ class Shapes:
             family.drop(variant)
         signature.lead = lead
         if not self._has_earned(step, signature, family, lead):
-            return self._rare(signature, lead)
+            return self._rare(signature, family, lead)
         member = lead.member(signature.key)
         member.last_used = self._training.step
         signature.variants.insert(0, member)
         return member
 
-    def _rare(self, signature: Signature, lead: Variant) -> WithoutGraph:
+    def _rare(self, signature: Signature, family: Family, lead: Variant) -> WithoutGraph:
         signature.returns.steps += 1
         self._training.report.shapes.ran_as_rare()
-        return WithoutGraph(lead)
+        return WithoutGraph(family, lead)
 
     def _still_rare(self, step: StepInFlight, signature: Signature, family: Family) -> Variant | None:
         """The lead of a shape that has not earned a graph yet, where nothing depends on its guards in this step.
@@ -149,6 +157,12 @@ class Shapes:
                     return lead
                 found = found or lead
         return found
+
+    def _trace_pays(self, family: Family) -> bool:
+        """Whether the steps that could have had a graph are worth the time of another trace."""
+        if not self._weighs_traces or family.shapes < 2:
+            return True
+        return family.trace_returns.pays(self._training.steps_left())
 
     def _may_trace(self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a shape may have a trace of its own, once it has come back. If not, a row says why, once."""
@@ -204,25 +218,35 @@ class Shapes:
         fused = (arm for arm in arms if arm.plan.forward_backward and arm.compiled >= compiled)
         return next(fused, arms[0])
 
+    def plainly(self, family: Family | None, run: Callable[[Call], R]) -> R:
+        """Make a step of a shape that no trace is for."""
+        if family is None or not self._weighs_traces:
+            return self._ungraphed.plainly(run)
+        started = time.perf_counter()
+        result = self._ungraphed.plainly(run)
+        family.trace_returns.ran(time.perf_counter() - started)
+        return result
+
     def without_graph(
         self,
         step: StepInFlight,
-        lead: Variant | None,
+        served: WithoutGraph,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[[Call], R],
     ) -> R:
         """Make a step of a shape that has no graph: with the kernels that were compiled for all shapes if they are
         faster, else as it is."""
-        settled = None if lead is None or lead.family is None else lead.family.settled()
+        family, lead = served
+        if lead is None:
+            return self.plainly(family, run)
+        settled = family.settled()
         if settled is not None and not settled.plan.forward_backward:
             self._updates.prepare()
             step.arm = settled
             return self._ungraphed.as_its_arm_says(step, run)
-        if lead is None or not self._decisions.compiles:
+        if not self._decisions.compiles:
             return self._ungraphed.plainly(run)
-        family = lead.family
-        assert family is not None
         if lead.compiled is None or not self._holds(lead, args, kwargs):
             family.steps_without_inductor += 1
             if lead.compiled is None and (lead.compile_next or self._wants_inductor(family)):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from pygraph_train.step.choice import Choice
-from pygraph_train.step.families import Families
+from pygraph_train.step.families import Families, Family
 from pygraph_train.step.lifecycle import Life, Stage, StageLengths
 from pygraph_train.step.variants import Signature, Variant
 from pygraph_train.tracing.signature import Key
@@ -33,18 +33,28 @@ class Signatures:
         self.families = families
         self._met = met
         self._first: Signature | None = None
+        self._seen: dict[Key, Family] = {}
         self._by_key: OrderedDict[Key, Signature] = OrderedDict()
         self.get = self._by_key.get
+
+    def sees(self, key: Key) -> None:
+        """A step with this key is made before anything is to be known of it. Its shape counts as met."""
+        if self.families is not None and key not in self._seen:
+            self._seen[key] = self.families.meet(key)
 
     def meet(self, key: Key) -> Signature:
         """The signature with this key, a new one if need be."""
         signature = self._by_key.get(key)
         if signature is None:
-            stage = Stage.FIRST_LOOK if self._first is None else Stage.MET
-            family = None if self.families is None else self.families.meet(key)
+            family = self._seen.pop(key, None)
+            if family is None and self.families is not None:
+                family = self.families.meet(key)
             self._met()
+            changes = family is not None and family.shapes > 1
+            stage = Stage.MET if self._first is not None or changes else Stage.FIRST_LOOK
             signature = self._by_key[key] = Signature(key, Life(stage), family)
-            self._first = self._first or signature
+            if not changes:
+                self.traces(signature)
             if len(self._by_key) > _MOST_SIGNATURES:  # shapes that never come back leave no trace
                 self._forget_oldest()
         self._by_key.move_to_end(key)
@@ -80,8 +90,12 @@ class Signatures:
         if self._first is signature:
             self._first = None
 
+    def traces(self, signature: Signature) -> None:
+        """A call with this key is traced. The first one stands for the others."""
+        self._first = self._first or signature
+
     def is_first(self, signature: Signature) -> bool:
-        """Whether it is the first one of the run, which stands for the others."""
+        """Whether it is the first one that is traced in the run, which stands for the others."""
         return signature is self._first
 
     def variants(self) -> Iterator[Variant]:
