@@ -148,6 +148,14 @@ def test_a_length_that_stays_is_traced_at_once(traced_in: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("measured")
+def test_a_length_that_stays_after_another_one_is_traced_soon(traced_in: list[int]) -> None:
+    with traces() as found:
+        report = both(train([16] * 2 + [24] * 60), replays=25, plan="{F B O}")
+    assert len(found) == 1 and traced_in[0] <= 20
+    assert report.shapes.with_graphs == 1
+
+
+@pytest.mark.usefixtures("measured")
 def test_a_last_batch_that_is_smaller_is_not_traced() -> None:
     counts = ([4] * 20 + [3]) * 8
     with traces() as found:

@@ -32,6 +32,9 @@ STEPS_BEFORE_COMPILING = 100
 _TIMED = 3
 """Steps with Inductor's kernels and without a graph that are timed."""
 
+_STAYS = 16
+"""Steps in a row with one shape, after which shapes are not taken to change with each step."""
+
 _EARLY = (Stage.FIRST_LOOK, Stage.SECOND_LOOK, Stage.WATCHED)
 
 
@@ -103,7 +106,9 @@ class Shapes:
                 if self._wants_inductor(family) and signature.life.stage is Stage.MET:
                     # no shape comes back, and one trace is for all of them
                     signature.life = Life(Stage.FIRST_LOOK)
-                if variant is not None or signature.life.stage is Stage.MET or self._trace_pays(family):
+                signature.comes(self._training.step)
+                is_met = signature.life.stage is Stage.MET
+                if variant is not None or is_met or self._trace_pays(signature, family):
                     return variant
                 signature.returns.steps += 1
             self._training.report.shapes.ran_as_rare()
@@ -158,9 +163,10 @@ class Shapes:
                 found = found or lead
         return found
 
-    def _trace_pays(self, family: Family) -> bool:
+    def _trace_pays(self, signature: Signature, family: Family) -> bool:
         """Whether the steps that could have had a graph are worth the time of another trace."""
-        if not self._weighs_traces or family.shapes < 2:
+        stays = family.shapes < 2 or signature.in_a_row >= _STAYS
+        if stays or not self._weighs_traces:
             return True
         return family.trace_returns.pays(self._training.steps_left())
 

@@ -275,6 +275,8 @@ class Signature:
         family: of signatures that differ in sizes alone; None where each one is on its own.
         returns: how often it has come without a graph, where its family has a trace for it.
         lead: whose trace that is; None where none was found.
+        latest: the number of its latest step of those that were looked at for a trace.
+        in_a_row: such steps one after the other.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
         ways: how often steps went which way, of those where numbers of the host decide.
         other_way: what was drawn and read for the present step, which goes another way than any variant.
@@ -287,6 +289,8 @@ class Signature:
     family: Family | None = None
     returns: Returns = field(default_factory=Returns)
     lead: Variant | None = None
+    latest: int = 0
+    in_a_row: int = 0
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
     no_graphs: Choice | None = None
@@ -294,6 +298,11 @@ class Signature:
     other_way: tuple[Any, ...] | None = None
     refused: int = 0
     unseen: int = 0
+
+    def comes(self, step: int) -> None:
+        """It is looked for a trace in the step with this number."""
+        self.in_a_row = self.in_a_row + 1 if self.latest == step - 1 else 1
+        self.latest = step
 
     def is_refused_again(self) -> None:
         """One more step in a row that can have no graph: the longer they go on, the more rarely they are looked at."""
