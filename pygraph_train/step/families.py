@@ -55,6 +55,7 @@ class Family:
         differed: whether a replay differed from the step without a graph: no capture goes unchecked any more.
         audits: what the audits of its graphs have cost, but for those of kinds of calls with traces of their own.
         steps_without_inductor: of other shapes than the first one, since Inductor has compiled.
+        compile_seconds: what Inductor has taken the last time; None where that was not measured.
         timed_compiled: steps with Inductor's kernels that were timed, without the one in which it compiled.
     """
 
@@ -73,6 +74,7 @@ class Family:
         self.differed = False
         self.audits: AuditLedger | None = None
         self.steps_without_inductor = 0
+        self.compile_seconds: float | None = None
         self.timed_compiled = -1
         self._compiled: float | None = None
         self._eager: float | None = None
@@ -119,7 +121,14 @@ class Family:
             del self.leads[_MOST_LEADS:]
 
     def may_recompile(self, lead: Variant) -> bool:
-        """Whether Inductor may compile this trace once more, for shapes that its code so far is not for."""
+        """Whether Inductor may compile this trace once more, for shapes that its code so far is not for.
+
+        Its kernels would have to have saved that time in the steps since it compiled last.
+        """
+        if self.compile_seconds is not None and self._eager is not None and self._compiled is not None:
+            saved = self.steps_without_inductor * (self._eager - self._compiled)
+            if saved < self.compile_seconds:
+                return False
         return sum(other.trace is lead.trace for other in self.leads) < _MOST_RECOMPILED
 
     def leads_again(self, lead: Variant) -> None:

@@ -44,10 +44,12 @@ class WithoutGraph(NamedTuple):
     Attributes:
         family: of the shape.
         lead: whose trace holds for it, None where no trace does.
+        holds: whether that one's code of Inductor is for it as well.
     """
 
     family: Family
-    lead: Variant | None
+    lead: Variant | None = None
+    holds: bool = False
 
 
 class Shapes:
@@ -98,7 +100,7 @@ class Shapes:
             return None
         if variant is None and (known := self._still_rare(step, signature, family)) is not None:
             return self._rare(signature, family, known)
-        lead = self._lead_for(family, args, kwargs, leaves)
+        lead, holds = self._lead_for(family, args, kwargs, leaves)
         if lead is None:
             family.steps_without_inductor += 1
             own = variant is not None or self._signatures.is_first(signature)
@@ -112,7 +114,7 @@ class Shapes:
                     return variant
                 signature.returns.steps += 1
             self._training.report.shapes.ran_as_rare()
-            return WithoutGraph(family, None)
+            return WithoutGraph(family)
         if lead.life.stage in _EARLY:
             return lead
         if variant is not None:  # it was on its own way to a trace, which nobody needs any more
@@ -120,16 +122,18 @@ class Shapes:
             family.drop(variant)
         signature.lead = lead
         if not self._has_earned(step, signature, family, lead):
-            return self._rare(signature, family, lead)
+            return self._rare(signature, family, lead, holds=holds)
         member = lead.member(signature.key)
         member.last_used = self._training.step
         signature.variants.insert(0, member)
         return member
 
-    def _rare(self, signature: Signature, family: Family, lead: Variant) -> WithoutGraph:
+    def _rare(
+        self, signature: Signature, family: Family, lead: Variant, *, holds: bool = False
+    ) -> WithoutGraph:
         signature.returns.steps += 1
         self._training.report.shapes.ran_as_rare()
-        return WithoutGraph(family, lead)
+        return WithoutGraph(family, lead, holds)
 
     def _still_rare(self, step: StepInFlight, signature: Signature, family: Family) -> Variant | None:
         """The lead of a shape that has not earned a graph yet, where nothing depends on its guards in this step.
@@ -145,8 +149,8 @@ class Shapes:
 
     def _lead_for(
         self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
-    ) -> Variant | None:
-        """Whose trace holds for this call, with code of Inductor that is for it if there is any."""
+    ) -> tuple[Variant | None, bool]:
+        """Whose trace holds for this call, with code of Inductor that is for it if there is any; whether there is."""
         found: Variant | None = None
         program = self._training.program
         with program.context():
@@ -158,10 +162,10 @@ class Shapes:
                         continue
                     if not lead.is_for(leaves):
                         continue
-                if lead.compiled is None or self._holds(lead, args, kwargs):
-                    return lead
+                if (holds := self._holds(lead, args, kwargs)) or lead.compiled is None:
+                    return lead, holds
                 found = found or lead
-        return found
+        return found, False
 
     def _trace_pays(self, signature: Signature, family: Family) -> bool:
         """Whether the steps that could have had a graph are worth the time of another trace."""
@@ -243,7 +247,7 @@ class Shapes:
     ) -> R:
         """Make a step of a shape that has no graph: with the kernels that were compiled for all shapes if they are
         faster, else as it is."""
-        family, lead = served
+        family, lead, holds = served
         if lead is None:
             return self.plainly(family, run)
         settled = family.settled()
@@ -253,7 +257,7 @@ class Shapes:
             return self._ungraphed.as_its_arm_says(step, run)
         if not self._decisions.compiles:
             return self._ungraphed.plainly(run)
-        if lead.compiled is None or not self._holds(lead, args, kwargs):
+        if not holds:
             family.steps_without_inductor += 1
             if lead.compiled is None and (lead.compile_next or self._wants_inductor(family)):
                 return self._compiled(step, lead, args, kwargs, run)
@@ -296,13 +300,20 @@ class Shapes:
         if not lead.arm.compiled:
             return self._ungraphed.plainly(run)
         lead.meets(LifeEvent.WANTS_INDUCTOR)
-        return self._capturing.compiled(step, lead, args, kwargs, run)
+        times, family = self._training.times, lead.family
+        before = times.compiling
+        result = self._capturing.compiled(step, lead, args, kwargs, run)
+        if family is not None and self._training.engine.name == "cuda":
+            family.compile_seconds = times.compiling - before
+        return result
 
     def wants_inductor(self, variant: Variant) -> None:
         """A kind of call is to have Inductor's kernels, and with it those that it shares a trace with."""
         lead, family = variant.lead or variant, variant.family
         if family is not None and family.leads and lead.one_of_many:  # the latest trace is for all shapes
             lead = family.leads[0]
+        if lead.compiled is not None:  # its code is not for this shape: see `Family.may_recompile`
+            return
         self._wanted_for(lead)
 
     def _wanted_for(self, lead: Variant) -> None:
