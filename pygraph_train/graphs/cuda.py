@@ -16,6 +16,7 @@ import torch
 
 from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
 from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
+from pygraph_train.graphs.garbage import Garbage
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
 from pygraph_train.problems import user_location
@@ -54,6 +55,7 @@ class _Shared:
 
 
 _shared: weakref.WeakValueDictionary[torch.device, _Shared] = weakref.WeakValueDictionary()
+_garbage = Garbage()
 
 
 class CudaEngine:
@@ -170,7 +172,7 @@ class CudaEngine:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
         if self._tidies:
-            self.tidy()
+            self._tidy(whole=False)
         else:
             torch.cuda.synchronize(self.device)
             clear_cublas_workspaces()
@@ -280,7 +282,10 @@ class CudaEngine:
 
     def tidy(self) -> None:
         """See `graphs.engine.Engine.tidy`."""
-        gc.collect()
+        self._tidy(whole=True)
+
+    def _tidy(self, *, whole: bool) -> None:
+        _garbage.collect(whole=whole)
         torch.cuda.synchronize(self.device)
         clear_cublas_workspaces()
         torch.cuda.empty_cache()

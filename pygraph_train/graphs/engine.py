@@ -233,7 +233,10 @@ class Engine(Protocol):
         """Hand memory back that warm-up and captures no longer need."""
 
     def tidy(self) -> None:
-        """Hand back what is cached or waits for the garbage collector. A capture does so itself first."""
+        """Hand back what is cached or waits for the garbage collector.
+
+        A capture does so itself first, and looks for old garbage now and then only.
+        """
 
     def untidied(self) -> AbstractContextManager[None]:
         """Context in which captures do not `tidy` first, which takes longer than a small capture itself."""

@@ -19,11 +19,12 @@ from pygraph_train.step.program import Call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.shapes import Shapes, WithoutGraph
+from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Signature, Signatures, Variant
+from pygraph_train.step.variants import Capture, Signature, Variant
 from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.changing_numbers import changing_numbers
 from pygraph_train.tracing.gradient_hooks import backward_hook
@@ -112,7 +113,7 @@ class Advancing:
         if signature.family is not None and signature.other_way is None and self._refusing.off is None:
             served = self._shapes.served(step, signature, variant, args, kwargs, leaves)
         if isinstance(served, WithoutGraph):
-            return Ran(self._shapes.without_graph(step, served.lead, args, kwargs, run))
+            return Ran(self._shapes.without_graph(step, served, args, kwargs, run))
         variant = served
         life = signature.life if variant is None else variant.life
         if self._refusing.off is not None or life.stage is Stage.REFUSED:
@@ -127,7 +128,7 @@ class Advancing:
         self._untraceable = 0
         if life.stage is Stage.MET:
             signature.life = next_life(life, LifeEvent.RAN, self._signatures.lengths)
-            return Ran(self._ungraphed.plainly(run))
+            return Ran(self._shapes.plainly(signature.family, run))
         if variant is None:
             variant = self._new_variant(step, signature, args, kwargs, leaves)
         if variant is None:
@@ -354,9 +355,9 @@ class Advancing:
         if problem is not None:
             self._refusing.calls(step, signature, None, problem)
             return None
-        family = (
-            None if other_way is not None else signature.family
-        )  # ways are counted, and shapes apart from them
+        # ways are counted, and shapes apart from them
+        family = None if other_way is not None else signature.family
+        self._signatures.traces(signature)
         trace = program.new_trace(None if family is None else family.dynamic)
         if isinstance(trace, ReproducingTrace) and other_way is None:
             known = [other.trace for other in signature.variants]

@@ -23,10 +23,11 @@ from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.room import Room
+from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Signatures, Variant
+from pygraph_train.step.variants import Capture, Variant
 from pygraph_train.step.where_tensors_lie import moved, same_memory
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked

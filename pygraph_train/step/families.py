@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import Arm
-from pygraph_train.selection.returns import Costs, is_sampled
+from pygraph_train.selection.returns import Costs, TraceReturns, is_sampled
 from pygraph_train.step.inputs import InputMemory
 from pygraph_train.tracing.signature import Dims, Key, Sizes, family_of
 from pygraph_train.verification import AuditLedger
@@ -48,12 +48,14 @@ class Family:
         traces: made after the first one.
         replays: of all shapes.
         costs: of steps and captures.
+        trace_returns: whether another trace is worth its time, of a family of several shapes.
         told: whether it was said that there are no more traces.
         ended: why no further shape gets a graph.
         inputs: where the graphs of shapes that share a trace read their batches.
         differed: whether a replay differed from the step without a graph: no capture goes unchecked any more.
         audits: what the audits of its graphs have cost, but for those of kinds of calls with traces of their own.
         steps_without_inductor: of other shapes than the first one, since Inductor has compiled.
+        compile_seconds: what Inductor has taken the last time; None where that was not measured.
         timed_compiled: steps with Inductor's kernels that were timed, without the one in which it compiled.
     """
 
@@ -65,12 +67,14 @@ class Family:
         self.traces = -1
         self.replays = 0
         self.costs = Costs()
+        self.trace_returns = TraceReturns()
         self.told = False
         self.ended: Problem | None = None
         self.inputs = InputMemory()
         self.differed = False
         self.audits: AuditLedger | None = None
         self.steps_without_inductor = 0
+        self.compile_seconds: float | None = None
         self.timed_compiled = -1
         self._compiled: float | None = None
         self._eager: float | None = None
@@ -117,7 +121,14 @@ class Family:
             del self.leads[_MOST_LEADS:]
 
     def may_recompile(self, lead: Variant) -> bool:
-        """Whether Inductor may compile this trace once more, for shapes that its code so far is not for."""
+        """Whether Inductor may compile this trace once more, for shapes that its code so far is not for.
+
+        Its kernels would have to have saved that time in the steps since it compiled last.
+        """
+        if self.compile_seconds is not None and self._eager is not None and self._compiled is not None:
+            saved = self.steps_without_inductor * (self._eager - self._compiled)
+            if saved < self.compile_seconds:
+                return False
         return sum(other.trace is lead.trace for other in self.leads) < _MOST_RECOMPILED
 
     def leads_again(self, lead: Variant) -> None:

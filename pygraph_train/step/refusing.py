@@ -7,10 +7,11 @@ from pygraph_train.selection.arms import NOTHING
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import Life, LifeEvent, Scope, Stage, refusal
+from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Signature, Signatures, Variant
+from pygraph_train.step.variants import Signature, Variant
 
 __all__ = ["Refusing"]
 

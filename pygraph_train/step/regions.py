@@ -347,9 +347,9 @@ class _Level:
 class _WholeFunction(_Level):
     """The step's function."""
 
-    def __init__(self, backend: _Backend) -> None:
-        super().__init__(backend)
-        self._call = compiled_apart(_region, backend)
+    @functools.cached_property
+    def _call(self) -> Call:
+        return compiled_apart(_region, self._backend)  # imports what takes seconds on a cold disk
 
     def run(self, run: Callable[[Call], R]) -> R:
         return run(self._call)

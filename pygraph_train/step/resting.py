@@ -9,11 +9,11 @@ from pygraph_train.selection.arms import Arm
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.refusing import Refusing
+from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Signatures
 
 __all__ = ["Resting"]
 

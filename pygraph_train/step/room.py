@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
-from pygraph_train.step.variants import Signatures, Variant
+from pygraph_train.step.variants import Variant
 
 __all__ = ["Room"]
 

@@ -29,11 +29,12 @@ from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.regions import Regions
 from pygraph_train.step.replays import Replays
 from pygraph_train.step.resting import Resting
+from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Signatures, Variant
+from pygraph_train.step.variants import Capture, Variant
 from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.refusals import BATCH_IN_STATE
 from pygraph_train.tracing.signature import flattened, key_of
@@ -134,6 +135,8 @@ class StepRunner:
             if together is not None:
                 together.waits_for_host(self._launch_bound.open)
             if not (self._launch_bound.open if together is None else together.open):
+                if not self._launch_bound.rest:
+                    self._signatures.sees(key_of(*(flat or flattened((args, kwargs)))))
                 return Ran(self._launch_bound.run(lambda: self._ungraphed.plainly(run)))
             self._launch_bound, self._tried_from = None, self._training.step
         if self._refusing.off is not None:

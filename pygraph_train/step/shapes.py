@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,12 +12,14 @@ from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family
 from pygraph_train.step.flight import StepInFlight
+from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage
 from pygraph_train.step.program import Call
+from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Signature, Signatures, Variant
+from pygraph_train.step.variants import Signature, Variant
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Shapes", "WithoutGraph"]
@@ -29,6 +32,9 @@ STEPS_BEFORE_COMPILING = 100
 _TIMED = 3
 """Steps with Inductor's kernels and without a graph that are timed."""
 
+_STAYS = 16
+"""Steps in a row with one shape, after which shapes are not taken to change with each step."""
+
 _EARLY = (Stage.FIRST_LOOK, Stage.SECOND_LOOK, Stage.WATCHED)
 
 
@@ -36,10 +42,14 @@ class WithoutGraph(NamedTuple):
     """The step has no graph: its shape is rare so far.
 
     Attributes:
+        family: of the shape.
         lead: whose trace holds for it, None where no trace does.
+        holds: whether that one's code of Inductor is for it as well.
     """
 
-    lead: Variant | None
+    family: Family
+    lead: Variant | None = None
+    holds: bool = False
 
 
 class Shapes:
@@ -64,6 +74,8 @@ class Shapes:
         self._signatures = signatures
         self._ungraphed = ungraphed
         self._capturing = capturing
+        # who asked for graphs does not wait for them
+        self._weighs_traces = LaunchBoundCheck.wanted(training.config, training.engine.name)
 
     def served(
         self,
@@ -86,7 +98,9 @@ class Shapes:
         if family.ended is not None:
             signature.life = Life(Stage.REFUSED)
             return None
-        lead = self._lead_for(family, args, kwargs, leaves)
+        if variant is None and (known := self._still_rare(step, signature, family)) is not None:
+            return self._rare(signature, family, known)
+        lead, holds = self._lead_for(family, args, kwargs, leaves)
         if lead is None:
             family.steps_without_inductor += 1
             own = variant is not None or self._signatures.is_first(signature)
@@ -94,27 +108,49 @@ class Shapes:
                 if self._wants_inductor(family) and signature.life.stage is Stage.MET:
                     # no shape comes back, and one trace is for all of them
                     signature.life = Life(Stage.FIRST_LOOK)
-                return variant
+                signature.comes(self._training.step)
+                is_met = signature.life.stage is Stage.MET
+                if variant is not None or is_met or self._trace_pays(signature, family):
+                    return variant
+                signature.returns.steps += 1
             self._training.report.shapes.ran_as_rare()
-            return WithoutGraph(None)
+            return WithoutGraph(family)
         if lead.life.stage in _EARLY:
             return lead
         if variant is not None:  # it was on its own way to a trace, which nobody needs any more
             signature.variants.remove(variant)
             family.drop(variant)
+        signature.lead = lead
         if not self._has_earned(step, signature, family, lead):
-            signature.returns.steps += 1
-            self._training.report.shapes.ran_as_rare()
-            return WithoutGraph(lead)
+            return self._rare(signature, family, lead, holds=holds)
         member = lead.member(signature.key)
         member.last_used = self._training.step
         signature.variants.insert(0, member)
         return member
 
+    def _rare(
+        self, signature: Signature, family: Family, lead: Variant, *, holds: bool = False
+    ) -> WithoutGraph:
+        signature.returns.steps += 1
+        self._training.report.shapes.ran_as_rare()
+        return WithoutGraph(family, lead, holds)
+
+    def _still_rare(self, step: StepInFlight, signature: Signature, family: Family) -> Variant | None:
+        """The lead of a shape that has not earned a graph yet, where nothing depends on its guards in this step.
+
+        To check them takes as long as several percent of a step.
+        """
+        lead = signature.lead
+        if lead is None or not any(other is lead for other in family.leads):
+            return None
+        if self._decisions.compiles and (self._training.config.compile is True or lead.compiled is not None):
+            return None  # the guards say with which kernels it runs
+        return None if self._pays(step, signature, family, lead) else lead
+
     def _lead_for(
         self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
-    ) -> Variant | None:
-        """Whose trace holds for this call, with code of Inductor that is for it if there is any."""
+    ) -> tuple[Variant | None, bool]:
+        """Whose trace holds for this call, with code of Inductor that is for it if there is any; whether there is."""
         found: Variant | None = None
         program = self._training.program
         with program.context():
@@ -126,10 +162,17 @@ class Shapes:
                         continue
                     if not lead.is_for(leaves):
                         continue
-                if lead.compiled is None or self._holds(lead, args, kwargs):
-                    return lead
+                if (holds := self._holds(lead, args, kwargs)) or lead.compiled is None:
+                    return lead, holds
                 found = found or lead
-        return found
+        return found, False
+
+    def _trace_pays(self, signature: Signature, family: Family) -> bool:
+        """Whether the steps that could have had a graph are worth the time of another trace."""
+        stays = family.shapes < 2 or signature.in_a_row >= _STAYS
+        if stays or not self._weighs_traces:
+            return True
+        return family.trace_returns.pays(self._training.steps_left())
 
     def _may_trace(self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a shape may have a trace of its own, once it has come back. If not, a row says why, once."""
@@ -153,18 +196,22 @@ class Shapes:
 
     def _has_earned(self, step: StepInFlight, signature: Signature, family: Family, lead: Variant) -> bool:
         """Whether a graph for this shape is worth its price, and has room."""
+        if not self._pays(step, signature, family, lead):
+            return False
+        if self._capturing.has_room(None):
+            return True
+        signature.returns.dropped()
+        return False
+
+    def _pays(self, step: StepInFlight, signature: Signature, family: Family, lead: Variant) -> bool:
+        """Whether a graph for this shape is worth its price."""
         settled = family.settled()
         if settled is not None and not settled.plan.forward_backward:
             return False
         place = lead.capture_key(step.position)
         compared = family.is_compared(place, self._training.config.verify)
         least = max(1, self._signatures.lengths.met)
-        if not signature.returns.earned(family.costs.steps(least, compared=compared)):
-            return False
-        if self._capturing.has_room(None):
-            return True
-        signature.returns.dropped()
-        return False
+        return signature.returns.earned(family.costs.steps(least, compared=compared))
 
     def arm_of(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arm:
         """What a kind of call runs with that follows a lead."""
@@ -181,26 +228,36 @@ class Shapes:
         fused = (arm for arm in arms if arm.plan.forward_backward and arm.compiled >= compiled)
         return next(fused, arms[0])
 
+    def plainly(self, family: Family | None, run: Callable[[Call], R]) -> R:
+        """Make a step of a shape that no trace is for."""
+        if family is None or not self._weighs_traces:
+            return self._ungraphed.plainly(run)
+        started = time.perf_counter()
+        result = self._ungraphed.plainly(run)
+        family.trace_returns.ran(time.perf_counter() - started)
+        return result
+
     def without_graph(
         self,
         step: StepInFlight,
-        lead: Variant | None,
+        served: WithoutGraph,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[[Call], R],
     ) -> R:
         """Make a step of a shape that has no graph: with the kernels that were compiled for all shapes if they are
         faster, else as it is."""
-        settled = None if lead is None or lead.family is None else lead.family.settled()
+        family, lead, holds = served
+        if lead is None:
+            return self.plainly(family, run)
+        settled = family.settled()
         if settled is not None and not settled.plan.forward_backward:
             self._updates.prepare()
             step.arm = settled
             return self._ungraphed.as_its_arm_says(step, run)
-        if lead is None or not self._decisions.compiles:
+        if not self._decisions.compiles:
             return self._ungraphed.plainly(run)
-        family = lead.family
-        assert family is not None
-        if lead.compiled is None or not self._holds(lead, args, kwargs):
+        if not holds:
             family.steps_without_inductor += 1
             if lead.compiled is None and (lead.compile_next or self._wants_inductor(family)):
                 return self._compiled(step, lead, args, kwargs, run)
@@ -243,13 +300,20 @@ class Shapes:
         if not lead.arm.compiled:
             return self._ungraphed.plainly(run)
         lead.meets(LifeEvent.WANTS_INDUCTOR)
-        return self._capturing.compiled(step, lead, args, kwargs, run)
+        times, family = self._training.times, lead.family
+        before = times.compiling
+        result = self._capturing.compiled(step, lead, args, kwargs, run)
+        if family is not None and self._training.engine.name == "cuda":
+            family.compile_seconds = times.compiling - before
+        return result
 
     def wants_inductor(self, variant: Variant) -> None:
         """A kind of call is to have Inductor's kernels, and with it those that it shares a trace with."""
         lead, family = variant.lead or variant, variant.family
         if family is not None and family.leads and lead.one_of_many:  # the latest trace is for all shapes
             lead = family.leads[0]
+        if lead.compiled is not None:  # its code is not for this shape: see `Family.may_recompile`
+            return
         self._wanted_for(lead)
 
     def _wanted_for(self, lead: Variant) -> None:

@@ -1,9 +1,8 @@
-"""What the runner knows of each kind of call: signatures, their variants, and the captures of these."""
+"""What the runner knows of one kind of call: its signature, its variants, and the captures of these."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.selection.returns import Returns
 from pygraph_train.step.beside import Beside, WorkState
 from pygraph_train.step.choice import Choice
-from pygraph_train.step.families import Families, Family
+from pygraph_train.step.families import Family
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage, StageLengths, next_life
 from pygraph_train.step.moving import LoadedTensors
@@ -32,10 +31,7 @@ from pygraph_train.tracing.signature import Key
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import AuditLedger, Audits
 
-__all__ = ["Capture", "CaptureKey", "Signature", "Signatures", "Variant"]
-
-_MOST_SIGNATURES = 1024
-"""Shapes remembered; the oldest are forgotten."""
+__all__ = ["Capture", "CaptureKey", "Signature", "Variant"]
 
 _PATIENCE = 32
 """Steps in a row that can have no graph, each of which is looked at."""
@@ -278,6 +274,9 @@ class Signature:
         life: until it has a variant, and when it gets no more of them.
         family: of signatures that differ in sizes alone; None where each one is on its own.
         returns: how often it has come without a graph, where its family has a trace for it.
+        lead: whose trace that is; None where none was found.
+        latest: the number of its latest step of those that were looked at for a trace.
+        in_a_row: such steps one after the other.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
         ways: how often steps went which way, of those where numbers of the host decide.
         other_way: what was drawn and read for the present step, which goes another way than any variant.
@@ -289,6 +288,9 @@ class Signature:
     life: Life
     family: Family | None = None
     returns: Returns = field(default_factory=Returns)
+    lead: Variant | None = None
+    latest: int = 0
+    in_a_row: int = 0
     retraces: int = 0
     variants: list[Variant] = field(default_factory=list)
     no_graphs: Choice | None = None
@@ -296,6 +298,11 @@ class Signature:
     other_way: tuple[Any, ...] | None = None
     refused: int = 0
     unseen: int = 0
+
+    def comes(self, step: int) -> None:
+        """It is looked for a trace in the step with this number."""
+        self.in_a_row = self.in_a_row + 1 if self.latest == step - 1 else 1
+        self.latest = step
 
     def is_refused_again(self) -> None:
         """One more step in a row that can have no graph: the longer they go on, the more rarely they are looked at."""
@@ -310,87 +317,3 @@ class Signature:
         self.unseen -= 1
         self.refused += 1
         return True
-
-
-class Signatures:
-    """Every signature that was met, up to a number of them.
-
-    Args:
-        lengths: of the lives of calls.
-        families: of signatures that differ in sizes alone; None where each one is on its own.
-        met: called for each new one.
-    """
-
-    def __init__(
-        self, lengths: StageLengths, families: Families | None, met: Callable[[], None] = lambda: None
-    ) -> None:
-        self.lengths = lengths
-        self.families = families
-        self._met = met
-        self._first: Signature | None = None
-        self._by_key: OrderedDict[Key, Signature] = OrderedDict()
-        self.get = self._by_key.get
-
-    def meet(self, key: Key) -> Signature:
-        """The signature with this key, a new one if need be."""
-        signature = self._by_key.get(key)
-        if signature is None:
-            stage = Stage.FIRST_LOOK if self._first is None else Stage.MET
-            family = None if self.families is None else self.families.meet(key)
-            self._met()
-            signature = self._by_key[key] = Signature(key, Life(stage), family)
-            self._first = self._first or signature
-            if len(self._by_key) > _MOST_SIGNATURES:  # shapes that never come back leave no trace
-                self._forget_oldest()
-        self._by_key.move_to_end(key)
-        return signature
-
-    def _forget_oldest(self) -> None:
-        """Of those that were met long ago, one without graphs if there is any: replays do not come by here."""
-        for _ in range(_MOST_SIGNATURES):
-            key, oldest = next(iter(self._by_key.items()))
-            graphed = oldest.variants and any(v.captures for v in oldest.variants)
-            if oldest is not self._first and not graphed:
-                break
-            self._by_key.move_to_end(key)
-        else:
-            key, oldest = next(item for item in self._by_key.items() if item[1] is not self._first)
-        del self._by_key[key]
-        for variant in oldest.variants:
-            variant.forget_captures()
-
-    def drop(self, variant: Variant, *, doubled: bool = True) -> None:
-        """Forget a kind of call, its graphs included: its shape has to earn them anew, for the doubled price."""
-        variant.forget_captures()
-        signature = self._by_key.get(variant.key)
-        if signature is not None:
-            signature.variants = [other for other in signature.variants if other is not variant]
-            signature.returns.steps = 0
-            if doubled:
-                signature.returns.dropped()
-
-    def forget(self, signature: Signature) -> None:
-        """No call has this key any more, and nothing was captured for it."""
-        self._by_key.pop(signature.key, None)
-        if self._first is signature:
-            self._first = None
-
-    def is_first(self, signature: Signature) -> bool:
-        """Whether it is the first one of the run, which stands for the others."""
-        return signature is self._first
-
-    def variants(self) -> Iterator[Variant]:
-        """Every kind of call."""
-        return (variant for signature in self._by_key.values() for variant in signature.variants)
-
-    def without_graphs(self) -> list[Choice | None]:
-        """For each signature the comparison that has settled on no graphs, None where there is no such one."""
-        return [signature.no_graphs for signature in self._by_key.values()]
-
-    def close(self) -> None:
-        """Release all captures, and forget everything."""
-        for variant in self.variants():
-            variant.forget_captures()
-            if variant.beside is not None:
-                variant.beside.close()
-        self._by_key.clear()

@@ -60,6 +60,9 @@ class Watching:
             saved.waiting() if saved is not None and waits else nullcontext(),
         ):
             result = run(self._watched(variant))
+        if first and variant.family is not None:
+            dynamic = bool(variant.trace.dynamic)
+            variant.family.trace_returns.traced(training.times.ungraphed, dynamic=dynamic)
         if not waits:  # a step that copies what it saves is slower than one that does not
             variant.seen_in_warmup(training.times.ungraphed)
         problem = training.program.replication.not_called_once() or variant.trace.problem

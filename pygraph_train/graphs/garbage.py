@@ -1,0 +1,50 @@
+"""The garbage collector before captures: what waits for it holds memory that no graph can use meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+__all__ = ["Garbage"]
+
+_TIMES = 50
+"""So many times longer than a whole collection is the time until the next one: one in 50 seconds at most is spent."""
+
+_YOUNG = 1
+"""The generation up to which objects are looked at otherwise."""
+
+
+class Garbage:
+    """Collects what waits for the garbage collector, and what is old only now and then.
+
+    Traces of Dynamo and what libraries import are half a million objects: to look at all of them takes longer than the
+    capture of a step, and one after the other would take most of a second for each shape of batches.
+
+    Args:
+        collect, clock: for tests.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[int], object] = gc.collect,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._collect = collect
+        self._clock = clock
+        self._whole_again = 0.0
+        self._collected = False
+
+    def collect(self, *, whole: bool = False) -> None:
+        """Collect before a capture.
+
+        Args:
+            whole: everything, whatever it takes.
+        """
+        started = self._clock()
+        if self._collected and not whole and started < self._whole_again:
+            self._collect(_YOUNG)
+            return
+        self._collect(2)
+        ended = self._clock()
+        self._collected, self._whole_again = True, ended + _TIMES * (ended - started)

@@ -1,0 +1,113 @@
+"""How often Inductor compiles for batches of changing shapes: once, and again where that has been paid for."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_changing_shapes import traces
+from torch import nn
+from training import CONFIG, adamw, batches, loss_of
+
+from pygraph_train import GraphedStep
+from pygraph_train.regions import inductor
+from pygraph_train.step import shapes
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.families import Family
+from pygraph_train.step.shapes import Shapes
+
+
+def family(seconds: float | None, eager: float, compiled: float) -> Family:
+    """One whose kernels were measured, after 200 steps for which Inductor has no code."""
+    made = Family(())
+    made.timed_compiled = 0
+    made.ran_without_graph(eager, compiled=False)
+    made.ran_without_graph(compiled, compiled=True)
+    made.compile_seconds, made.steps_without_inductor = seconds, 200
+    return made
+
+
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("numbers only")
+@pytest.mark.parametrize(
+    ("seconds", "eager", "compiled", "may"),
+    [
+        (1.0, 0.020, 0.013, True),
+        (40.0, 0.020, 0.013, False),
+        (40.0, 0.300, 0.013, True),
+        (0.1, 0.013, 0.013, False),
+        (0.1, 0.013, 0.020, False),
+        (None, 0.020, 0.013, True),
+    ],
+)
+def test_inductor_compiles_again_when_its_kernels_would_have_saved_that_time(
+    seconds: float | None, eager: float, compiled: float, may: bool
+) -> None:
+    lead: Any = SimpleNamespace(trace=object())
+    assert family(seconds, eager, compiled).may_recompile(lead) is may
+
+
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("an object without a step")
+def test_graphs_of_shapes_that_code_is_not_for_stay_however_often_they_are_replayed() -> None:
+    """There is code of Inductor for other shapes: nothing is thrown away before there is some for these."""
+    asked = object.__new__(Shapes)
+    lead: Any = SimpleNamespace(
+        compiled=object(), one_of_many=False, compile_next=False, lead=None, family=None
+    )
+    asked.wants_inductor(SimpleNamespace(lead=lead, family=None, compiled=None))  # type: ignore[arg-type]
+    assert not lead.compile_next
+
+
+@pytest.mark.slow
+@pytest.mark.passes_without_graphs("no shape comes back")
+@pytest.mark.parametrize(("seconds", "codes"), [(1e9, 1), (0.0, 2)])
+def test_code_for_other_lengths_is_compiled_when_it_pays(
+    seconds: float, codes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's code is for even lengths or for odd ones, as where kernels for attention ask about alignment."""
+    made, compile_whole, compiled = Decisions.__init__, inductor.compile_whole, Shapes._compiled
+
+    def with_inductor(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.compiles = True  # on the CPU as well
+
+    def with_a_guard(graph: Any, inputs: Any, left: list[str]) -> Any:
+        for value in inputs:
+            if isinstance(value, torch.SymInt):
+                bool(value % 2 == 0)
+        return compile_whole(graph, inputs, left)
+
+    def measured(self: Shapes, step: Any, lead: Any, *args: Any) -> Any:
+        result = compiled(self, step, lead, *args)
+        lead.family.compile_seconds = seconds
+        lead.family._eager, lead.family._compiled = 2.0, 1.0
+        return result
+
+    monkeypatch.setattr(Decisions, "__init__", with_inductor)
+    monkeypatch.setattr(inductor, "compile_whole", with_a_guard)
+    monkeypatch.setattr(Shapes, "_compiled", measured)
+    monkeypatch.setattr(shapes, "STEPS_BEFORE_COMPILING", 10)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    twin = copy.deepcopy(model)
+    optimizer, other = adamw(model), adamw(twin)
+    step = GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG, compile=True)
+    x, y = batches(1, size=200)[0]
+    with traces() as found:
+        for length in range(3, 80):
+            loss = step((x[:length], y[:length]))
+            other.zero_grad()
+            expected = loss_of(twin)((x[:length], y[:length]))
+            expected.backward()
+            other.step()
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=1e-5)
+    assert len(found) == 2 + codes, (
+        "a trace of the first length, one of all lengths, and those that are compiled"
+    )
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+    step.close()

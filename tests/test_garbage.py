@@ -1,0 +1,53 @@
+"""How much time captures spend in the garbage collector: with a clock of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from pygraph_train.graphs.garbage import Garbage
+
+pytestmark = [pytest.mark.quick, pytest.mark.passes_without_graphs("a clock and numbers only")]
+
+
+class Heap:
+    """A collector whose collections of everything take half a second, and those of young objects a millisecond."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.generations: list[int] = []
+        self.garbage = Garbage(self.collect, lambda: self.now)
+
+    def collect(self, generation: int) -> None:
+        self.generations.append(generation)
+        self.now += 0.5 if generation == 2 else 0.001
+
+
+def test_captures_in_a_row_collect_everything_once() -> None:
+    heap = Heap()
+    for _ in range(49):
+        heap.garbage.collect()
+        heap.now += 0.02
+    assert heap.generations == [2] + 48 * [1]
+
+
+def test_a_capture_a_while_later_collects_everything_again() -> None:
+    heap = Heap()
+    heap.garbage.collect()
+    heap.now += 26.0
+    heap.garbage.collect()
+    assert heap.generations == [2, 2]
+
+
+def test_everything_is_collected_where_memory_is_wanted() -> None:
+    heap = Heap()
+    for _ in range(3):
+        heap.garbage.collect(whole=True)
+    assert heap.generations == [2, 2, 2]
+
+
+def test_collections_of_everything_take_a_fiftieth_of_the_time() -> None:
+    heap, begun = Heap(), 100.0
+    while heap.now < begun + 1000.0:
+        heap.garbage.collect()
+        heap.now += 0.1
+    assert 0.5 * heap.generations.count(2) <= (heap.now - begun) / 49
