@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -105,6 +107,62 @@ def test_a_step_that_reads_a_copy_of_its_settings():
         diary.write_state(net, optimizer)
 
     both(script, replays=30, plan="{F B O}")
+
+
+def checking(field: dataclasses.Field[Any]) -> Callable[[Any], None]:
+    """A function that holds a field of a dataclass."""
+
+    def check(value: Any) -> None:
+        if not isinstance(value, field.type):  # type: ignore[arg-type]
+            raise TypeError(f"{field.name} is no {field.type}")
+
+    return check
+
+
+Sizes = dataclasses.make_dataclass("Sizes", [("layers", int)])
+
+
+class CheckedSettings(Settings):
+    """As configurations of transformers 5: functions of the class check what is set, and the class has defaults."""
+
+    factor: Any = 1.0
+    checks: ClassVar[dict[str, list[Any]]] = {"layers": [checking(dataclasses.fields(Sizes)[0])]}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for check in self.checks.get(name, []):
+            try:
+                check(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(name) from error
+        super().__setattr__(name, value)
+
+
+def test_a_copy_that_is_checked_by_functions_of_its_class(monkeypatch: Any):
+    """What the class has is found there, and has guards."""
+
+    def script(diary: Diary) -> None:
+        net = Net()
+        net.settings = CheckedSettings()
+        optimizer = adamw(net)
+        monkeypatch.setattr(CheckedSettings, "factor", 1.0)
+
+        def step_fn(batch: Any) -> Tensor:
+            made = net.settings.for_decoder()
+            factor = made.layers if made.factor is None else made.layers * made.factor
+            return loss_of(net, batch) * factor
+
+        step = diary.step(step_fn, model=net, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            if index == 20:
+                CheckedSettings.factor = None
+            if index == 35:
+                CheckedSettings.factor = 0.5
+            if index == 50:
+                net.settings.decoder_layers = 3
+            diary.write("result", step(batch).detach())
+        diary.write_state(net, optimizer)
+
+    both(script, replays=20, plan="{F B O}")
 
 
 def test_one_object_in_two_places_is_one_object_in_the_copy():

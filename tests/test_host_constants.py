@@ -120,6 +120,16 @@ def test_a_constant_is_copied_when_the_step_is_traced(make: Make, values: int) -
     assert result.device == DEVICE and result.shape[-1] == 4
 
 
+def test_sizes_that_torch_computes_of_numbers_stay_on_the_host() -> None:
+    """As Longformer and LED count chunks: an operation of the device reads such a size where it is."""
+    build = Graph()
+    count = build.call(torch.div, 16, 2, rounding_mode="trunc")
+    rows = build.call(operator.sub, count, 6)
+    module, found = build.made_once(build.call("view", build.x, rows, 8))
+    assert {count, rows} <= found.nodes and not found.told and not problems(module, found)
+    assert module(build.x.meta["example_value"])[0].shape == (2, 8)
+
+
 def drawn(build: Graph, x: fx.Node) -> fx.Node:
     return build.call(operator.add, x, build.call("to", build.call(torch.rand, 4), DEVICE))
 

@@ -207,6 +207,105 @@ def test_a_read_that_decides(read: str) -> None:
     assert not train(make, steps=44).fallbacks
 
 
+def an_item(x: Tensor, y: Tensor) -> Any:
+    mask = y > 0
+    mask[0] = True
+    return mask.all()
+
+
+def a_view(x: Tensor, y: Tensor) -> Any:
+    mask = ~((y == 1) & (x.sum(1) > 0))
+    mask.view(2, 4)[0].logical_not_()
+    return mask.any()
+
+
+def shifted(x: Tensor, y: Tensor) -> Any:
+    """As encoder-decoders of transformers make the inputs of a decoder."""
+    labels = y.new_zeros(y.shape)
+    labels[..., 1:] = y[..., :-1].clone()
+    labels[..., 0] = 2
+    labels.masked_fill_(labels == 1, 5)
+    return torch.all(labels >= 2).item() or labels.max() > 5 or (labels == 5).sum() > 2
+
+
+def by_a_mask(x: Tensor, y: Tensor) -> Any:
+    found = torch.where(x[:, :4] > 0, x[:, :4], 0.0)[:, 0]
+    found[y == 2] = 9.0
+    return found.flatten().sum().item() > 18
+
+
+def with_an_operator(x: Tensor, y: Tensor) -> Any:
+    total = y.float()
+    total += x.sum(1)
+    total *= y
+    return total.sum() > 9
+
+
+def read_twice(x: Tensor, y: Tensor) -> Any:
+    mask = y > 1
+    before = mask.any().item()
+    mask[:4] = False
+    after = mask.any().item()
+    return before and not after
+
+
+def changed_after_it_was_asked_for(x: Tensor, y: Tensor) -> Any:
+    mask = y != 1
+    found = mask[:3].all()
+    mask[0] = False
+    return found
+
+
+def in_lists(x: Tensor, y: Tensor) -> Any:
+    copies = [x.clone(), x.clone()]
+    torch._foreach_add_(copies, [y[:, None].float(), y[:1].float()])
+    return copies[1].sum() > 24 and copies[0].sum() > 0
+
+
+CHANGED = [
+    in_lists,
+    an_item,
+    a_view,
+    shifted,
+    by_a_mask,
+    with_an_operator,
+    read_twice,
+    changed_after_it_was_asked_for,
+]
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("read", CHANGED)
+def test_a_read_of_what_the_step_has_made_and_changed(read: Callable[..., Any]) -> None:
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            if read(x, y):
+                x = x * 2
+            return nn.functional.cross_entropy(model(x), y)
+
+        return step_fn
+
+    assert not train(make, steps=44).fallbacks
+
+
+def test_a_check_of_what_the_step_has_changed() -> None:
+    """The step computes with it, and an assertion that fails raises as in plain training."""
+
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            labels = torch.zeros_like(y)
+            labels[1:] = y[:-1]
+            if torch.any(labels < 0).item():
+                raise ValueError("a label is negative")
+            return nn.functional.cross_entropy(model(x) + labels[:, None], y.clamp(min=0))
+
+        return step_fn
+
+    train(make, lambda number, x, y: (x, y - 3 if number in (12, 25) else y), steps=40)
+
+
 def test_a_value_that_nobody_uses() -> None:
     def make(model: nn.Module) -> Step:
         def step_fn(batch: Any) -> Tensor:
@@ -323,16 +422,27 @@ def by_batch_normalisation(model: nn.Module) -> Step:
     return step_fn
 
 
-def a_copy_that_is_changed(model: nn.Module) -> Step:
-    def step_fn(batch: Any) -> Tensor:
-        x, y = batch
-        mask = y > 0
-        mask[0] = True
-        if mask.all():
-            x = x * 2
-        return nn.functional.cross_entropy(model(x), y)
+def a_copy_that_is_changed(*how: str) -> Callable[[nn.Module], Step]:
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            copy = x.clone()
+            if "as an output" in how:
+                torch.add(x, 0.05, out=copy)
+            elif "through data" in how:
+                copy.data[0] = 1.0
+            elif "at random" in how:
+                copy.uniform_()
+            elif "of the model" in how:
+                copy = model.norm.running_mean.view(-1)  # type: ignore[operator, union-attr]
+                copy[0] += 0.1
+            if copy.sum() * 8 % 1 < 0.5:
+                x = x * 2
+            return nn.functional.cross_entropy(model(x), y)
 
-    return step_fn
+        return step_fn
+
+    return make
 
 
 def the_loss(model: nn.Module) -> Step:
@@ -395,7 +505,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Step], str]] = {
     "written in a list": (in_a_list, "if model.norm"),
     "written by batch normalisation": (by_batch_normalisation, "if model.norm"),
     "other memory": (with_other_memory, "if model.norm"),
-    "a copy that is changed": (a_copy_that_is_changed, "if mask.all()"),
+    **{
+        f"a copy that is changed {how}": (a_copy_that_is_changed(how), "if copy.sum()")
+        for how in ("as an output", "through data", "at random", "of the model")
+    },
     "the loss": (the_loss, "if loss > 1.0"),
     "random numbers": (random_numbers, "if (x + torch"),
     "computed with": (a_value_that_is_computed_with, "if largest > 10"),
@@ -410,7 +523,7 @@ def test_a_read_that_is_left_to_the_step(step: str) -> None:
     make, text = REFUSED[step]
     report = train(make, replays=None)
     told = report.fallbacks[0]
-    assert told.where == line_of(make, text), str(told)
+    assert told.where == line_of(a_copy_that_is_changed if "if copy" in text else make, text), str(told)
     assert "is read on the host" in told.reason
 
 

@@ -23,6 +23,7 @@ __all__ = ["copying", "kept_copies", "mends"]
 
 _COPIES = "_pygraph_train_copies"
 _CLASSES = "_pygraph_train_copied_classes"
+_ABSENT = object()
 
 
 def mends() -> tuple[tuple[Any, str, Any], ...]:
@@ -67,13 +68,14 @@ def copying() -> tuple[Any, str, Any]:
 
 @functools.cache
 def _methods() -> tuple[Any, str, Any]:
-    """Let Dynamo find methods and properties of a copy where its class has a `__getattribute__`. (2.11)"""
+    """Let Dynamo find what the class of a copy has, where that has a `__getattribute__`. (2.11)"""
     from torch._dynamo.variables import (
         GetAttrVariable,
         SuperVariable,
         UserFunctionVariable,
         UserMethodVariable,
     )
+    from torch._dynamo.variables.base import VariableTracker
 
     def around(stock: Callable[..., Any]) -> Callable[..., Any]:
         def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -81,7 +83,7 @@ def _methods() -> tuple[Any, str, Any]:
             made = any(owner is copied for copied in getattr(tx.output, _COPIES, ()))
             if name == "__getattribute__" and made and len(args) == 1 and args[0].is_python_constant():
                 wanted = args[0].as_python_constant()
-                found = inspect.getattr_static(type(owner.value), wanted, None)
+                found = inspect.getattr_static(type(owner.value), wanted, _ABSENT)
                 written = tx.output.side_effects.has_pending_mutation_of_attr(owner, wanted)
                 stock_lookup = self._resolved_getattr_and_source(tx, name)[0] is object.__getattribute__
                 if (
@@ -92,6 +94,10 @@ def _methods() -> tuple[Any, str, Any]:
                     return UserMethodVariable(found, owner)
                 if stock_lookup and type(found) is property and isinstance(found.fget, types.FunctionType):
                     return UserFunctionVariable(found.fget).call_function(tx, [owner], {})
+                of_class = found is not _ABSENT and not hasattr(type(found), "__get__")
+                if stock_lookup and not written and of_class and owner.cls_source is not None:
+                    # without a source Dynamo knows neither a guard nor what functions hold
+                    return VariableTracker.build(tx, found, owner.get_source_by_walking_mro(wanted))
             return stock(self, tx, name, args, kwargs)
 
         return call_method

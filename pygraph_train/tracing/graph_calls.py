@@ -47,7 +47,9 @@ def slots_in(tree: Any) -> set[int]:
 def is_write(fn: Callable[..., Any]) -> bool:
     """Whether a function of torch changes its first argument, as far as its name says."""
     name = getattr(fn, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or fn is operator.setitem
+    if getattr(fn, "__module__", None) == "_operator":  # `and_` has its name because of the keyword
+        return fn is operator.setitem or (name.startswith("i") and hasattr(operator, f"__{name[1:]}__"))
+    return name.endswith("_") and not name.endswith("__")
 
 
 def alike(value: Any, example: Any) -> bool:

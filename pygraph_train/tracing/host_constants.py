@@ -226,8 +226,9 @@ _MAKERS = {
         torch.logspace,
     ),
     *(torch.scalar_tensor, torch.tril_indices, torch.triu_indices, torch.hann_window, torch.hamming_window),
+    *(torch.div, torch.true_divide, torch.floor_divide, torch.add, torch.sub, torch.mul),
 }
-"""They make the same tensor of the same numbers each time."""
+"""They make the same tensor of the same numbers each time. Arithmetic with numbers alone is done on the CPU."""
 
 _IN_PLACE = {
     operator.setitem,

@@ -6,50 +6,22 @@ few cheap operations, it can be computed before the step is made. So the trace g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from pygraph_train.torch_private.dispatch import (
-    FakeTensor,
-    HigherOrderOperator,
-    TorchDispatchMode,
-    has_symbols,
-    is_expensive,
-    is_operator_of_torch,
-    mode_of_fakes,
-    no_autocast,
-    no_fake_mode,
-    operator_draws,
-)
+from pygraph_train.torch_private.dispatch import no_autocast, no_fake_mode
 from pygraph_train.torch_private.drawn_numbers import CallResult
 from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
-from pygraph_train.torch_private.memory import storage_key, tensor_version
+from pygraph_train.tracing.chains import chain_of, chain_with_writes
 from pygraph_train.tracing.draw_recording import Recording
-from pygraph_train.tracing.graph_calls import (
-    alike,
-    function_of,
-    is_write,
-    slots_in,
-    tensors_in,
-    without_gradient,
-)
+from pygraph_train.tracing.graph_calls import alike, function_of, is_write, slots_in
 from pygraph_train.tracing.host_draws import Given, HostDraws, Made, filled
 from pygraph_train.tracing.signature import ARGUMENTS
-from pygraph_train.tracing.writes import written_arguments
 
 __all__ = ["ReadingAhead"]
-
-MOST_OPERATIONS = 64
-"""That lead to one value. More are left to the step."""
-
-_OF_TORCH = (
-    *("torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._C._nn", "torch._refs"),
-    *("_operator", "builtins"),
-)
-"""Modules whose functions do nothing but compute. Methods of tensors have none."""
 
 
 class ReadingAhead(Recording):
@@ -79,6 +51,7 @@ class ReadingAhead(Recording):
         super()._begin(trace)
         self.has_read = False
         self._followed: dict[fx.Node, CallResult] = {}  # nodes of the graph that are computed ahead
+        self._on_the_way: set[fx.Node] = set()  # others, which lead to such
         self._keys: dict[int, int] = {}  # of what is in slots, where it follows from given tensors alone
         self._read_at: dict[int, frozenset[str]] = {}  # where that was read
 
@@ -89,10 +62,14 @@ class ReadingAhead(Recording):
         if where is None or where in self._left:
             return None
         try:
-            chain = _chain(node)
-            if chain is None or any(self._is_drawn(x) or not self._may_be_given(x) for x in chain):
+            chain = chain_of(node)
+            together = chain_with_writes(node) if chain is None else None
+            follows = chain or together
+            if not follows or any(self._is_drawn(x) or not self._may_be_given(x) for x in follows):
                 return None
-            if None in [self._follow(x) for x in chain]:
+            if None in [self._follow(x) for x in chain or ()]:
+                return None
+            if together and not self._follow_together(together, node):
                 return None
         except Exception:  # the step itself will say what is wrong
             return None
@@ -128,12 +105,14 @@ class ReadingAhead(Recording):
         """See `Recording.finish`. The graph loses what is computed for conditions alone."""
         if self._trace is graph.graph:
             for node in reversed(graph.graph.nodes):
-                if node in self._followed and node.op != "placeholder" and not node.users:
+                known = node in self._followed or node in self._on_the_way
+                if known and node.op != "placeholder" and not node.users and not _writes(node):
                     graph.graph.erase_node(node)
             graph.recompile()
         found = super().finish(graph)
         self._values.clear()  # they hold tensors of the batch
         self._followed.clear()
+        self._on_the_way.clear()
         return found
 
     def _may_be_given(self, node: fx.Node) -> bool:
@@ -167,6 +146,36 @@ class ReadingAhead(Recording):
                 value = fn(*given, **named)
             if not _are_alike(value, node.meta["example_value"]):
                 return None  # autocast has it computed in another way
+        return self._note(node, step, value)
+
+    def _follow_together(self, chain: list[fx.Node], node: fx.Node) -> bool:
+        """Compute nodes that change what others have made in one piece. False where one gives something else."""
+        inputs = [x for x in chain if x.op == "placeholder"]
+        places = {x: CallResult(i) for i, x in enumerate(inputs)}
+        calls: list[tuple[Callable[..., Any], Any, Any]] = []
+        for x in chain:
+            if x not in places:
+                args, kwargs = fx.node.map_arg((x.args, x.kwargs), places.__getitem__)
+                places[x] = CallResult(len(places))
+                calls.append((function_of(x), tuple(args), dict(kwargs)))
+        piece = CallsInOrder(tuple(calls), places[node].place)
+        slots = [self._follow(x) for x in inputs]
+        if None in slots:
+            return False
+        with no_fake_mode(), no_autocast(), torch.no_grad():
+            values = piece.values([self._values[slot.place] for slot in slots if slot is not None])
+        made = [x for x in chain if x.op != "placeholder"]
+        if not all(
+            _are_alike(value, x.meta["example_value"])
+            for x, value in zip(made, values[len(inputs) :], strict=True)
+            if not _writes(x)
+        ):
+            return False
+        self._on_the_way.update(made)
+        self._note(node, Made(piece, tuple(slots), {}, None, bool(slots)), values[places[node].place])
+        return True
+
+    def _note(self, node: fx.Node, step: Given | Made, value: Any) -> CallResult:
         self._steps.append(step)
         self._values.append(value)
         slot = self._followed[node] = CallResult(len(self._values) - 1)
@@ -187,116 +196,43 @@ class ReadingAhead(Recording):
             self._steps[-1] = step._replace(key=key)
 
 
-def _chain(node: fx.Node) -> list[fx.Node] | None:
-    """The nodes that lead to a value, inputs first; None where it has to be read in the step.
+class CallsInOrder:
+    """Calls that are made one after the other, as one function. Two that make the same ones are equal.
 
-    That is so where it follows from something that the step has changed before, from random numbers, or by expensive
-    operations: these would be made twice.
-    """
-    found: dict[fx.Node, None] = {}
-    waiting = [(node, False)]
-    while waiting:
-        node, ready = waiting.pop()
-        if node in found:
-            continue
-        if ready:
-            found[node] = None
-        elif not _may_follow(node) or len(found) > 2 * MOST_OPERATIONS:
-            return None
-        else:
-            waiting += [(node, True), *((x, False) for x in node.all_input_nodes)]
-    chain = list(found)
-    operations = [x for x in chain if x.op != "placeholder"]
-    if len(operations) > MOST_OPERATIONS or not all(map(_is_cheap, operations)) or _is_changed(chain):
-        return None
-    return chain
-
-
-def _may_follow(node: fx.Node) -> bool:
-    """Whether a node may be computed ahead, as far as it shows itself."""
-    example = node.meta.get("example_value")
-    tensors = tensors_in([example])
-    if has_symbols(tensors) or any(type(x) is not FakeTensor for x in tensors):
-        return False
-    if node.op == "placeholder":
-        return placeholder_source(node) is not None and type(placeholder_value(node)) in (
-            Tensor,
-            torch.nn.Parameter,
-        )
-    if not isinstance(example, (Tensor, tuple, int, float, bool, torch.Size)):
-        return False
-    fn = function_of(node)
-    if node.op == "call_function":
-        computes = is_operator_of_torch(fn) or getattr(fn, "__module__", None) in _OF_TORCH
-    else:
-        computes = node.op == "call_method"
-    return computes and not is_write(fn)
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    """Whether an operation draws nothing, and moves memory rather than to compute. Nothing is executed."""
-    examples = tensors_in([x.meta.get("example_value") for x in (node, *node.all_input_nodes)])
-    try:
-        with mode_of_fakes(examples), _Cost() as cost, torch.no_grad():
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), without_gradient)
-            function_of(node)(*args, **kwargs)
-    except Exception:
-        return False
-    return cost.low
-
-
-class _Cost(TorchDispatchMode):
-    """Sees whether operations are cheap, and pure.
-
-    Attributes:
-        low: whether they are.
+    Args:
+        calls: function, arguments and named arguments. Slots are results of earlier ones; the first are given.
+        result: the slot of what is returned.
     """
 
-    low = True
+    def __init__(self, calls: tuple[tuple[Callable[..., Any], Any, Any], ...], result: int) -> None:
+        self._calls = calls
+        self._result = result
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.low &= not (is_expensive(func) or operator_draws(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def values(self, given: Sequence[Any]) -> list[Any]:
+        """What is given, and what each call returns."""
+        found = list(given)
+        for fn, args, kwargs in self._calls:
+            args, kwargs = filled((args, kwargs), found)
+            found.append(fn(*args, **kwargs))
+        return found
 
+    def __call__(self, *given: Any) -> Any:
+        return self.values(given)[self._result]
 
-def _is_changed(chain: list[fx.Node]) -> bool:
-    """Whether the step has changed memory that one of these nodes lies in, or may have."""
-    nodes = list(chain[0].graph.nodes)
-    real = set().union(*map(_real_memory, chain))
-    same = [x for x in nodes if not real.isdisjoint(_real_memory(x))]  # given as another tensor as well
-    memory = set().union(*map(_memory, chain), *map(_memory, same))
-    for node in nodes:
-        shared = [x for x in (node, *node.all_input_nodes) if not memory.isdisjoint(_memory(x))]
-        if any(tensor_version(t) for x in shared for t in tensors_in([x.meta.get("example_value")])):
-            return True
-        if any(not memory.isdisjoint(_memory(x)) for x in written_arguments(node)):
-            return True  # in a list, or by an operator that does not count it
-        if shared and node.op == "call_function" and not _is_known(node.target):
-            return True  # a checkpoint, or an operator of somebody else
-    return False
+    def _says(self) -> Any:
+        slots = {place: place for place in range(self._result + len(self._calls) + 1)}
+        return self._result, [(fn, _hashable((args, kwargs), slots)) for fn, args, kwargs in self._calls]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CallsInOrder) and self._says() == other._says()
 
-def _is_known(fn: Any) -> bool:
-    """Whether what a function changes is seen at the versions of tensors."""
-    if isinstance(fn, HigherOrderOperator) or fn is Tensor.set_:  # `x.data = y`, which takes its count back
-        return False
-    return is_operator_of_torch(fn) or not str(getattr(fn, "__module__", "")).startswith(
-        ("torch._ops", "torch.ops")
-    )
+    def __hash__(self) -> int:
+        result, calls = self._says()
+        return hash((result, *calls))
 
 
-def _memory(node: fx.Node) -> set[int]:
-    """Where tensors of a node lie in the trace."""
-    return {storage_key(x.untyped_storage()) for x in tensors_in([node.meta.get("example_value")])}
-
-
-def _real_memory(node: fx.Node) -> set[int]:
-    """Where a tensor lies that the step is given."""
-    value = placeholder_value(node) if node.op == "placeholder" else None
-    try:
-        return {value.untyped_storage().data_ptr()} if isinstance(value, Tensor) else set()
-    except (NotImplementedError, RuntimeError):  # it has no memory of its own
-        return set()
+def _writes(node: fx.Node) -> bool:
+    return node.op != "placeholder" and is_write(function_of(node))
 
 
 def _are_alike(value: Any, example: Any) -> bool:

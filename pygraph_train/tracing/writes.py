@@ -6,7 +6,6 @@ somebody else need not count anything. Who has to know all of it asks here: what
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
 import torch
@@ -95,7 +94,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return found
     if not _is_of_torch(node, fn):
         return node.all_input_nodes
-    if is_write(fn) or _is_in_place(fn) or node.kwargs.get("inplace"):
+    if is_write(fn) or node.kwargs.get("inplace"):
         fx.node.map_arg(node.args[:1], found.append)
     fx.node.map_arg(node.kwargs.get("out"), found.append)
     return found
@@ -128,10 +127,3 @@ def _is_of_torch(node: fx.Node, fn: object) -> bool:
         return True
     module = getattr(fn, "__module__", None) or "torch"  # functions in C have none
     return module.partition(".")[0] in _OF_TORCH and not module.startswith(("torch._ops", "torch.ops"))
-
-
-def _is_in_place(fn: object) -> bool:
-    name = getattr(fn, "__name__", "")
-    return getattr(fn, "__module__", None) == "_operator" and (
-        fn is operator.setitem or (name.startswith("i") and hasattr(operator, f"__{name}__"))
-    )
