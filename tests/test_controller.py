@@ -213,7 +213,9 @@ def test_an_alarm_that_changes_nothing_makes_the_next_one_rarer():
 class Disturbed(Machine):
     """A machine in which so many steps from the one with this number on take so many times as long."""
 
-    def __init__(self, table: dict[Arm, float], first: int, count: int, factor: float, **options: int) -> None:
+    def __init__(
+        self, table: dict[Arm, float], first: int, count: int, factor: float, **options: int
+    ) -> None:
         super().__init__(table, noise=0.01, outliers=0.0, **options)
         self.first, self.count, self.factor = first, count, factor
 

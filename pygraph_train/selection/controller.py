@@ -342,7 +342,10 @@ class Controller:
         numbers = self._agree([a.mean, a.error, -a.freedom, b.mean, b.error, -b.freedom, *apart])
         pairs = [pair for pair in zip(numbers[6::2], numbers[7::2], strict=True) if math.isfinite(sum(pair))]
         slower = sum(there < here for here, there in pairs)
-        ours, other = Summary(numbers[0], numbers[1], -numbers[2]), Summary(numbers[3], numbers[4], -numbers[5])
+        ours, other = (
+            Summary(numbers[0], numbers[1], -numbers[2]),
+            Summary(numbers[3], numbers[4], -numbers[5]),
+        )
         return ours, other, (slower, len(pairs) - slower)
 
     def _hopeless(self, arm: Arm, best: float, *, first: bool) -> str | None:
