@@ -89,7 +89,7 @@ def test_settles_on_the_fastest_of_arbitrary_arms(lag):
         machine.run(controller, 1500)
         fastest = min(table.values())
         assert controller.settled, (seed, table)
-        assert table[controller.best] <= fastest * 1.03, (seed, table, controller.history)
+        assert table[controller.best] <= fastest * 1.05, (seed, table, controller.history)
         assert controller.exploration_steps <= WIDE.exploration
 
 
@@ -167,7 +167,7 @@ def test_the_first_looks_at_steps_without_graphs_are_what_later_looks_are_compar
 
     controller = Controller([FUSED, OFF], decided=decided)
     machine.run(controller, 3000)
-    assert controller.best == OFF and controller.exploration_steps == controller.rules.probe
+    assert controller.best == OFF and controller.exploration_steps == 2 * controller.rules.probe
     machine.table[OFF] *= 3
     machine.run(controller, 15_000)
     assert controller.best == FUSED
@@ -208,6 +208,48 @@ def test_an_alarm_that_changes_nothing_makes_the_next_one_rarer():
         table[FUSED] *= 1.3 if table[FUSED] < 0.03 else 0.4
     assert sum(spent[6:]) < sum(spent[:6])
     assert controller.best == FUSED
+
+
+class Disturbed(Machine):
+    """A machine in which so many steps from the one with this number on take so many times as long."""
+
+    def __init__(
+        self, table: dict[Arm, float], first: int, count: int, factor: float, **options: int
+    ) -> None:
+        super().__init__(table, noise=0.01, outliers=0.0, **options)
+        self.first, self.count, self.factor = first, count, factor
+
+    def step(self, arm: Arm) -> float:
+        disturbed = self.first <= len(self.ran) < self.first + self.count
+        return super().step(arm) * (self.factor if disturbed else 1)
+
+
+@pytest.mark.parametrize("arms", [[FUSED, OFF], [OFF, FUSED]], ids=["leave", "begin"])
+@pytest.mark.parametrize("lag", [0, 30])
+@pytest.mark.parametrize(("count", "factor"), [(1, 1e5), (4, 20), (9, 20)], ids=["suspended", "busy", "long"])
+def test_one_disturbed_window_decides_nothing(arms, count, factor, lag):
+    """The process was suspended, or another job has run, at any time of the comparison and after it."""
+    for first in range(140):
+        machine = Disturbed({FUSED: 2e-3, OFF: 18e-3}, first, count, factor, lag=lag)
+        controller = Controller(arms)
+        machine.run(controller, 600)
+        switches = [switch.arm for switch in controller.history]
+        assert switches in ([FUSED], [OFF, FUSED]), (first, controller.history, controller.verdicts)
+        assert controller.best == FUSED and controller.settled
+        of_graphs = controller.exploration_steps if arms[0] == FUSED else 0
+        assert of_graphs <= controller.rules.probe + 3 * controller.rules.window, first
+
+
+def test_a_comparison_that_was_disturbed_is_not_opened_again_when_the_disturbance_ends():
+    table = {FUSED: 2e-3, OFF: 18e-3}
+    machine, controller = Disturbed(table, 0, 40, 3), Controller([FUSED, OFF])
+    machine.run(controller, 60)
+    explored = controller.exploration_steps
+    machine.run(controller, 3000)
+    assert controller.exploration_steps == explored and controller.best == FUSED
+    table[FUSED] = 3e-3  # slower than it has become, and as it was compared
+    machine.run(controller, 1000)
+    assert controller.exploration_steps > explored and controller.best == FUSED
 
 
 def test_hopeless_arms_are_not_tried():

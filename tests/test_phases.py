@@ -427,7 +427,7 @@ def test_costs_that_change_all_the_time_change_no_parameter(seed, declared):
             if index % 10 == 0:
                 diary.write_state(model, optimizer)
 
-    report = both(script, replays=250)  # steps without graphs are looked at rarely
+    report = both(script, replays=150)  # steps without graphs are looked at rarely
     assert len({s.arm for s in report.switches}) >= 2, report.switches
 
 

@@ -192,8 +192,8 @@ def test_a_text_that_is_printed_is_told_with_its_line(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        (nonzero, "shape depends on tensor values"),
-        (masked, "shape depends on tensor values"),
+        (nonzero, "shape of a tensor depends on the values"),
+        (masked, "shape of a tensor depends on the values"),
         (own_generator, "its own torch.Generator"),
         (transformed, "torch.func"),
         (host_float, READ),

@@ -299,6 +299,17 @@ def test_plans_that_were_not_tried_are_one_row() -> None:
     assert row == "F B O, {F B} {O}: at least 9 ms\nF B {O}: at least 8 ms"
 
 
+def test_a_plan_that_is_only_tried_is_not_called_the_fastest() -> None:
+    report = StepReport(engine="cuda", steps=20)
+    controller = Controller([Arm(WHOLE), Arm(NOTHING)])
+    report.compares(controller)
+    for _ in range(20):
+        report.progress().step_ended(NOTHING, updated=True)
+    assert report.headline().endswith("Plans are being compared, and {F B O} is the fastest so far.")
+    controller.settled = True
+    assert report.headline().endswith("this plan was found to be the fastest.")
+
+
 @pytest.mark.passes_without_graphs("it looks at the time of steps that run as they are")
 def test_a_step_without_a_graph_is_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     report = trained(HostRead(), steps=20)

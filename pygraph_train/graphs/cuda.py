@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -332,6 +333,12 @@ def _is_cuda_error(error: BaseException) -> bool:
     )
 
 
+def _is_of_backward(error: BaseException) -> bool:
+    """Whether autograd's own threads have raised it: they have no frames of Python."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename == torch.autograd.graph.__file__
+
+
 def _reason(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     if "legacy stream" in text:
@@ -342,7 +349,8 @@ def _reason(error: BaseException) -> str:
         )
     if "pinned" in text:
         return "the step copies unpinned memory from the host to the device, which a CUDA graph cannot hold"
+    part = "the backward of the step" if _is_of_backward(error) else "the step"
     return (
-        "the step does something that a CUDA graph cannot hold (waits for the device, reads a value on the host, "
+        f"{part} does something that a CUDA graph cannot hold (waits for the device, reads a value on the host, "
         f"or calls an operation that cannot be captured): {text}"
     )

@@ -87,7 +87,11 @@ class Headline:
         self._other = self._other_reason()
         if self._other or not self._total.made:
             return _sentence(self._other)
-        if any(part.controllers for part in self._parts):
+        controllers = [controller for part in self._parts for controller in part.controllers]
+        for controller in controllers:
+            if not controller.settled and controller.best.plan != plan:
+                return f"Plans are being compared, and {controller.best} is the fastest so far."
+        if controllers:
             return "Nothing stands in the way of more: this plan was found to be the fastest."
         return "Graphs begin after a warm-up, and it has not ended."
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm
+from pygraph_train.selection.rules import Rules
 from pygraph_train.selection.samples import Summary, summary, surely_faster, surely_no_faster
 
 __all__ = ["Controller", "Estimate", "Rules", "Switch", "Window"]
@@ -22,40 +23,11 @@ _MADE = "work beside the training"
 _REFERENCES = 2
 """Looks at steps without graphs which later ones are compared with."""
 
+_ROUNDS = 2
+"""Rounds of a comparison that must agree where the best arm changes, or a graph is given up."""
+
 _FARTHEST = 64
 """Times `Rules.look_every`, which looks are apart at most."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How carefully arms are compared. Windows and limits are in steps.
-
-    Attributes:
-        window: steps of one arm in a row; the first one after a switch is not measured.
-        probe: length of an arm's first window, enough to see that it is hopeless.
-        rounds: windows that one arm gets at most before a comparison counts as a draw.
-        exploration: steps that one opening of the question may spend on arms other than the best one known.
-        confidence: one-sided, of every verdict.
-        min_gain: a change that gains a smaller share of the step time than this is not made.
-        tolerance: where a draw leaves an arm this share slower than no graphs, there are no graphs.
-        warmup_slack: times seen in warm-up are taken to be up to this factor too long.
-        drift: a lasting change of the chosen arm's time by more than this share opens the question again.
-        patience: looks in a row that must agree on a drift.
-        look_every: steps from one look at the chosen arm to the next; doubled by every opening that
-            changed nothing, and by every look at steps without graphs that has found the same as before.
-    """
-
-    window: int = 9
-    probe: int = 5
-    rounds: int = 4
-    exploration: int = 96
-    confidence: float = 0.95
-    min_gain: float = 0.01
-    tolerance: float = 0.01
-    warmup_slack: float = 2.0
-    drift: float = 0.1
-    patience: int = 3
-    look_every: int = 64
 
 
 @dataclass(frozen=True)
@@ -235,13 +207,17 @@ class Controller:
         self._choose(self.best, why)
 
     def _duel(self, challenger: Arm, budget: int) -> Generator[Window, None, int]:
-        """Alternate windows of both until one is faster with confidence. Returns the steps spent on the challenger."""
+        """Alternate windows of both until one is faster with confidence. Returns the steps spent on the challenger.
+
+        One slow window decides nothing: the process may have been suspended in it, or another job may have run. Only
+        a challenger without graphs is given up after one.
+        """
         rules, spent = self.rules, 0
-        mine: list[Window] = []
-        theirs: list[Window] = []
+        rounds: list[tuple[Window, list[Window]]] = []
         ours = other = summary(())
+        agreeing, sure = (0, 0), False
         for number in range(rules.rounds):
-            steps = rules.probe if number == 0 else rules.window
+            steps = rules.probe if number == 0 or (number == 1 and sure) else rules.window
             if spent + steps > budget:
                 break
             window = Window(challenger, steps, steps - 1, exploring=True)
@@ -250,35 +226,44 @@ class Controller:
             if window.problem is not None:
                 self._drop(challenger, window.problem)
                 return spent
-            theirs.append(window)
+            mine: list[Window] = []
+            rounds.append((window, mine))
             while self._reopen is None:  # measurements arrive late: the incumbent goes on meanwhile
                 mine.append((yield from self._one_window(self.best, steps)))
-                ours, other = self._agreed(mine, theirs)
-                if math.isfinite(ours.mean) and math.isfinite(other.mean):
+                ours, other, agreeing = self._agreed(rounds)
+                if math.isfinite(ours.mean) and math.isfinite(other.mean) and sum(agreeing) == len(rounds):
                     break
             first, second = (ours, other) if self._has_to_prove(challenger) else (other, ours)
-            if (
-                self._reopen is not None
-                or surely_no_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
-                or surely_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
-            ):
+            loses = surely_no_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
+            wins = surely_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
+            if first is ours:
+                loses, wins = wins, loses
+            sure = loses or wins
+            enough = agreeing[0] >= _ROUNDS if wins else challenger.plan == NOTHING or agreeing[1] >= _ROUNDS
+            if self._reopen is not None or (sure and enough):
                 break
         if self._reopen is not None:
             return spent
-        if not theirs:
+        if not rounds:
             self.verdicts[challenger] = f"not tried: {rules.exploration} steps of exploration were spent"
             return spent
-        self._judge(challenger, ours, other)
+        self._judge(challenger, ours, other, agreeing[0])
         return spent
 
-    def _judge(self, challenger: Arm, ours: Summary, other: Summary) -> None:
+    def _judge(self, challenger: Arm, ours: Summary, other: Summary, agreeing: int) -> None:
+        """Choose one of the two.
+
+        Args:
+            agreeing: rounds in which the challenger was faster.
+        """
         rules, incumbent = self.rules, self.best
         self.times[incumbent], self.times[challenger] = ours.mean, other.mean
         here, there = f"{ours.mean * 1e3:.3g} ms", f"{other.mean * 1e3:.3g} ms"
-        if surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain):
+        enough = agreeing >= _ROUNDS
+        if enough and surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain):
             self.verdicts[incumbent] = f"{here}, and {challenger} takes {there}"
             self._choose(challenger, f"{there} against {here} of {incumbent} {self._why}".strip())
-        elif self._is_safer(challenger, ours, other):
+        elif self._is_safer(challenger, ours, other, enough=enough):
             self.verdicts[incumbent] = f"not proved to be faster than no graphs: {here} against {there}"
             self._choose(
                 challenger,
@@ -291,12 +276,12 @@ class Controller:
         """Whether the best arm has to prove that it is faster than no graphs: a graph of the update alone is small."""
         return challenger.plan == NOTHING and self.best.plan == OPTIMIZER
 
-    def _is_safer(self, challenger: Arm, ours: Summary, other: Summary) -> bool:
+    def _is_safer(self, challenger: Arm, ours: Summary, other: Summary, *, enough: bool) -> bool:
         """Whether no graphs are better than a plan that is not proved to be faster."""
         rules = self.rules
         if self._has_to_prove(challenger):
             return not surely_faster(ours, other, confidence=rules.confidence, gain=rules.min_gain)
-        return challenger.plan == NOTHING and other.mean < ours.mean * (1 - rules.tolerance)
+        return enough and challenger.plan == NOTHING and other.mean < ours.mean * (1 - rules.tolerance)
 
     def _watch(self, look_every: int) -> Generator[Window, None, None]:
         """Short looks at the chosen arm, until something has changed for good."""
@@ -320,7 +305,9 @@ class Controller:
                 strikes = strikes + beyond if strikes * beyond > 0 else beyond
                 if self.best.plan == NOTHING:  # such looks cost what nothing else of these steps costs
                     look_every = self.rules.look_every if beyond else min(2 * look_every, self._most)
-                if abs(strikes) >= self.rules.patience:
+                if -strikes >= self.rules.patience and self.best.plan not in (NOTHING, OPTIMIZER):
+                    reference, strikes = now, 0  # the comparison was disturbed, or the device has less to do
+                elif abs(strikes) >= self.rules.patience:
                     self._reopen = self._reopen or f"a drift of {change:+.0%} in the time of {self.best}"
             if self._waiting and not all(map(self._waits, self._waiting)):
                 self._reopen = self._reopen or _MADE
@@ -346,10 +333,20 @@ class Controller:
             self._choose(self._arms[0], why)
             self._reopen = why
 
-    def _agreed(self, mine: Sequence[Window], theirs: Sequence[Window]) -> tuple[Summary, Summary]:
-        a, b = _of(mine), _of(theirs)
-        numbers = self._agree([a.mean, a.error, -a.freedom, b.mean, b.error, -b.freedom])
-        return Summary(numbers[0], numbers[1], -numbers[2]), Summary(numbers[3], numbers[4], -numbers[5])
+    def _agreed(
+        self, rounds: Sequence[tuple[Window, Sequence[Window]]]
+    ) -> tuple[Summary, Summary, tuple[int, int]]:
+        """What all ranks have measured: of the incumbent, of the challenger, and in how many rounds each was slower."""
+        a, b = _of([window for _, mine in rounds for window in mine]), _of([window for window, _ in rounds])
+        apart = [_of(windows).mean for window, mine in rounds for windows in (mine, [window])]
+        numbers = self._agree([a.mean, a.error, -a.freedom, b.mean, b.error, -b.freedom, *apart])
+        pairs = [pair for pair in zip(numbers[6::2], numbers[7::2], strict=True) if math.isfinite(sum(pair))]
+        slower = sum(there < here for here, there in pairs)
+        ours, other = (
+            Summary(numbers[0], numbers[1], -numbers[2]),
+            Summary(numbers[3], numbers[4], -numbers[5]),
+        )
+        return ours, other, (slower, len(pairs) - slower)
 
     def _hopeless(self, arm: Arm, best: float, *, first: bool) -> str | None:
         """Why an arm is not even tried, None when it is."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pygraph_train.torch_private.changes import Around
 
-__all__ = ["is_size_of_tensor", "sizes_are_symbols", "symbolic"]
+__all__ = ["depends_on_values", "is_size_of_tensor", "sizes_are_symbols", "symbolic"]
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 """What `maybe_mark_dynamic` leaves on a tensor; 2.11 has the first one only."""
@@ -53,6 +53,13 @@ def is_size_of_tensor(node: torch.fx.Node) -> bool:
     grapharg = node.meta.get("grapharg")
     symbol = isinstance(node.meta.get("example_value"), torch.SymInt)
     return symbol and isinstance(getattr(grapharg, "source", None), TensorPropertySource)
+
+
+def depends_on_values(made: Any) -> bool:
+    """Whether a shape among these tensors of a trace is known only when values are (`nonzero`). (2.11, 2.13)"""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(made))
 
 
 def symbolic(wanted: Callable[[str], bool]) -> tuple[tuple[Any, str, Any], ...]:

@@ -28,6 +28,7 @@ __all__ = [
     "dynamo_restart",
     "end_trace_here",
     "forget_compiled",
+    "have_code",
     "hold_constant",
     "is_optimized_module",
     "leave_to_python",
@@ -160,6 +161,17 @@ def raising_node(error: BaseException) -> torch.fx.Node | None:
             nodes = list(module.graph.nodes)
             return nodes[index] if index is not None and index < len(nodes) else None
     return None
+
+
+def have_code(graph: torch.fx.GraphModule) -> None:
+    """Let `graph.forward` be the code of a graph of Dynamo's, and not what makes this code in the first call.
+
+    That goes through `Module.__call__` in each call, and where the code raises it prints a part of it and takes the
+    frames off the exception. (2.11, 2.13)
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    _LazyGraphModule.force_recompile(graph)
 
 
 def writes_to_inputs(graph: torch.fx.GraphModule) -> list[tuple[torch.fx.Node, torch.fx.Node, bool]]:

@@ -258,7 +258,8 @@ def _is_changed_in_place(value: Any, expression: str) -> bool:
     while isinstance(node, torch.fx.Node) and node.op != "placeholder":
         name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
         in_place = node.target in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
-        node = node.args[0] if in_place and node.args else None
+        # an operation returns the tensor that it was given as `out`
+        node = node.kwargs.get("out") or (node.args[0] if in_place and node.args else None)
     return node is not None and placeholder_source(node) == expression
 
 

@@ -18,6 +18,7 @@ from pygraph_train.torch_private.dynamo import (
     CHECKPOINT,
     CUSTOM_FUNCTION,
     assign_data,
+    have_code,
     without_grad_mode,
     writes_to_inputs,
 )
@@ -55,6 +56,7 @@ def as_eager(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
                 node.target = _checkpoint
             if assign_data(module.graph) or nodes:
                 module.recompile()
+    have_code(graph)
     return graph
 
 

@@ -143,8 +143,7 @@ def unsupported_leaves(
 ) -> Iterator[Problem]:
     """Arguments that cannot be kept in a static buffer. The line is that of the step's function, which gets them."""
     paths = leaf_paths(args, kwargs, ("args", "kwargs"))
-    where = defined_at(fn)
-    where = where if where is not None and is_user_file(where) else None
+    where = _definition(fn)
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, np.ndarray):
             yield Problem(
@@ -180,18 +179,22 @@ def compiler_problem(error: BaseException) -> Problem | None:
     return None
 
 
-def problem_of(error: Exception) -> Problem:
+def problem_of(error: Exception, fn: Any = None) -> Problem:
+    """The reason that an exception is.
+
+    Args:
+        fn: the step's function. Its line is told where no other is known: operations of a backward have none.
+    """
     if isinstance(error, NotLegal):
         return error.problem
     if isinstance(error, CaptureError):
-        where = error.where or _place_in_graph(error.__cause__)
+        where = error.where or _place_in_graph(error.__cause__) or _definition(fn)
         return Problem(error.reason, where, _READ_LATER if "on the host" in error.reason else "")
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
     first = (str(error).strip().splitlines() or [""])[0]
-    return Problem(
-        f"the capture failed with {type(error).__name__}: {first}", user_location(error.__traceback__)
-    )
+    where = user_location(error.__traceback__) or _place_in_graph(error) or _definition(fn)
+    return Problem(f"the capture failed with {type(error).__name__}: {first}", where)
 
 
 def may_be_of_step(refused: NotLegal) -> bool:
@@ -200,6 +203,11 @@ def may_be_of_step(refused: NotLegal) -> bool:
     return isinstance(error, Exception) and not isinstance(
         error, NotLegal | CaptureError | torch.OutOfMemoryError
     )
+
+
+def _definition(fn: Any) -> str | None:
+    where = defined_at(fn)
+    return where if where is not None and is_user_file(where) else None
 
 
 def _place_in_graph(error: BaseException | None) -> str | None:

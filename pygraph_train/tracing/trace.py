@@ -28,6 +28,7 @@ from pygraph_train.torch_private.dynamo import (
 from pygraph_train.torch_private.guards import guard_failures
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.branches import Branches
+from pygraph_train.tracing.decided_by_values import decided_by_values
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.host_draws import HostDraws
 from pygraph_train.tracing.kept_guards import KeptGuards
@@ -325,7 +326,8 @@ class Trace:
         if self.problem is None:
             host = on_host(graph, self.device, self._fn, constants.nodes)
             drawn = draws_of_cudnn(graph, self.device)
-            self.problem = next(chain(self._written(), copies_that_stay(), host, drawn), None)
+            values = decided_by_values(graph, constants.nodes)
+            self.problem = next(chain(self._written(), copies_that_stay(), host, drawn, values), None)
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
