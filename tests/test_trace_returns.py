@@ -129,6 +129,9 @@ def test_a_short_run_on_changing_lengths_traces_nothing(lengths: range | list[in
         report = both(train(drawn(lengths, 590)), never="a trace costs more than this run")
     assert not found and not report.captures
     assert not report.fallbacks, str(report)
+    assert "The shapes of batches change" in str(report) and "fuse='on' at once" in " ".join(
+        str(report).split()
+    )
 
 
 @pytest.mark.usefixtures("measured")
@@ -138,6 +141,7 @@ def test_a_longer_run_makes_one_trace_when_that_is_paid_for(traced_in: list[int]
     assert len(found) == 1, "none for the first length alone"
     assert 600 <= traced_in[0] <= 610
     assert report.shapes.with_graphs == 5
+    assert "shapes of batches change" not in str(report)
 
 
 @pytest.mark.usefixtures("measured")

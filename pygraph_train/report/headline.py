@@ -15,6 +15,12 @@ __all__ = ["Headline", "counts_of"]
 
 _NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "the optimizer"}
 
+_WAITING = (
+    "the shapes of batches change, and in the steps so far graphs could not have saved the time that tracing the step "
+    "takes. It is traced after more steps, and with fuse='on' at once. Batches that are padded to one shape need no "
+    "such time"
+)
+
 _CLOSE = 0.1
 """Phases whose shares of the steps differ by less are told as one figure."""
 
@@ -113,6 +119,8 @@ class Headline:
             for region in part.regions():
                 if region.reason and not region.replays:
                     return region.reason
+            if part.shapes.waiting:
+                return _WAITING
         return next(iter(self._notes), "")
 
 

@@ -13,11 +13,13 @@ class ShapeCounts:
     Attributes:
         met: shapes of batches. One that comes back after very many others counts again.
         rare_steps: steps without a graph because their shape is rare.
+        waiting: whether a trace for the shapes that change is not worth its time yet.
     """
 
     def __init__(self) -> None:
         self.met = 0
         self.rare_steps = 0
+        self.waiting = False
         self._graphed: set[Hashable] = set()
 
     def meets(self) -> None:
@@ -27,6 +29,10 @@ class ShapeCounts:
     def ran_as_rare(self) -> None:
         """A step ran without a graph because its shape is rare."""
         self.rare_steps += 1
+
+    def waits_for_trace(self, waits: bool) -> None:
+        """Whether a trace for the shapes that change has to wait until it is worth its time."""
+        self.waiting = waits
 
     def got_graph(self, shape: Hashable) -> None:
         """A graph was captured for a shape."""

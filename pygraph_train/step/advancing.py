@@ -334,6 +334,7 @@ class Advancing:
         """A variant for a call that no trace of this signature holds for; None when there were too many."""
         training = self._training
         program = training.program
+        self._signatures.traces(signature)
         problem = (
             unsupported_leaf(program.function(), args, kwargs, leaves)
             or program.replication.not_called_once()
@@ -357,7 +358,6 @@ class Advancing:
             return None
         # ways are counted, and shapes apart from them
         family = None if other_way is not None else signature.family
-        self._signatures.traces(signature)
         trace = program.new_trace(None if family is None else family.dynamic)
         if isinstance(trace, ReproducingTrace) and other_way is None:
             known = [other.trace for other in signature.variants]

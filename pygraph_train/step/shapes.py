@@ -170,9 +170,9 @@ class Shapes:
     def _trace_pays(self, signature: Signature, family: Family) -> bool:
         """Whether the steps that could have had a graph are worth the time of another trace."""
         stays = family.shapes < 2 or signature.in_a_row >= _STAYS
-        if stays or not self._weighs_traces:
-            return True
-        return family.trace_returns.pays(self._training.steps_left())
+        pays = stays or not self._weighs_traces or family.trace_returns.pays(self._training.steps_left())
+        self._training.report.shapes.waits_for_trace(not pays)
+        return pays
 
     def _may_trace(self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a shape may have a trace of its own, once it has come back. If not, a row says why, once."""
