@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from training import Diary, adamw, both
 
 from pygraph_train import StepReport
+from pygraph_train.report.backend_report import RegionRecord
+from pygraph_train.tracing.gradient_order import GradientOrder
 
 SIZE, WIDTH, CLASSES = 12, 16, 5
 
@@ -115,6 +119,12 @@ def training(kind: Any, steps: int = 40, **options: Any) -> Any:
     return script
 
 
+@pytest.fixture(autouse=True)
+def _dynamo_knows_nothing() -> None:
+    """Functions that were traced anew too often, in other tests, are not traced any more."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -137,3 +147,227 @@ def test_parts_around_what_depends_on_data_are_in_graphs(kind: Any, no_inductor:
     report = in_regions(both(training(kind), compile=False, replays=20))
     assert report.steps_replayed == 0
     assert "compiled" not in str(report.controllers[0].best)
+
+
+class Shared(nn.Module):
+    """A weight that two parts of the step use, with a mask between them."""
+
+    def __init__(self, early: int, late: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, CLASSES)
+        self.early, self.late, self.dtype = early, late, dtype
+
+    def loss(self, x: Tensor, picked: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
+            hidden = self.first(x)
+            for _ in range(self.early):
+                hidden = self.shared(hidden).tanh()
+            hidden = hidden[picked]
+            for _ in range(self.late):
+                hidden = self.shared(hidden).tanh()
+            return nn.functional.cross_entropy(self.last(hidden), labels[picked])
+
+    @staticmethod
+    def batches(steps: int) -> list[tuple[Tensor, ...]]:
+        g, found = generator(), []
+        for _ in range(steps):
+            picked = torch.randperm(SIZE, generator=g) < 7
+            found.append(
+                (torch.randn(SIZE, WIDTH, generator=g), picked, torch.randint(CLASSES, (SIZE,), generator=g))
+            )
+        return found
+
+
+def shared(*arguments: Any) -> Any:
+    kind = functools.partial(Shared, *arguments)
+    kind.batches = Shared.batches  # type: ignore[attr-defined]
+    return kind
+
+
+@pytest.mark.parametrize("uses", [(1, 1), (1, 3)])
+def test_a_weight_of_two_parts_gets_its_gradients_in_the_order_of_plain_training(
+    uses: tuple[int, int],
+) -> None:
+    in_regions(both(training(shared(*uses)), compile=False, replays=20))
+
+
+def test_gradients_that_would_be_added_in_another_order_speak_against_regions() -> None:
+    report = both(training(shared(2, 1)), compile=False, replays=20)
+    assert report.plan == "F B {O}" and not any(r.replays for r in report.regions()), str(report)
+    assert "added in another order" in text_of(report)
+
+
+def test_a_cast_that_autocast_keeps_for_two_parts_speaks_against_regions() -> None:
+    report = both(training(shared(1, 1, torch.bfloat16)), compile=False, replays=20)
+    assert report.plan == "F B {O}" and not any(r.replays for r in report.regions()), str(report)
+    assert "shares casts of weights" in text_of(report)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("early", "late", "outside"), [(1, 1, 0), (1, 3, 0), (3, 0, 1), (2, 1, 0), (1, 2, 1), (1, 1, 2)]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_order_of_gradients_is_that_of_sums_by_parts(
+    early: int, late: int, outside: int, compiled: bool
+) -> None:
+    """What `GradientOrder` says is compared with parts that hand over sums, on numbers that round."""
+    scale = torch.randn(3, 1000, generator=generator(), dtype=torch.float32)
+
+    def step(weight: Tensor, order: GradientOrder | None, *, sums: bool) -> Tensor:
+        def part(x: Tensor, uses: int) -> Tensor:
+            inner = _Summed.apply(weight) if sums else weight
+            sources = GradientOrder.sources([x, weight])
+            for _ in range(uses):
+                x = (x * inner).sin() * scale[0]
+            if order is not None and compiled:
+                order.ran_compiled([weight] if uses > 1 else [], [x := _Part.apply(x, weight)])
+            elif order is not None:
+                order.ran(sources, [x])
+            return x
+
+        x = part(scale[1], early) if early else scale[1]
+        x = part(x.cos(), late) if late else x
+        for _ in range(outside):
+            x = (x * weight).cos()
+        return x.sum()
+
+    gradients = []
+    for sums in (False, True):
+        weight = scale[2].clone().requires_grad_()
+        step(weight, None, sums=sums).backward()
+        gradients.append(weight.grad)
+    order, weight = GradientOrder(), scale[2].clone().requires_grad_()
+    why = order.why_not([step(weight, order, sums=False)])
+    assert (why is None) == torch.equal(*gradients)  # type: ignore[arg-type]
+
+
+class _Summed(torch.autograd.Function):
+    """Hands over the sum of the gradients of all uses, as a compiled part does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Part(torch.autograd.Function):
+    """Stands for the node of a compiled part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient
+
+
+def test_a_part_that_comes_late_is_looked_at_before_it_is_in_graphs() -> None:
+    def script(diary: Diary) -> None:
+        model = Shared(1, 1)
+        optimizer = adamw(model)
+        step = diary.step(model.loss, model=model, optimizer=optimizer)
+        for index, batch in enumerate(Shared.batches(80)):
+            model.early = 1 if index < 40 else 2
+            diary.write("loss", step(*batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, compile=False, replays=20)
+    assert max(r.replays for r in report.regions()) >= 20 and report.plan == "F B {O}", str(report)
+    assert "added in another order" in text_of(report)
+
+
+def test_a_gradient_in_another_layout_speaks_against_regions() -> None:
+    def script(diary: Diary) -> None:
+        model = nn.Linear(WIDTH, WIDTH)
+        optimizer = adamw(model)
+
+        def step_fn(x: Tensor) -> Tensor:
+            hidden = model(x).tanh()
+            torch._dynamo.graph_break()
+            with torch.no_grad():
+                torch._dynamo.graph_break()
+            return Expanding.apply(hidden)
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in Shared.batches(40):
+            diary.write("loss", step(batch[0]))
+            diary.write_state(model, optimizer)
+
+    report = both(script, compile=False, replays=20)
+    assert report.plan == "F B {O}" and "comes in another layout" in text_of(report), str(report)
+
+
+@pytest.mark.parametrize("wrong", ["result", "gradient", "statistics"])
+def test_a_part_that_computes_other_bits_is_left_to_eager_kernels(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_graph(graph: Any, inputs: Any, options: Any, made: Any) -> Any:
+        record = RegionRecord("forward 0", "forward")
+        made(record)
+        forward = copy.deepcopy(graph).forward
+
+        def compiled(*args: Any) -> Any:
+            record.plain_runs += 1
+            results = forward(*args)
+            if wrong == "statistics":
+                for x in args:
+                    if (
+                        isinstance(x, Tensor)
+                        and not x.requires_grad
+                        and x.is_floating_point()
+                        and x.dim() == 1
+                    ):
+                        x.data.add_(1e-6)
+            return [_Wrong.apply(x, wrong) if x.requires_grad else x for x in results]
+
+        return compiled
+
+    monkeypatch.setattr("pygraph_train.regions.inductor.compile_graph", compile_graph)
+
+    def script(diary: Diary) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
+        optimizer = adamw(model)
+
+        def step_fn(x: Tensor, picked: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(model(x)[picked], labels[picked])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in Shared.batches(60):
+            diary.write("loss", step(*batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, compile=False, replays=5)
+    assert report.plan == "F B {O}" and "it computes other bits than eager kernels" in text_of(report), str(
+        report
+    )
+
+
+class Expanding(torch.autograd.Function):
+    """A sum, whose gradient is one number, expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.size = x.size()
+        return x.sum()
+
+    @staticmethod
+    @torch._dynamo.disable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.expand(ctx.size)
+
+
+class _Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wrong: str) -> Tensor:
+        ctx.wrong = wrong
+        return x * (1 + 1e-6) if wrong == "result" else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * (1 + 1e-6) if ctx.wrong == "gradient" else gradient, None

@@ -294,7 +294,7 @@ def test_gradients_asked_for_in_the_step_do_not_have_dynamo_trace_the_library(mo
     in_regions(both(script, replays=125))
     library = Path(regions_module.__file__).parents[1]
     # the frames that steps are traced from
-    outermost = {str(library / "step" / "regions.py"), str(library / "tracing" / "traced_code.py")}
+    outermost = {str(library / "step" / "region_levels.py"), str(library / "tracing" / "traced_code.py")}
     assert __file__ in traced
     assert not {name for name in traced if name.startswith(str(library))} - outermost
 

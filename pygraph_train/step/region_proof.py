@@ -28,6 +28,9 @@ __all__ = ["ProvedPart", "Told"]
 _ATTEMPTS = 8
 """Comparisons that came to nothing: the part raised an exception, or its graphs did not run."""
 
+_COMPILED = 3
+"""Runs after which the backward is compiled, so that it is known what the part's regions are."""
+
 _PATIENCE = 32
 """Runs without a capture after which a part goes on without regions: its shapes do not come back, mostly."""
 
@@ -92,7 +95,7 @@ class ProvedPart:
             return outputs
         if self._compiled is not None:
             self._runs += 1
-            if all(r.decision == "plain" for r in self._records):
+            if self._runs > _COMPILED and all(r.decision == "plain" for r in self._records):
                 self._leave(None)
             elif self._runs > _PATIENCE and not self._count():
                 self._leave("its sizes are others in most runs, and none has earned a graph")

@@ -6,8 +6,7 @@ graph for its forward and one for its backward. Host reads break it into several
 modules that hold parameters are regions. Which of the two it is is found out with eager kernels, before
 anything is spent on Inductor.
 
-With `compile=False` regions hold eager kernels, and the step has to come out bit for bit as in plain training. So it is
-looked at how the parts of a step meet (`GradientOrder`), and each part is compared (`ProvedPart`).
+With `compile=False` regions hold eager kernels: see `exact_regions`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,15 @@ from pygraph_train.problems import NotLegal, Problem, PyGraphError, first_line, 
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.backend_report import RegionRecord, RegionRuns
 from pygraph_train.report.step_report import StepReport
+from pygraph_train.step.exact_regions import ExactSteps, lies_as
 from pygraph_train.step.program import Call, StepProgram
-from pygraph_train.step.region_kernels import LATE_LEAVES, RegionKernels, is_leaf, refuse_watched_checkpoint
+from pygraph_train.step.region_kernels import (
+    LATE_LEAVES,
+    RegionKernels,
+    is_leaf,
+    refuse_open_autocast,
+    refuse_watched_checkpoint,
+)
 from pygraph_train.step.region_levels import Backend, Level, Modules, WholeFunction
 from pygraph_train.step.region_proof import ProvedPart, Told
 from pygraph_train.torch_private.aot import suggest_memory_format
@@ -50,10 +56,8 @@ from pygraph_train.torch_private.hooks import gradient_hooks
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
 from pygraph_train.tracing.counters import baked_numbers
-from pygraph_train.tracing.gradient_order import GradientOrder
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
-from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.traced_code import held_weakly
 from pygraph_train.tracing.uncounted import changed_inputs, counted_as_eager, uncounted_changes
 
@@ -73,6 +77,8 @@ _MOST_COMPILED = 32
 _MOST_VARIANTS = 64
 """Of one function: Dynamo counts what all callers compiled, and those that are gone."""
 
+
+_NOTHING = Level(lambda graph, inputs: graph.forward)
 
 _NO_GRAPHS = "forward and backward get no graphs of their own"
 
@@ -120,10 +126,8 @@ class Regions:
             "indirection": config.indirection,
             "max_signatures": config.max_signatures,
         }
-        self._exact = config.compile is False
+        self._exact = ExactSteps(held_weakly(self._refuse_order)) if config.compile is False else None
         self._verify = config.verify
-        self._order: GradientOrder | None = None  # of the present step
-        self._left: list[str | None] = []  # why parts of the step run as they are, for good
         self._announce = announce
         self._tell_compiled = compiled
         self._traced = self._compiled = 0
@@ -132,7 +136,7 @@ class Regions:
         self.records: list[RegionRecord] = []
         self.runs = RegionRuns(functools.partial(list, self.records))
         self._note = report.note
-        self._report_comparison, self._compared = report.compared, False  # in the present step
+        self._report_comparison = report.compared
         report.began(engine.name, regions=functools.partial(list, self.records))
         self._retains = False  # a backward was seen that may be called again
         self._leaves = False  # inputs were seen whose gradient is wanted, though they are no parameters
@@ -151,11 +155,13 @@ class Regions:
         """
         before = self._traced
         self._before = {id(r): _work(r) for r in self.records} if watched else {}
-        self._compared = False
-        self._order = GradientOrder() if self._exact else None
+        level, exact = self._level, self._exact
+        if exact is not None:
+            exact.begin()
+            level = level if exact.began and self.problem is None else _NOTHING
         try:
             with dynamo_region_config(recompile_limit=_MOST_VARIANTS) as failures:
-                result = self._level.run(lambda call: run(self._looked_at(call)))
+                result = level.run(run if exact is None else lambda call: run(exact.looked_at(call)))
         except RuntimeError as error:
             if not self.found or not compiled_kernels_refuse(error):
                 raise
@@ -165,7 +171,9 @@ class Regions:
                 f"not: {first}{f' ({where})' if where else ''}. Fix: set forward='off', backward='off'"
             ) from error
         finally:
-            self._kernels.eager, self._order = False, None
+            self._kernels.eager = False
+            if exact is not None:
+                exact.end()
             forget_notes(self._notes)
             for held in self._activations:  # else it would hold its hook, and the hook it, for good
                 held.clear()
@@ -175,42 +183,27 @@ class Regions:
             for failure in failures:
                 forget_frames(failure)
         self._quiet = 0 if self._traced > before else self._quiet + 1
+        if level is _NOTHING:
+            self._quiet = 0
+            return result
         if not self.found:
             self._probes += 1
             self._judge()
-        elif self._left and len(self._left) == self._compiled and self._quiet:
-            self.problem = self.problem or self._nothing_left()
+        elif exact is not None and 0 < self._compiled == len(exact.left) and self._quiet:
+            self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {exact.nothing_left(self.records)}")
         return result
 
+    def _refuse_order(self, why: str) -> None:
+        self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")
+
     def _has_compared(self, seconds: float) -> None:
-        self._compared = True
+        assert self._exact is not None
+        self._exact.compared = True
         self._report_comparison(seconds, audit=False)
-
-    def _looked_at(self, call: Call) -> Call:
-        """`call`, after which it is looked at how gradients will be added."""
-        if (order := self._order) is None:
-            return call
-
-        def looked_at(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = call(fn, args, kwargs)
-            if order.anew:
-                leaves = flattened(result)[1]
-                why = order.why_not([x for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None])
-                self.problem = Problem(f"{_NO_GRAPHS}: {why}") if why is not None else self.problem
-            self._order = None  # it holds the step's nodes
-            return result
-
-        return looked_at
-
-    def _nothing_left(self) -> Problem:
-        """The reason where all parts of the step run as they are."""
-        reasons = [why for why in self._left if why is not None]
-        reasons += [r.reason for r in self.records if r.phase != "backward" and r.reason]
-        return Problem(f"{_NO_GRAPHS}: {reasons[0] if reasons else 'no part of the step has any'}")
 
     def as_planned(self) -> bool:
         """Whether the last step, a watched one, ran from graphs that were there, wherever a graph pays."""
-        if not self.found or not self._quiet or self._compared:
+        if not self.found or not self._quiet or (self._exact is not None and self._exact.compared):
             return False
         ran = [r for r in self.records if self._before.get(id(r)) != _work(r)]
         return bool(ran) and all(r.settled and r.captures == self._before[id(r)][0] for r in ran)
@@ -245,7 +238,7 @@ class Regions:
     # -- backends of torch.compile ------------------------------------------------------------------
 
     def _probe(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        self._refuse_watched_checkpoint(graph)
+        self._refuse(graph)
         self._traced += 1
         self._notes += tracing_notes(graph)
         self._level.called = True
@@ -266,15 +259,10 @@ class Regions:
     ) -> tuple[Any, Sequence[int]]:
         """Run a part with eager kernels, and look at it; with `compile=False`, which inputs it uses more than once."""
         self._traced += anew
-        order = self._order
-        sources = {} if order is None else order.sources(inputs)
-        outputs = forward(*inputs)
+        run = self._exact.run if self._exact is not None else lambda forward, inputs: (forward(*inputs), ())
+        outputs, several = run(forward, inputs)
         self._look_at_backward(inputs, outputs)
-        return outputs, () if order is None else order.ran(sources, outputs)
-
-    def _ran_compiled(self, several: Sequence[Any], outputs: Sequence[Any]) -> None:
-        if self._order is not None:
-            self._order.ran_compiled(several, outputs)
+        return outputs, several
 
     def _look_at_backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note what eager kernels allow between a forward and the end of its backward, and compiled ones do not."""
@@ -304,7 +292,7 @@ class Regions:
                     why = "parameters are changed between forward and backward"
                 elif activation and _is_asked_for(activation[0], hooks):
                     why = "the gradient of an activation is asked for, and compiled code has no such gradient"
-                elif exact and not _lies_as(gradient, layout):
+                elif exact is not None and self.problem is None and not lies_as(gradient, layout):
                     why = "a gradient comes in another layout than compiled code has for it"
                 if why is not None:
                     why = f"{_NO_GRAPHS}: {why}"
@@ -313,20 +301,22 @@ class Regions:
 
             result.register_hook(look)
 
-    def _refuse_watched_checkpoint(self, graph: torch.fx.GraphModule) -> None:
+    def _refuse(self, graph: torch.fx.GraphModule) -> None:
         try:
             refuse_watched_checkpoint(graph)
+            if self._exact is not None and self._exact.shares_casts:
+                refuse_open_autocast(graph)
         except NotLegal as refused:
             self.problem = self.problem or refused.problem
             raise
 
     def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        self._refuse_watched_checkpoint(graph)
+        self._refuse(graph)
         from pygraph_train.regions.inductor import compile_graph  # which imports much
 
         self._traced += 1
         self._notes += tracing_notes(graph)
-        if not self.records and self._engine == "cuda" and not self._exact:
+        if not self.records and self._engine == "cuda" and self._exact is None:
             self._announce("compiling forward and backward with Inductor, which may take a minute")
         self._compiled += 1
         if self._compiled > _MOST_COMPILED:
@@ -344,8 +334,8 @@ class Regions:
             self._note(str(Problem(LATE_LEAVES, user_location())))
             return self._kernels.eager_from_here(as_eager(graph).forward)
         started, eager, places = time.perf_counter(), eager_copy(graph), uncounted_changes(graph)
-        if self._exact and eager is None:
-            self._left.append("they hold a checkpoint, or a function with a backward of its own")
+        if self._exact is not None and eager is None:
+            self._exact.left.append("they hold a checkpoint, or a function with a backward of its own")
             return as_eager(graph).forward
         written, mine = changed_inputs(graph), list[RegionRecord]()
 
@@ -370,9 +360,9 @@ class Regions:
                 self._tell_compiled(time.perf_counter() - started)
         if eager is None:
             return compiled
-        if self._exact:
-            watched, ran = held_weakly(self._run_watched), held_weakly(self._ran_compiled)
-            told = Told(watched, ran, held_weakly(self._has_compared), self._left.append)
+        if self._exact is not None:
+            watched, compared = held_weakly(self._run_watched), held_weakly(self._has_compared)
+            told = Told(watched, self._exact.ran_compiled, compared, self._exact.left.append)
             compiled = ProvedPart(compiled, eager.forward, mine, written, self._verify, told)
         return self._kernels.either(compiled, eager.forward)
 
@@ -385,10 +375,6 @@ def _is_asked_for(activation: Tensor, hooks: int) -> bool:
     """
     watched = activation.retains_grad or len(gradient_hooks(activation) or ()) > hooks
     return watched or backward_ends_at(activation)
-
-
-def _lies_as(gradient: Tensor, layout: torch.memory_format) -> bool:
-    return gradient.layout is torch.strided and gradient.is_contiguous(memory_format=layout)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

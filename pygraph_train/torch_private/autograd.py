@@ -20,6 +20,7 @@ __all__ = [
     "compiled_autograd_wanted",
     "compiled_kernels_refuse",
     "edges_in_order",
+    "is_cast",
     "is_function_in_python",
     "leaves_of",
     "nodes_behind",
@@ -55,6 +56,11 @@ def arrival_of(tensor: torch.Tensor) -> tuple[Any, int]:
     """Where a tensor's gradient arrives: a node of an autograd graph, and which of its results. (2.11, 2.13)"""
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def is_cast(node: Any) -> bool:
+    """Whether a node of an autograd graph is that of a change of type. (2.11, 2.13)"""
+    return str(node.name()).startswith("ToCopyBackward")
 
 
 def is_function_in_python(node: Any) -> bool:

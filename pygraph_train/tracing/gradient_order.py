@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.torch_private.autograd import arrival_of, edges_in_order, is_function_in_python
+from pygraph_train.torch_private.autograd import arrival_of, edges_in_order, is_cast, is_function_in_python
 
-__all__ = ["GradientOrder"]
+__all__ = ["GradientOrder", "casts_are_shared"]
 
 _OTHER_ORDER = (
     "gradients of a tensor would be added in another order: a part of the step uses it several times, and a later "
@@ -120,6 +120,13 @@ class GradientOrder:
                 if not is_function_in_python(node):
                     left += [source for source, _ in node.next_functions if source is not None]
         return several
+
+
+def casts_are_shared(roots: Sequence[Tensor]) -> bool:
+    """Whether a step that ran in plain Python has used a cast of a weight more than once, as autocast lets it."""
+    arrivals = Counter[Any](target for _, target, _ in edges_in_order(roots) if is_cast(target))
+    weights = [node for node in arrivals if any(hasattr(of, "variable") for of, _ in node.next_functions)]
+    return any(arrivals[node] > 1 for node in weights)
 
 
 def _is_rounded_otherwise(parts: Sequence[int | None]) -> bool:
