@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from replays import text_of
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import Diary, adamw, both
 
 from pygraph_train import StepReport
 from pygraph_train.report.backend_report import RegionRecord
+from pygraph_train.torch_private.aot import compile_with_aten
 from pygraph_train.tracing.gradient_order import GradientOrder
 
 SIZE, WIDTH, CLASSES = 12, 16, 5
@@ -371,3 +374,82 @@ class _Wrong(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * (1 + 1e-6) if ctx.wrong == "gradient" else gradient, None
+
+
+class Mixed(nn.Module):
+    """Operations whose backward computes something of what the forward saves: powers, quotients, a norm by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.first, self.second = (
+            nn.Parameter(torch.ones(64)),
+            nn.Linear(64, 64),
+            nn.Linear(64, 64),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            normed = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * self.scale
+            x = x + nn.functional.dropout(nn.functional.gelu(self.first(normed)), 0.1) / (
+                1 + self.second(x).abs()
+            )
+            x = x + x.clamp(-1, 1) ** 3 + nn.functional.silu(x) * x.sigmoid()
+        return x.std(-1).mean() + x.logsumexp(-1).mean()
+
+
+def test_what_is_saved_for_the_backward_is_no_more_than_autograd_saves() -> None:
+    model, x = Mixed(), torch.randn(512, 64, generator=generator())
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), x)}
+
+    def nbytes(tensors: list[Tensor]) -> int:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(size for at, size in storages.items() if at not in own)
+
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(x)
+    kept: list[Tensor] = []
+
+    def build(compile_kernels: Any, gm: Any, inputs: Any, traced: Any) -> Any:
+        kernels = compile_kernels(gm, inputs)
+
+        def run(arguments: list[Any]) -> Any:
+            outputs = kernels(arguments)
+            assert not arguments  # let go of as soon as they are used
+            if traced.phase == "forward":
+                kept.extend(t for t in outputs[traced.saved_from :] if isinstance(t, Tensor))
+            return outputs
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    torch.compile(model, backend=lambda gm, inputs: compile_with_aten(gm, inputs, build))(x).backward()
+    assert 0 < nbytes(kept) <= nbytes(saved)
+
+
+def test_a_backward_lets_go_of_what_was_saved_as_it_goes() -> None:
+    alive: list[int] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            alive.append(sum(at() is not None for at in kept))
+            return func(*args, **(kwargs or {}))
+
+    kept: list[Any] = []
+
+    def build(compile_kernels: Any, gm: Any, inputs: Any, traced: Any) -> Any:
+        kernels = compile_kernels(gm, inputs)
+
+        def run(arguments: list[Any]) -> Any:
+            if traced.phase != "backward":
+                return kernels(arguments)
+            kept.extend(weakref.ref(t) for t in arguments if isinstance(t, Tensor) and t.numel() > 64 * 64)
+            with Look():
+                return kernels(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    model, x = Mixed(), torch.randn(512, 64, generator=generator())
+    torch.compile(model, backend=lambda gm, inputs: compile_with_aten(gm, inputs, build))(x).backward()
+    assert len(kept) > 10 and alive[len(alive) // 2] < 0.8 * len(kept) and alive[-1] <= 2, alive
