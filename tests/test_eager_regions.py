@@ -16,6 +16,7 @@ from training import Diary, adamw, both
 
 from pygraph_train import StepReport
 from pygraph_train.report.backend_report import RegionRecord
+from pygraph_train.step.region_proof import ProvedPart
 from pygraph_train.torch_private.aot import compile_with_aten
 from pygraph_train.tracing.gradient_order import GradientOrder
 
@@ -82,7 +83,10 @@ class Experts(nn.Module):
 
 
 class Graph(nn.Module):
-    """Graph convolutions, with a loop at each node in place of those that the graph has."""
+    """Graph convolutions, with a loop at each node in place of those that the graph has.
+
+    No node gets more than two messages: on a GPU they are added in any order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,22 +96,42 @@ class Graph(nn.Module):
     def loss(self, x: Tensor, edges: Tensor, labels: Tensor) -> Tensor:
         for layer in self.layers:
             others = edges[:, edges[0] != edges[1]]
-            nodes = torch.arange(len(x))
+            nodes = torch.arange(len(x), device=x.device)
             sources, targets = torch.cat([others, nodes.expand(2, -1)], 1)
-            degree = torch.zeros(len(x)).scatter_add(0, targets, torch.ones(len(targets)))
+            degree = x.new_zeros(len(x)).scatter_add(0, targets, x.new_ones(len(targets)))
             factor = degree.pow(-0.5)
             messages = layer(x)[sources] * (factor[sources] * factor[targets])[:, None]
-            x = torch.zeros(len(x), messages.shape[1]).index_add(0, targets, messages)
+            x = x.new_zeros(len(x), messages.shape[1]).index_add(0, targets, messages)
             x = self.norm(x).relu() if layer is self.layers[0] else x
         return nn.functional.cross_entropy(x, labels)
 
     @staticmethod
     def batches(steps: int) -> list[tuple[Tensor, ...]]:
-        g, edges = generator(), torch.tensor([[0, 1, 2, 2, 5, 7, 7, 3], [1, 1, 3, 2, 4, 0, 7, 6]])
+        g, edges = (
+            generator(),
+            torch.tensor([[0, 1, 2, 2, 5, 7, 7, 3], [1, 1, 3, 2, 4, 0, 7, 6]]),
+        )
         return [
             (torch.randn(SIZE, WIDTH, generator=g), edges, torch.randint(CLASSES, (SIZE,), generator=g))
             for _ in range(steps)
         ]
+
+
+class Convolutions(nn.Module):
+    """Graph convolutions of torch_geometric, which adds the loops itself, with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch_geometric.nn import GCNConv
+
+        self.first, self.second = GCNConv(WIDTH, WIDTH), GCNConv(WIDTH, CLASSES)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def loss(self, x: Tensor, edges: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x, edges)).relu()
+        return nn.functional.cross_entropy(self.second(hidden, edges), labels)
+
+    batches = staticmethod(Graph.batches)
 
 
 def training(kind: Any, steps: int = 40, **options: Any) -> Any:
@@ -150,6 +174,45 @@ def test_parts_around_what_depends_on_data_are_in_graphs(kind: Any, no_inductor:
     report = in_regions(both(training(kind), compile=False, replays=20))
     assert report.steps_replayed == 0
     assert "compiled" not in str(report.controllers[0].best)
+
+
+def test_the_convolutions_of_torch_geometric_are_in_graphs(no_inductor: None) -> None:
+    pytest.importorskip("torch_geometric")
+    report = in_regions(both(training(Convolutions), compile=False, replays=20))
+    assert sum(r.replays >= 20 for r in report.regions() if r.phase == "forward") >= 4, text_of(report)
+
+
+@pytest.mark.parametrize("verify", ["off", "always"])
+def test_comparisons_of_parts_follow_the_option(verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, compare = [], ProvedPart._difference
+    monkeypatch.setattr(ProvedPart, "_difference", lambda part, args: made.append(0) or compare(part, args))
+    report = in_regions(both(training(Tagger), compile=False, replays=20, verify=verify))
+    assert len(made) == 0 if verify == "off" else len(made) >= 60, text_of(report)
+
+
+class Images(nn.Module):
+    """Normalised by the batch, resized, and a mask over their pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, CLASSES, 3)
+        self.norm = nn.BatchNorm2d(8)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x)).relu()
+        hidden = nn.functional.interpolate(hidden, scale_factor=2, mode="bilinear")
+        out = self.second(hidden).permute(0, 2, 3, 1)
+        return nn.functional.cross_entropy(out[labels >= 0], labels[labels >= 0])
+
+    @staticmethod
+    def batches(steps: int) -> list[tuple[Tensor, ...]]:
+        g = generator()
+        labels = torch.randint(-1, CLASSES, (2, 10, 10), generator=g)
+        return [(torch.randn(2, 3, 8, 8, generator=g), labels) for _ in range(steps)]
+
+
+def test_images_keep_their_kernels_and_statistics(no_inductor: None) -> None:
+    in_regions(both(training(Images), compile=False, replays=20))
 
 
 class Shared(nn.Module):
