@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import weakref
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from replays import text_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from training import Diary, adamw, both
 
-from pygraph_train import StepReport
+from pygraph_train import PyGraphConfig, StepReport
 from pygraph_train.report.backend_report import RegionRecord
+from pygraph_train.selection import timing
+from pygraph_train.selection.arms import NOTHING, OPTIMIZER, REGIONS, SEPARATE, Arm
+from pygraph_train.selection.controller import Estimate
+from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.plan import legal_plans
 from pygraph_train.step.region_proof import ProvedPart
+from pygraph_train.step.times import Times
 from pygraph_train.torch_private.aot import compile_with_aten
 from pygraph_train.tracing.gradient_order import GradientOrder
 
@@ -516,3 +525,83 @@ def test_a_backward_lets_go_of_what_was_saved_as_it_goes() -> None:
     model, x = Mixed(), torch.randn(512, 64, generator=generator())
     torch.compile(model, backend=lambda gm, inputs: compile_with_aten(gm, inputs, build))(x).backward()
     assert len(kept) > 10 and alive[len(alive) // 2] < 0.8 * len(kept) and alive[-1] <= 2, alive
+
+
+def test_regions_that_are_measured_to_be_slower_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = timing.declared_seconds
+    monkeypatch.setattr(timing, "declared_seconds", lambda arm: declared(arm) + 5e-3 * arm.plan.regions)
+    monkeypatch.setattr(Decisions, "_estimate", lambda *args: Estimate())
+    report = both(training(Tagger, steps=150), compile=False, replays=20)
+    assert report.plan == "F B {O}", str(report)
+    assert any(arm.plan.regions for arm in report.controllers[0].times), str(report)
+
+
+@pytest.mark.quick
+def test_regions_on_a_device_have_to_pay_for_themselves() -> None:
+    """With `compile=False` such a step begins with what it has without regions."""
+    program: Any = SimpleNamespace(replication=SimpleNamespace(sharded=False))
+    engine: Any = SimpleNamespace(name="cuda", device=torch.device("cuda", 0))
+    config, times, nothing = PyGraphConfig(compile=False), Times(), cast(Any, None)
+    decisions = Decisions(program, config, engine, nothing, times, nothing, nothing)
+    plans = legal_plans(config, forward_backward=False, optimizer=True, between=False, regions=True)
+    arms = decisions.arms(None, plans)
+    assert arms == [Arm(OPTIMIZER), Arm(NOTHING), Arm(SEPARATE), Arm(REGIONS)]
+    controller: Any = SimpleNamespace(times={Arm(OPTIMIZER): 0.01}, best=Arm(OPTIMIZER))
+    likely, cost = [], []
+    for device in (0.0101, 0.03):  # the host takes 10 ms
+        times.latest[Arm(OPTIMIZER)] = timing.StepTime(0.01, device)
+        known = decisions._estimate(None, controller, Arm(SEPARATE), device)
+        likely.append(known.likely / device)
+        cost.append(known.one_time)
+    assert likely[0] == 0.5 and 0.9 < likely[1] < 1.0 and min(cost) > 0
+    times.compiling = 7.0
+    assert decisions._estimate(None, controller, Arm(SEPARATE), 0.01).one_time == 7.0
+
+
+def test_a_part_with_a_checkpoint_runs_as_it_is() -> None:
+    def script(diary: Diary) -> None:
+        model = Shared(1, 0)
+        optimizer = adamw(model)
+
+        def step_fn(x: Tensor, picked: Tensor, labels: Tensor) -> Tensor:
+            hidden = checkpoint(
+                lambda x: nn.functional.dropout(model.first(x), 0.1).tanh(), x, use_reentrant=False
+            )
+            return nn.functional.cross_entropy(model.last(hidden[picked].tanh()), labels[picked])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in Shared.batches(60):
+            diary.write("loss", step(*batch))
+            diary.write_state(model, optimizer)
+
+    report = both(script, compile=False, replays=20)
+    lines = {r.where for r in report.regions() if r.replays >= 20}
+    assert report.plan == "{F} {B} {O}" and len(lines) >= 1, text_of(report)
+    source, first = inspect.getsourcelines(test_a_part_with_a_checkpoint_runs_as_it_is)
+    line = first + next(i for i, text in enumerate(source) if "checkpoint(lambda" in text)
+    assert not any(f"{__file__}:{line}" == where for where in lines), lines
+
+
+def test_a_part_whose_sizes_never_come_back_runs_as_it_is() -> None:
+    """A mask that picks another number of tokens on every step, between parts whose sizes stay."""
+
+    def script(diary: Diary) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
+        optimizer = adamw(model)
+
+        def step_fn(x: Tensor, labels: Tensor, count: int) -> Tensor:
+            hidden = model[1](model[0](x)).tanh()
+            picked = hidden[labels < 10 * count]
+            return nn.functional.cross_entropy(model[2](picked.sin()), labels[labels < 10 * count] % CLASSES)
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        g = generator()
+        for index in range(120):
+            x, labels = torch.randn(4000, WIDTH, generator=g), torch.randperm(4000, generator=g)
+            diary.write("loss", step(x, labels, torch.tensor(100 + index)))
+            diary.write_state(model, optimizer)
+
+    report = both(script, compile=False, replays=20)
+    assert report.plan == "{F} {B} {O}", text_of(report)
+    assert any(r.replays >= 20 for r in report.regions() if r.phase == "backward"), text_of(report)
+    assert "its sizes are others in most runs" in text_of(report)

@@ -34,8 +34,8 @@ class BackendOptions:
             Inductor's), "off" (Inductor alone); "auto" is "cuda" for regions on a CUDA device.
         phases: the phases that may run from a graph. The other phase runs its compiled kernels without a graph. A
             callable that needs no gradients counts as a forward.
-        compile: use Inductor's kernels. False: regions hold the kernels of plain PyTorch, which compute the same bits,
-            and nothing is rewritten (`transform` and `inductor` have no effect). The emulation always does that.
+        compile: use Inductor's kernels. False: regions hold eager kernels on AOTAutograd's trace, as those of the
+            emulation always do, and nothing is rewritten: `transform` and `inductor` have no effect.
         transform: rewrite operations that block a capture (CPU scalars, host-to-device copies, CPU outputs), and
             join short kernels into one (casts, counters, the last steps of sums).
         direct: call a compiled function without AOTAutograd's runtime, if it has no aliases and no mutations.

@@ -219,10 +219,9 @@ class Decisions:
             return Estimate(likely=best_seconds * share, one_time=cost, after=after, why="Inductor")
         if arm.plan.regions and not arm.plan.forward_backward:
             waits = _waits_for_host(self._times.latest.get(controller.best))
+            share = _REGIONS_SHARE if waits else _EAGER_SHARE
             cost = self._times.compiling or _TRACING_SECONDS
-            return Estimate(
-                best_seconds * (_REGIONS_SHARE if waits else 1.0), one_time=cost, why="AOTAutograd"
-            )
+            return Estimate(likely=best_seconds * share, one_time=cost, why="AOTAutograd")
         if arm.plan == NOTHING and variant is not None:
             return Estimate(seen=variant.warmup_seconds, why="launch-bound")
         if arm.plan == OPTIMIZER and variant is not None:
