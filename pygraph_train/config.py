@@ -59,11 +59,13 @@ class PyGraphConfig:
         forward, backward, optimizer: whether this phase may run from a graph. "off" means never. "auto" measures
             while training runs, and keeps the fastest plan. "on" uses a graph whenever it is legal, and logs a
             warning if steps run without one. If only one of forward and backward is "off", the other one comes
-            from a region of the compile backend, on CUDA with Inductor's kernels.
+            from a region of the compile backend, on CUDA with Inductor's kernels unless `compile` is False.
         fuse: whether adjacent phases may share one graph. The values mean the same as for the phases.
         compile: whether the graphs hold Inductor's kernels. "auto" compiles if the remaining training steps save
             more time than compilation takes. If the number of remaining steps is unknown, the library assumes as
-            many as have run. False captures eager kernels and needs no compile time.
+            many as have run. False captures eager kernels, also where forward
+            and backward have graphs of their own: nothing is compiled by Inductor, and steps have the bits of plain
+            training.
         compile_beside: whether Inductor works in a process beside the training where `compile` is "auto". Steps are
             replayed with eager kernels meanwhile. On trial: False by default.
         warmup_steps: the number of steps in which the library watches the reads and writes of a step (>= 2). Two

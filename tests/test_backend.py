@@ -660,7 +660,7 @@ def test_on_failure_raise_raises() -> None:
 def test_unknown_options_name_the_allowed_ones() -> None:
     x = torch.zeros(2, 6)
     with pytest.raises(
-        Exception, match="no option 'engin'; the options are: engine, phases, transform, direct"
+        Exception, match="no option 'engin'; the options are: engine, phases, compile, transform, direct"
     ):
         torch.compile(net(), backend="pygraph", options={"engin": "cuda"})(x)
     with pytest.raises(TypeError, match="no option 'engin'"):

@@ -1,4 +1,4 @@
-"""From a Dynamo graph to regions: Inductor on a GPU, aten kernels below the emulation."""
+"""From a Dynamo graph to regions: Inductor's kernels on a GPU, or aten kernels, which the emulation always has."""
 
 from __future__ import annotations
 
@@ -72,6 +72,8 @@ def compile_graph(
         made(record)
 
     if options.engine == "off" or disabled_by_environment():
+        if not options.compile:
+            return as_eager(gm).forward
         return compile_with_inductor(gm, example_inputs, None, options.inductor)
     start_untraced()
     number = next(_numbers)
@@ -102,7 +104,7 @@ def _compile_regions(
     region = functools.partial(_region, pair=pair, number=number, options=options, note=note)
     build = _looked_at(_with_absent(region, pair.absent), look)
     pair.direct = options.direct and not compiled_autograd_wanted()
-    if options.engine == "emulated":
+    if options.engine == "emulated" or not options.compile:
         compiled = compile_with_aten(gm, example_inputs, build)
     else:
         compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
@@ -171,7 +173,7 @@ def _region(
     traced = traced._replace(static=traced.static - targets, mutated=traced.mutated - targets)
     counted, numbers = counters(gm), numbers_that_are_no_sizes(gm)  # before Inductor rewrites the graph
     static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
-    if options.transform:
+    if options.transform and options.compile:
         changed = _transform(gm, example_inputs, device, traced.phase, pair, record)
         compiled = _with_small_ends_together(compile_kernels, changed.gm, changed.example_inputs, record.left)
     else:

@@ -16,6 +16,7 @@ __all__ = ["BackendOptions"]
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "engine": ("auto", "cuda", "emulated", "off"),
     "phases": ("both", "forward", "backward"),
+    "compile": (True, False),
     "transform": (True, False),
     "direct": (True, False),
     "indirection": ("auto", "device", "host", "copy"),
@@ -33,6 +34,8 @@ class BackendOptions:
             Inductor's), "off" (Inductor alone); "auto" is "cuda" for regions on a CUDA device.
         phases: the phases that may run from a graph. The other phase runs its compiled kernels without a graph. A
             callable that needs no gradients counts as a forward.
+        compile: use Inductor's kernels. False: regions hold eager kernels on AOTAutograd's trace, as those of the
+            emulation always do, and nothing is rewritten: `transform` and `inductor` have no effect.
         transform: rewrite operations that block a capture (CPU scalars, host-to-device copies, CPU outputs), and
             join short kernels into one (casts, counters, the last steps of sums).
         direct: call a compiled function without AOTAutograd's runtime, if it has no aliases and no mutations.
@@ -55,6 +58,7 @@ class BackendOptions:
 
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
     phases: Literal["both", "forward", "backward"] = "both"
+    compile: bool = True
     transform: bool = True
     direct: bool = True
     indirection: Literal["auto", "device", "host", "copy"] = "auto"

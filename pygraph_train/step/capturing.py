@@ -114,12 +114,13 @@ class Capturing:
         return self._training.program.replication.ready() and self._room.is_there(variant)
 
     def make_way(self, variant: Variant) -> None:
-        """Release the graphs of forward and backward while a plan without them is tried, where memory would grow.
+        """Release graphs of forward and backward when a plan without them is tried, where memory would grow.
 
         Beside them such a step would need its memory twice. They are captured again when their turn comes.
         """
-        training = self._training
-        if not training.engine.shares_memory or self._together is not None or variant.lead is not None:
+        if not variant.captures or variant.arm.plan.forward_backward or variant.lead is not None:
+            return
+        if not self._training.engine.shares_memory or self._together is not None:
             return
         if self._room.is_short_beside(variant):
             variant.forget_captures()

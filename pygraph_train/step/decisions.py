@@ -37,6 +37,12 @@ _COMPILED_SHARE = 2 / 3
 _REGIONS_SHARE = 1 / 2
 """And its graphs half of a step without graphs that waits for the host all the time."""
 
+_EAGER_SHARE = 0.95
+"""Graphs of eager kernels save little of a step that keeps the device busy."""
+
+_TRACING_SECONDS = 2.0
+"""What AOTAutograd takes for forward and backward of a small model, with the captures, before it was measured."""
+
 
 class Decisions:
     """Makes the `Choice` for each kind of steps.
@@ -94,7 +100,7 @@ class Decisions:
             plans: the legal ones.
         """
         compile, cuda = self._config.compile, self._engine.name == "cuda"
-        regions = [Arm(plan, compiled=cuda) for plan in plans if plan.regions]
+        regions = [Arm(plan, compiled=cuda and compile is not False) for plan in plans if plan.regions]
         plans = [plan for plan in plans if not plan.regions]
         arms = [Arm(plan) for plan in plans]
         if variant is not None and self.compiles and compile is not False:
@@ -104,7 +110,7 @@ class Decisions:
             elif compile == "auto" and plans and plans[0].forward_backward and not variant.one_of_many:
                 arms.append(Arm(plans[0], compiled=True))
         fused = bool(plans) and plans[0].forward_backward
-        first = not fused and not (cuda and compile == "auto")  # Inductor has to pay
+        first = not fused and not (cuda and compile is not True)  # what they cost has to pay
         arms = [*regions, *arms] if first else [*arms, *regions]
         if processes().why_no_comparison is not None:
             return arms
@@ -211,6 +217,11 @@ class Decisions:
                 cost = whole * COMPILE_SHARE_BESIDE
                 after = whole if variant.beside is None else 0.0
             return Estimate(likely=best_seconds * share, one_time=cost, after=after, why="Inductor")
+        if arm.plan.regions and not arm.plan.forward_backward:
+            waits = _waits_for_host(self._times.latest.get(controller.best))
+            share = _REGIONS_SHARE if waits else _EAGER_SHARE
+            cost = self._times.compiling or _TRACING_SECONDS
+            return Estimate(likely=best_seconds * share, one_time=cost, why="AOTAutograd")
         if arm.plan == NOTHING and variant is not None:
             return Estimate(seen=variant.warmup_seconds, why="launch-bound")
         if arm.plan == OPTIMIZER and variant is not None:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.problems import NotLegal, Problem, user_location
+from pygraph_train.torch_private.autocast import breaks_inside
 from pygraph_train.torch_private.hooks import user_hooks_on_saved_tensors
 from pygraph_train.tracing.recompute import has_checkpoint
 
-__all__ = ["LATE_LEAVES", "RegionKernels", "is_leaf", "refuse_watched_checkpoint"]
+__all__ = ["LATE_LEAVES", "RegionKernels", "is_leaf", "refuse_open_autocast", "refuse_watched_checkpoint"]
 
 LATE_LEAVES = (
     "a step asks for the gradient of an input, and the first steps did not: the rest of such a step runs "
@@ -40,6 +41,20 @@ def refuse_watched_checkpoint(graph: torch.fx.GraphModule) -> None:
         raise NotLegal(
             Problem(why, user_location(), "Enter saved_tensors_hooks around a part without checkpoints")
         )
+
+
+def refuse_open_autocast(graph: torch.fx.GraphModule) -> None:
+    """Leave a part to Python that may end in the middle of an autocast block whose casts later parts use.
+
+    Raises:
+        NotLegal: it may.
+    """
+    if breaks_inside(graph):
+        why = (
+            "forward and backward get no graphs of their own: a block of autocast is broken into parts, and shares "
+            "casts of weights, which parts would make anew"
+        )
+        raise NotLegal(Problem(why, user_location(), "Enter autocast around what can be one graph"))
 
 
 class RegionKernels:

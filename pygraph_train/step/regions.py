@@ -5,6 +5,8 @@ graph for its forward and one for its backward. Host reads break it into several
 (counters, metric objects) keeps the whole function from being traced once and for all, and then only the
 modules that hold parameters are regions. Which of the two it is is found out with eager kernels, before
 anything is spent on Inductor.
+
+With `compile=False` regions hold eager kernels: see `exact_regions`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +25,20 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, first_line, user_line_in, user_location
 from pygraph_train.regions.options import BackendOptions
-from pygraph_train.report.backend_report import RegionRuns
+from pygraph_train.report.backend_report import RegionRecord, RegionRuns
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.program import Call, StepProgram, plain_call
-from pygraph_train.step.region_kernels import LATE_LEAVES, RegionKernels, is_leaf, refuse_watched_checkpoint
+from pygraph_train.step.exact_regions import ExactSteps, lies_as
+from pygraph_train.step.program import Call, StepProgram
+from pygraph_train.step.region_kernels import (
+    LATE_LEAVES,
+    RegionKernels,
+    is_leaf,
+    refuse_open_autocast,
+    refuse_watched_checkpoint,
+)
+from pygraph_train.step.region_levels import Backend, Level, Modules, WholeFunction
+from pygraph_train.step.region_proof import ProvedPart, Told
+from pygraph_train.torch_private.aot import suggest_memory_format
 from pygraph_train.torch_private.autograd import (
     backward_ends_at,
     backward_keeps_graph,
@@ -36,12 +48,8 @@ from pygraph_train.torch_private.autograd import (
 )
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.dynamo import (
-    compiled_apart,
-    compiled_call,
     dynamo_restart,
-    set_compiled_call,
     tracing_notes,
-    uncompiled_call,
     untraced,
 )
 from pygraph_train.torch_private.hooks import gradient_hooks
@@ -51,12 +59,9 @@ from pygraph_train.tracing.counters import baked_numbers
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
 from pygraph_train.tracing.traced_code import held_weakly
-from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes
+from pygraph_train.tracing.uncounted import changed_inputs, counted_as_eager, uncounted_changes
 
-if TYPE_CHECKING:
-    from pygraph_train.report.backend_report import RegionRecord
-
-__all__ = ["Regions", "why_no_regions"]
+__all__ = ["Regions"]
 
 R = TypeVar("R")
 
@@ -72,16 +77,10 @@ _MOST_COMPILED = 32
 _MOST_VARIANTS = 64
 """Of one function: Dynamo counts what all callers compiled, and those that are gone."""
 
-_Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
+_NOTHING = Level(lambda graph, inputs: graph.forward)
 
-def why_no_regions(config: PyGraphConfig, engine: str) -> str | None:
-    """Why forward and backward get no graphs of their own, None when they may."""
-    if config.region_phases == "none":
-        return "forward='off', backward='off' is set"
-    if engine == "cuda" and config.compile is False:
-        return "compile=False is set, and graphs of forward and backward alone need Inductor's kernels"
-    return None
+_NO_GRAPHS = "forward and backward get no graphs of their own"
 
 
 class Regions:
@@ -89,7 +88,7 @@ class Regions:
 
     Args:
         program: the step.
-        config: options; see `why_no_regions`.
+        config: options.
         engine: where graphs are made. The backend makes an engine of the same kind for itself.
         report: filled while running.
         announce: shows the user what a long pause is for.
@@ -110,7 +109,7 @@ class Regions:
         announce: Callable[[str], None],
         compiled: Callable[[float], None],
     ) -> None:
-        reason = why_no_regions(config, engine.name)
+        reason = None if config.region_phases != "none" else "forward='off', backward='off' is set"
         replication = program.replication
         if reason is None and program.by_hand:
             reason = "the step makes its backwards and updates itself: it is one graph, or has none"
@@ -123,9 +122,12 @@ class Regions:
         self._options = {
             "engine": engine.name,
             "phases": config.region_phases,
+            "compile": config.compile is not False,
             "indirection": config.indirection,
             "max_signatures": config.max_signatures,
         }
+        self._exact = ExactSteps(held_weakly(self._refuse_order)) if config.compile is False else None
+        self._verify = config.verify
         self._announce = announce
         self._tell_compiled = compiled
         self._traced = self._compiled = 0
@@ -134,13 +136,14 @@ class Regions:
         self.records: list[RegionRecord] = []
         self.runs = RegionRuns(functools.partial(list, self.records))
         self._note = report.note
+        self._report_comparison = report.compared
         report.began(engine.name, regions=functools.partial(list, self.records))
         self._retains = False  # a backward was seen that may be called again
         self._leaves = False  # inputs were seen whose gradient is wanted, though they are no parameters
         self._kernels = RegionKernels(report.note, compile=config.compile is True)
         self._activations: list[list[Tensor]] = []  # one in each, for the hooks of the present step
         self._before: dict[int, tuple[int, int]] = {}
-        self._levels: Iterator[Callable[[_Backend], _Level]] = iter((_WholeFunction, self._modules))
+        self._levels: Iterator[Callable[[Backend], Level]] = iter((WholeFunction, self._modules))
         self._kind = next(self._levels)
         self._level = self._kind(held_weakly(self._probe))
 
@@ -152,9 +155,13 @@ class Regions:
         """
         before = self._traced
         self._before = {id(r): _work(r) for r in self.records} if watched else {}
+        level, exact = self._level, self._exact
+        if exact is not None:
+            exact.begin()
+            level = level if exact.began and self.problem is None else _NOTHING
         try:
             with dynamo_region_config(recompile_limit=_MOST_VARIANTS) as failures:
-                result = self._level.run(run)
+                result = level.run(run if exact is None else lambda call: run(exact.looked_at(call)))
         except RuntimeError as error:
             if not self.found or not compiled_kernels_refuse(error):
                 raise
@@ -165,6 +172,8 @@ class Regions:
             ) from error
         finally:
             self._kernels.eager = False
+            if exact is not None:
+                exact.end()
             forget_notes(self._notes)
             for held in self._activations:  # else it would hold its hook, and the hook it, for good
                 held.clear()
@@ -174,14 +183,27 @@ class Regions:
             for failure in failures:
                 forget_frames(failure)
         self._quiet = 0 if self._traced > before else self._quiet + 1
+        if level is _NOTHING:
+            self._quiet = 0
+            return result
         if not self.found:
             self._probes += 1
             self._judge()
+        elif exact is not None and 0 < self._compiled == len(exact.left) and self._quiet:
+            self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {exact.nothing_left(self.records)}")
         return result
+
+    def _refuse_order(self, why: str) -> None:
+        self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")
+
+    def _has_compared(self, seconds: float) -> None:
+        assert self._exact is not None
+        self._exact.compared = self._verify != "always"  # whose steps all take that long
+        self._report_comparison(seconds, audit=False)
 
     def as_planned(self) -> bool:
         """Whether the last step, a watched one, ran from graphs that were there, wherever a graph pays."""
-        if not self.found or not self._quiet:
+        if not self.found or not self._quiet or (self._exact is not None and self._exact.compared):
             return False
         ran = [r for r in self.records if self._before.get(id(r)) != _work(r)]
         return bool(ran) and all(r.settled and r.captures == self._before[id(r)][0] for r in ran)
@@ -189,7 +211,7 @@ class Regions:
     def close(self) -> None:
         """Let go of everything compiled."""
         self.problem = self.problem or Problem("the runner was closed")
-        self._level = _Level(held_weakly(self._probe))
+        self._level = Level(held_weakly(self._probe))
 
     def _judge(self) -> None:
         """After a probe: is what was traced the same on every step?"""
@@ -202,7 +224,7 @@ class Regions:
         kind = next(self._levels, None)
         if kind is None:
             self.problem = Problem(
-                "forward and backward get no graphs of their own: the modules that hold parameters are not called, "
+                f"{_NO_GRAPHS}: the modules that hold parameters are not called, "
                 "or are traced again on every step",
                 fix="Keep Python state that changes out of the forward of modules",
             )
@@ -210,34 +232,41 @@ class Regions:
         self._kind, self._level = kind, kind(held_weakly(self._probe))
         self._probes = self._quiet = 0
 
-    def _modules(self, backend: _Backend) -> _Level:
-        return _Modules(backend, self._program.model)
+    def _modules(self, backend: Backend) -> Level:
+        return Modules(backend, self._program.model)
 
     # -- backends of torch.compile ------------------------------------------------------------------
 
     def _probe(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        self._refuse_watched_checkpoint(graph)
+        self._refuse(graph)
         self._traced += 1
         self._notes += tracing_notes(graph)
         self._level.called = True
         self._leaves |= any(map(is_leaf, example_inputs))
         baked = baked_numbers(graph)
         graph, seen = as_eager(graph), set[tuple[Any, ...]]()
-        look = held_weakly(self._look_at_backward)
+        run_watched = held_weakly(self._run_watched)
 
         def run(*args: Any) -> Any:
             numbers, known = tuple([args[i] for i in baked]), len(seen)
             seen.add(numbers)  # others need another graph, as if it were traced anew
-            outputs = graph.forward(*args)
-            look(args, outputs, bool(baked) and len(seen) > known)
-            return outputs
+            return run_watched(graph.forward, args, anew=bool(baked) and len(seen) > known)[0]
 
         return run
 
-    def _look_at_backward(self, inputs: Sequence[Any], outputs: Sequence[Any], anew: bool) -> None:
-        """Note what eager kernels allow between a forward and the end of its backward, and compiled ones do not."""
+    def _run_watched(
+        self, forward: Callable[..., Any], inputs: Sequence[Any], *, anew: bool = False
+    ) -> tuple[Any, Sequence[int]]:
+        """Run a part with eager kernels, and look at it; with `compile=False`, which inputs it uses more than once."""
         self._traced += anew
-        parameters = [x for x in inputs if isinstance(x, nn.Parameter)]
+        run = self._exact.run if self._exact is not None else lambda forward, inputs: (forward(*inputs), ())
+        outputs, several = run(forward, inputs)
+        self._look_at_backward(inputs, outputs)
+        return outputs, several
+
+    def _look_at_backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note what eager kernels allow between a forward and the end of its backward, and compiled ones do not."""
+        exact, parameters = self._exact, [x for x in inputs if isinstance(x, nn.Parameter)]
         versions = list(map(tensor_version, parameters))
         results = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
         thread = threading.get_ident()
@@ -246,9 +275,15 @@ class Regions:
             activation = [result] if any(node is result.grad_fn for node in nodes_behind(*others)) else []
             self._activations.append(activation)
             hooks = len(gradient_hooks(result) or ()) + 1  # and the one that is registered here
+            layout = suggest_memory_format(result)
 
             @untraced
-            def look(gradient: Tensor, activation: list[Tensor] = activation, hooks: int = hooks) -> None:
+            def look(
+                gradient: Tensor,
+                activation: list[Tensor] = activation,
+                hooks: int = hooks,
+                layout: torch.memory_format = layout,
+            ) -> None:
                 why = None
                 self._retains |= backward_keeps_graph()
                 if torch.is_grad_enabled():
@@ -257,51 +292,62 @@ class Regions:
                     why = "parameters are changed between forward and backward"
                 elif activation and _is_asked_for(activation[0], hooks):
                     why = "the gradient of an activation is asked for, and compiled code has no such gradient"
+                elif exact is not None and self.problem is None and not lies_as(gradient, layout):
+                    why = "a gradient comes in another layout than compiled code has for it"
                 if why is not None:
-                    why = f"forward and backward get no graphs of their own: {why}"
+                    why = f"{_NO_GRAPHS}: {why}"
                     where = user_location(thread=thread)
                     self.problem = Problem(str(Problem(why, where)))  # a note has nothing but the reason
 
             result.register_hook(look)
 
-    def _refuse_watched_checkpoint(self, graph: torch.fx.GraphModule) -> None:
+    def _refuse(self, graph: torch.fx.GraphModule) -> None:
         try:
             refuse_watched_checkpoint(graph)
+            if self._exact is not None and self._exact.shares_casts:
+                refuse_open_autocast(graph)
         except NotLegal as refused:
             self.problem = self.problem or refused.problem
             raise
 
     def _compile(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        self._refuse_watched_checkpoint(graph)
+        self._refuse(graph)
         from pygraph_train.regions.inductor import compile_graph  # which imports much
 
         self._traced += 1
         self._notes += tracing_notes(graph)
-        if not self.records and self._engine == "cuda":
+        if not self.records and self._engine == "cuda" and self._exact is None:
             self._announce("compiling forward and backward with Inductor, which may take a minute")
         self._compiled += 1
         if self._compiled > _MOST_COMPILED:
             self.problem = Problem("forward and backward are compiled again and again")
         odd = {type(x).__name__ for x in example_inputs if isinstance(x, torch.Tensor) and not _is_plain(x)}
         if odd:  # its operations are its own, and kernels see only the memory
-            self.problem = Problem(
-                f"forward and backward get no graphs of their own: they take a {odd.pop()}, which is no plain tensor"
-            )
+            self.problem = Problem(f"{_NO_GRAPHS}: they take a {odd.pop()}, which is no plain tensor")
         write = write_in_checkpoint(graph)
         if write is not None:
             where = user_line_in(write.meta.get("stack_trace"))
-            self.problem = Problem(f"forward and backward get no graphs of their own: {CHANGED_AGAIN}", where)
+            self.problem = Problem(f"{_NO_GRAPHS}: {CHANGED_AGAIN}", where)
         if self.problem is not None:
             return as_eager(graph).forward
         if not self._leaves and any(map(is_leaf, example_inputs)):
             self._note(str(Problem(LATE_LEAVES, user_location())))
             return self._kernels.eager_from_here(as_eager(graph).forward)
         started, eager, places = time.perf_counter(), eager_copy(graph), uncounted_changes(graph)
+        if self._exact is not None and eager is None:
+            self._exact.left.append("they hold a checkpoint, or a function with a backward of its own")
+            return as_eager(graph).forward
+        written, mine = changed_inputs(graph), list[RegionRecord]()
+
+        def made(record: RegionRecord, everywhere: list[RegionRecord] = self.records) -> None:
+            mine.append(record)
+            everywhere.append(record)
+
         retains = self._retains or self._program.acts_before_backward() is not None
         try:
             with backwards_called_again() if retains else nullcontext():
                 options = BackendOptions.of(self._options)
-                compiled = compile_graph(graph, example_inputs, options, self.records.append)
+                compiled = compile_graph(graph, example_inputs, options, made)
                 compiled = counted_as_eager(compiled, places)
         except dynamo_restart():  # not a failure: Dynamo traces once more
             raise
@@ -312,7 +358,13 @@ class Regions:
         finally:
             if self._engine == "cuda":
                 self._tell_compiled(time.perf_counter() - started)
-        return compiled if eager is None else self._kernels.either(compiled, eager.forward)
+        if eager is None:
+            return compiled
+        if self._exact is not None:
+            watched, compared = held_weakly(self._run_watched), held_weakly(self._has_compared)
+            told = Told(watched, self._exact.ran_compiled, compared, self._exact.left.append)
+            compiled = ProvedPart(compiled, eager.forward, mine, written, self._verify, told)
+        return self._kernels.either(compiled, eager.forward)
 
 
 def _is_asked_for(activation: Tensor, hooks: int) -> bool:
@@ -331,66 +383,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _work(record: RegionRecord) -> tuple[int, int]:
     return record.captures, record.replays + record.plain_runs
-
-
-class _Level:
-    """What of the step goes through Dynamo. This one: nothing."""
-
-    def __init__(self, backend: _Backend) -> None:
-        self.called = False
-        self._backend = backend
-
-    def run(self, run: Callable[[Call], R]) -> R:
-        return run(plain_call)
-
-
-class _WholeFunction(_Level):
-    """The step's function."""
-
-    @functools.cached_property
-    def _call(self) -> Call:
-        return compiled_apart(_region, self._backend)  # imports what takes seconds on a cold disk
-
-    def run(self, run: Callable[[Call], R]) -> R:
-        return run(self._call)
-
-
-class _Modules(_Level):
-    """The model and its children, where they hold parameters; those that are called first.
-
-    `Module.compile()` works the same way: `_compiled_call_impl` is what a call of the module runs. Here it is
-    there only during the step.
-    """
-
-    def __init__(self, backend: _Backend, model: nn.Module) -> None:
-        super().__init__(backend)
-        found = [model, *model.children()]
-        self._modules = [m for m in found if any(True for _ in m.parameters())]
-        self._calls = [
-            functools.partial(_call_module, compiled_apart(_region, backend), m) for m in self._modules
-        ]
-
-    def run(self, run: Callable[[Call], R]) -> R:
-        with self._installed():
-            return run(plain_call)
-
-    @contextmanager
-    def _installed(self) -> Iterator[None]:
-        mine = [
-            (m, call) for m, call in zip(self._modules, self._calls, strict=True) if compiled_call(m) is None
-        ]
-        try:
-            for module, call in mine:
-                set_compiled_call(module, call)
-            yield
-        finally:
-            for module, _ in mine:
-                set_compiled_call(module, None)
-
-
-def _call_module(call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return call(uncompiled_call(module), args, kwargs)
-
-
-def _region(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return fn(*args, **kwargs)

@@ -74,9 +74,8 @@ class StepRunner:
         training = TrainingRun(program, config, engine, report, steps_left, announce, on_decision)
         regions = Regions(program, config, engine, report, announce, training.clock.compiled)
         updates = Updates(training, regions)
-        decisions = Decisions(
-            program, config, engine, report, training.times, steps_left, on_decision, self._settled
-        )
+        told = steps_left, on_decision, self._settled
+        decisions = Decisions(program, config, engine, report, training.times, *told)
         signatures = _signatures(training)
         together = None if program.replication.group is None else Together(training, program.replication)
         maker = CaptureMaker(training, updates.context, together)
@@ -87,10 +86,9 @@ class StepRunner:
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
         self._outside, self._writes = Outside(program), PythonWrites(program)
         self._replays = Replays(training, updates, maker, self._writes, self._replay)
-        watch = Watching(training, updates, maker)
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
-        parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing, watch, capture)
-        self._advance = Advancing(*parts, self._replay, together)
+        parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing)
+        self._advance = Advancing(*parts, Watching(*parts[:2], maker), capture, self._replay, together)
         self._flies_with = (training, updates, regions, self._refusing.update)
         self._present = StepInFlight(PositionInAccumulation(), None, *self._flies_with)
         self._launch_bound, self._tried_from = decisions.launch_bound(training.steps_made), 0
@@ -162,8 +160,7 @@ class StepRunner:
                 step.count_for(choice)
                 variant.arm = choice.arm
                 self._updates.serve(variant.arm.plan)
-                if variant.captures and not variant.arm.plan.forward_backward:
-                    self._advance.make_way(variant)
+                self._advance.make_way(variant)
                 if variant.orders:
                     return self._advance.ordered(step, variant, run)
                 settled_without = choice.controller.settled and not variant.arm.plan.forward_backward

@@ -89,6 +89,8 @@ class UngraphedSteps:
                 self.over = True
                 return self.plainly(run)
             self.choice = self._decisions.choice(None, plans, self._training.steps_made)
+        if self.choice.arm.plan.regions and self._regions.problem is not None:
+            self.choice.quiet = 0  # the arm cannot be run any more
         step.count_for(self.choice)
         step.arm = self.choice.arm
         if not self._updates.serve(step.arm.plan):  # the optimizer was refused while it had no graph

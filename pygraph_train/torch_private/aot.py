@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -157,18 +158,30 @@ def _dropout_backward(gradient: torch.Tensor, kept: torch.Tensor, scale: float) 
 def compile_with_aten(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], build: BuildRegion
 ) -> Callable[..., Any]:
-    """AOTAutograd over aten operations as eager runs them, for the emulation. (2.11, 2.13)"""
-    from functorch.compile import default_partition, make_boxed_func
+    """AOTAutograd over aten operations as eager runs them: their kernels, in their order. (2.11, 2.13)
+
+    What is saved for the backward is what autograd saves: `default_partition` leaves to the backward all that was
+    traced there. Each input is let go of after its last use, as autograd does with what it has saved.
+    """
+    from functorch.compile import default_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.compile_fx import get_static_input_idxs
     from torch._inductor.utils import count_tangents, num_fw_fixed_arguments
     from torch.fx._lazy_graph_module import _LazyGraphModule
+    from torch.fx.graph import _BoxedCodeGen
 
     def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        _LazyGraphModule.force_recompile(
-            gm
-        )  # before that `forward` calls the module, and hooks of all modules
-        return make_boxed_func(gm.forward)
+        gm.graph.set_codegen(_BoxedCodeGen())
+        gm.recompile()
+        # before that `forward` calls the module, and hooks of all modules
+        _LazyGraphModule.force_recompile(gm)
+        kernels = gm.forward
+
+        def run(arguments: list[Any]) -> Any:
+            return kernels(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     given = len(example_inputs)  # the compilers live on, and must not keep the inputs
 
@@ -186,7 +199,7 @@ def compile_with_aten(
         _keep_checks_in_forward(joint)
         return default_partition(joint, *args, **options)
 
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    with torch._functorch.config.patch(enable_autograd_cache=False), _operators_of_eager():
         return aot_autograd(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
@@ -198,6 +211,32 @@ def compile_with_aten(
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
+
+
+@contextmanager
+def _operators_of_eager() -> Iterator[None]:
+    """Inside, a trace holds operators that torch otherwise rewrites in Python while it traces. (2.11, 2.13)
+
+    It computes resized images from indices and weights, and takes its own batch normalisation for that of cuDNN.
+    """
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    packets = [name for name in dir(torch.ops.aten) if name.startswith(("upsample_", "_upsample_"))]
+    found = [
+        getattr(packet, name)
+        for packet in (torch.ops.aten.cudnn_batch_norm, *(getattr(torch.ops.aten, name) for name in packets))
+        for name in packet.overloads()
+    ]
+    kept = [(operator, dict(operator.py_kernels)) for operator in found]
+    try:
+        for operator, _ in kept:
+            for key in keys:
+                operator.py_kernels.pop(key, None)
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in kept:
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
 
 
 def _keep_checks_in_forward(joint: torch.fx.GraphModule) -> None:
@@ -234,14 +273,21 @@ def _note_what_is_donated() -> None:
         metadata.bw_donated_idxs = []
 
 
+_CHANGE_STATISTICS = (torch.ops.aten.cudnn_batch_norm.default, torch.ops.aten.miopen_batch_norm.default)
+"""Operators that write to the statistics that they are given, and whose schemas do not say so. (2.11, 2.13)"""
+
+_STATISTICS = ("running_mean", "running_var")
+
+
 def _mutated_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:
     placeholders = {n: i for i, n in enumerate(gm.graph.nodes) if n.op == "placeholder"}
     mutated = set()
     for node in gm.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
+        hidden = _STATISTICS if node.target in _CHANGE_STATISTICS else ()
         for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in hidden:
                 values = value if isinstance(value, (list, tuple)) else [value]
                 mutated |= {placeholders[v] for v in values if v in placeholders}
     return frozenset(mutated)

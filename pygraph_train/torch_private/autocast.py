@@ -20,7 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["State", "around_backward", "as_around_backward", "backward_comes_here", "present", "share_casts"]
+__all__ = [
+    "State",
+    "around_backward",
+    "as_around_backward",
+    "backward_comes_here",
+    "breaks_inside",
+    "present",
+    "share_casts",
+]
 
 State = tuple[tuple[str, torch.dtype], ...]
 """Devices with autocast, and the types that it casts to."""
@@ -74,6 +82,14 @@ class _Cast(NamedTuple):
     user: fx.Node
     weight: fx.Node
     dtype: torch.dtype
+
+
+def breaks_inside(gm: fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo may end in the middle of an autocast block, as at a graph break. (2.11, 2.13)"""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    last = [node for node in gm.graph.nodes if node.op != "output"][-1:]
+    ends = any(node.target is torch.amp.autocast_mode._exit_autocast for node in last)
+    return ends and bool(getattr(reason, "graph_break", True))
 
 
 def share_casts(gm: fx.GraphModule) -> int:

@@ -11,6 +11,7 @@ import torch
 from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
 
 __all__ = [
+    "arrival_of",
     "autograd_is_traced",
     "autograd_is_watched",
     "backward_ends_at",
@@ -18,6 +19,9 @@ __all__ = [
     "backwards_called_again",
     "compiled_autograd_wanted",
     "compiled_kernels_refuse",
+    "edges_in_order",
+    "is_cast",
+    "is_function_in_python",
     "leaves_of",
     "nodes_behind",
     "refuse_retaining",
@@ -46,6 +50,34 @@ def nodes_behind(*nodes: Any) -> Iterator[Any]:
             seen.add(node)
             yield node
             left += [source for source, _ in node.next_functions]
+
+
+def arrival_of(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Where a tensor's gradient arrives: a node of an autograd graph, and which of its results. (2.11, 2.13)"""
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def is_cast(node: Any) -> bool:
+    """Whether a node of an autograd graph is that of a change of type. (2.11, 2.13)"""
+    return str(node.name()).startswith("ToCopyBackward")
+
+
+def is_function_in_python(node: Any) -> bool:
+    """Whether a node of an autograd graph is that of a `torch.autograd.Function`. (2.11, 2.13)"""
+    return hasattr(node, "_forward_cls")
+
+
+def edges_in_order(roots: Sequence[torch.Tensor]) -> Iterator[tuple[Any, Any, int]]:
+    """Where gradients come from, where they arrive, and at which result there: as a backward from `roots` makes them.
+
+    Of nodes that one thread has made, the engine calls the latest first. (2.11, 2.13)
+    """
+    nodes = [node for node in nodes_behind(*(x.grad_fn for x in roots)) if not hasattr(node, "variable")]
+    for node in sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True):
+        for target, place in node.next_functions:
+            if target is not None:
+                yield node, target, place
 
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
