@@ -56,7 +56,7 @@ def script(diary: Diary) -> None:
     model = Net()
     optimizer = adamw(model)
     step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-    for batch in batches(120):
+    for batch in batches(240):
         diary.write("loss", step(batch))
         diary.write_state(model, optimizer)
 
