@@ -28,7 +28,7 @@ from pygraph_train.torch_private.dynamo import (
 from pygraph_train.torch_private.guards import guard_failures
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.branches import Branches
-from pygraph_train.tracing.host_constants import HostConstants, make_once
+from pygraph_train.tracing.host_constants import HostConstants, make_once, make_sizes_numbers
 from pygraph_train.tracing.host_draws import HostDraws
 from pygraph_train.tracing.kept_guards import KeptGuards
 from pygraph_train.tracing.looking_ahead import LookingAhead
@@ -318,6 +318,8 @@ class Trace:
         if not self.traced:
             self.ahead.finish(graph)
         self._given.look_at(graph)
+        if self.runs_graph:
+            make_sizes_numbers(graph)
         constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
         self._constants += constants.values
         if self._compiles == 1:
