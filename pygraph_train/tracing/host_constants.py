@@ -74,8 +74,9 @@ def make_sizes_numbers(graph: fx.GraphModule) -> None:
 
 def _is_size(node: fx.Node) -> bool:
     example = node.meta.get("example_value")
-    whole = isinstance(example, Tensor) and not example.is_floating_point() and example.dtype != torch.bool
-    return whole and example.dim() == 0
+    if not isinstance(example, Tensor) or example.dim():
+        return False
+    return not example.is_floating_point() and example.dtype != torch.bool
 
 
 def _number_of(node: fx.Node) -> int | None:

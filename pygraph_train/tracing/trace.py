@@ -162,6 +162,8 @@ class Trace:
                 return self._through_dynamo(fn, args, kwargs)
             except NotLegal as refused:
                 if not self._is_worth_another_look(refused.problem):
+                    if (problem := self.branches.in_the_way(refused.problem)) is not refused.problem:
+                        raise NotLegal(problem) from None
                     raise
                 self._forget_look()
 
