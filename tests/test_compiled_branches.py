@@ -13,6 +13,7 @@ from replays import text_of
 from torch import Tensor, nn
 from training import Diary, Net, batches, both, line_of, loss_of, sgd
 
+from pygraph_train.problems import NotLegal
 from pygraph_train.tracing.trace import Trace
 
 CPU = torch.device("cpu")
@@ -50,6 +51,23 @@ def test_a_branch_that_reads_the_host_gives_way_to_that_of_compiled_code() -> No
     assert trace.branches.compiled == line_of(reads_unless_compiled, "is_compiling")
     assert torch.equal(trace(reads_unless_compiled, (x,), {}), x * 3)
     assert trace.problem is None
+
+
+def test_an_exception_on_a_branch_of_compiled_code_is_not_the_reason() -> None:
+    """The reason is what is in the way of the branch that plain training takes."""
+
+    def step(x: Tensor) -> Tensor:
+        y = x.cumsum(0)
+        if torch.compiler.is_compiling():
+            raise ValueError("nobody computes this")
+        if torch.tanh(y @ y) > 0:
+            y = y * 2
+        return y
+
+    with pytest.raises(NotLegal) as refused:
+        Trace(CPU)(step, (torch.ones(3),), {})
+    assert refused.value.problem.where == line_of(step, "if torch.tanh")
+    assert "is read on the host" in refused.value.problem.reason
 
 
 def test_a_step_that_asks_is_replayed_as_in_plain_training() -> None:

@@ -306,6 +306,54 @@ def test_a_check_of_what_the_step_has_changed() -> None:
     train(make, lambda number, x, y: (x, y - 3 if number in (12, 25) else y), steps=40)
 
 
+def from_constants(x: Tensor) -> Tensor:
+    """As Funnel and Longformer count positions and windows."""
+    positions = torch.arange(6, device=x.device)
+    kept = positions[::2]
+    first = kept[0] - positions[0] + 2 * kept.shape[0]
+    x = x + torch.arange(first, kept[0] - positions[-1] + 5, -1, device=x.device)
+    flags = torch.zeros(3, device=x.device)
+    flags[1] = 2
+    for _ in range(int(flags.sum())):
+        x = x * flags.max().item()
+    rows = torch.div(x.shape[0], 2, rounding_mode="trunc") - 1
+    x = x.reshape(rows + 1, 2, -1).as_strided(
+        size=(2 * rows + 2, 6), stride=(6, torch.div(3, 3, rounding_mode="floor"))
+    )
+    return x if flags.any() else -x
+
+
+def test_values_that_are_the_same_in_each_step() -> None:
+    """They may be more than a decision, and nobody looks at them again."""
+
+    def make(model: nn.Module) -> Step:
+        return lambda batch: nn.functional.cross_entropy(model(from_constants(batch[0])), batch[1])
+
+    assert not train(make).fallbacks
+    trace = ReproducingTrace(torch.device("cpu"))
+    x = torch.randn(8, 6)
+    assert torch.equal(trace(from_constants, (x,), {}), from_constants(x))
+    assert trace.problem is None and trace.ahead.draws is None
+
+
+def test_a_value_of_a_number_that_changes_is_no_constant() -> None:
+    limits = [5]
+
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            for _ in range(int(torch.full((2,), limits[0]).sum())):
+                x = x * 1.01
+            return nn.functional.cross_entropy(model(x), y)
+
+        return step_fn
+
+    def between(number: int, model: nn.Module) -> None:
+        limits[0] = 5 if number < 15 else 7
+
+    train(make, between=between, steps=40)
+
+
 def test_a_value_that_nobody_uses() -> None:
     def make(model: nn.Module) -> Step:
         def step_fn(batch: Any) -> Tensor:

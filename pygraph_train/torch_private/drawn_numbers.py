@@ -56,6 +56,9 @@ class DrawRecorder(Protocol):
     def may_ask(self, slot: CallResult) -> bool:
         """Whether the trace may depend on what is in a slot."""
 
+    def is_constant(self, slot: CallResult) -> bool:
+        """Whether a call returns the same in each step."""
+
     def leave(self, slot: CallResult) -> bool:
         """Whether something that was read ahead went into a result. It is left to the step from now on."""
 

@@ -55,6 +55,7 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.misc import NumpyVariable
     from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     mended = {(owner, name): value for owner, name, value in host_numbers.mends()}
     hooks = _Hooks(recorder)
@@ -84,6 +85,7 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         (NumpyVariable, "call_function", hooks.drawing_with_numpy(mended[NumpyVariable, "call_function"])),
         (TensorVariable, "method_item", hooks.reading(TensorVariable.method_item)),
         (TensorVariable, "method_tolist", hooks.listing(TensorVariable.method_tolist)),
+        (TorchInGraphFunctionVariable, "call_function", Around(hooks.ranging)),
         (dynamo_utils, "iter_contains", contains),  # `1 in numbers`
         (lists, "iter_contains", contains),
         *hooks.comparing_symbols(),
@@ -204,7 +206,9 @@ class _Hooks:
         if self.recorder.leave(slot):
             host_numbers.end_graph("a value is read on the host, and more than a decision follows from it")
 
-    def _number(self, slot: CallResult, otherwise: Callable[[], NoReturn]) -> Any:
+    def _number(self, tx: Any, slot: CallResult, otherwise: Callable[[], NoReturn]) -> Any:
+        if self.recorder.is_constant(slot) and type(self.recorder.value(slot)) in (int, float, bool):
+            return _constant(tx, self.recorder.value(slot))
         if not isinstance(self.recorder.value(slot), (int, float)):  # "%d" % number
             self._refuse_read(slot)
 
@@ -227,18 +231,18 @@ class _Hooks:
                 if slot is not None:
                     if fn in _ANSWERS:
                         return _constant(tx, self.answer(tx, slot, negated=fn is operator.not_))
-                    return self._number(self.recorder.make(fn, [slot], {}), _refuse_torch)
+                    return self._number(tx, self.recorder.make(fn, [slot], {}), _refuse_torch)
             drawn = [x for x in args if isinstance(x, number)]
             if not drawn or fn in _OF_TYPES:
                 return call_function(variable, tx, args, kwargs)
             values = [self._given(tx, x) for x in args]
             if not _any_missing(values) and not kwargs:
                 if any(type(x) is TensorVariable for x in args) and fn in _COMPARISONS | _ARITHMETIC:
-                    return self._number(self.recorder.make(fn, values, {}), drawn[0].refuse)
+                    return self._number(tx, self.recorder.make(fn, values, {}), drawn[0].refuse)
                 if fn in _COMPARISONS | _IDENTITIES:
                     return _constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
                 if fn in _ARITHMETIC:
-                    return self._number(self.recorder.make(fn, values, {}), drawn[0].refuse)
+                    return self._number(tx, self.recorder.make(fn, values, {}), drawn[0].refuse)
             exact = [self.exactly(tx, x) if isinstance(x, number) else x for x in args]
             return call_function(variable, tx, exact, kwargs)
 
@@ -297,9 +301,26 @@ class _Hooks:
             slot = self.read(tx, variable)
             if slot is None:
                 return method_item(variable, tx, *args, **kwargs)
-            return self._number(self.recorder.make(torch.Tensor.item, [slot], {}), _refuse_torch)
+            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), _refuse_torch)
 
         return item
+
+    def ranging(self, call_function: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.arange(start, end)` of tensors, which it reads on the host: where these are the same in each step."""
+        from torch._dynamo.variables.tensor import TensorVariable
+
+        def read(tx: Any, bound: Any) -> Any:
+            slot = self.read(tx, bound) if type(bound) is TensorVariable else None
+            if slot is None or not self.recorder.is_constant(slot):
+                return bound
+            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), _refuse_torch)
+
+        def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if variable.value is torch.arange:
+                args = [read(tx, bound) for bound in args]
+            return call_function(variable, tx, args, kwargs)
+
+        return called
 
     def listing(self, method_tolist: Callable[..., Any]) -> Callable[..., Any]:
         """`tensor.tolist()` of whole numbers."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.compiling import file_of, nothing_captures, nothing_compiles
+from pygraph_train.tracing.reasons import RAISES
 
 __all__ = ["Branches"]
 
@@ -25,6 +26,7 @@ class Branches:
         self._plain = plain
         self._asked: list[str] = []
         self._as_compiled: set[str] = set()  # files whose questions are answered as in compiled code
+        self._refused: Problem | None = None  # in the way of plain training's branches
 
     def changes(self) -> list[tuple[Any, str, Any]]:
         """Changes of Dynamo while it traces."""
@@ -44,6 +46,11 @@ class Branches:
             computes = "read on the host" in refused.reason
         else:
             self._plain, computes = False, True
-        self.compiled = self._asked[-1] if computes else self.compiled
+        if computes:
+            self.compiled, self._refused = self._asked[-1], self.in_the_way(refused)
         self._asked.clear()
         return True
+
+    def in_the_way(self, refused: Problem) -> Problem:
+        """Why there is no trace: an exception on branches that plain training does not take is no reason."""
+        return self._refused if self._refused is not None and RAISES in refused.reason else refused

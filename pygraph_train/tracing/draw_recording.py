@@ -105,6 +105,10 @@ class Recording:
         """Whether the trace may depend on what is in a slot."""
         return True
 
+    def is_constant(self, slot: CallResult) -> bool:
+        """Whether a call returns the same in each step: nothing is known of that here."""
+        return False
+
     def leave(self, slot: CallResult) -> bool:
         """Whether something that was read ahead went into a result. It is left to the step from now on."""
         return False

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from pygraph_train.torch_private.dispatch import mode_of_fakes, no_fake_mode
+from pygraph_train.torch_private.dispatch import mode_of_fakes, no_autocast, no_fake_mode
 from pygraph_train.torch_private.dynamo import hold_constant
+from pygraph_train.tracing.chains import chain_of
+from pygraph_train.tracing.graph_calls import function_of
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recompute import RandomDraws
 
-__all__ = ["HostConstants", "make_once"]
+__all__ = ["HostConstants", "make_once", "make_sizes_numbers"]
 
 _ON_HOST = ("cpu",)
 """Types of devices to which nothing is copied."""
@@ -41,6 +43,53 @@ class HostConstants(NamedTuple):
     nodes: frozenset[fx.Node] = frozenset()
     told: tuple[str, ...] = ()
     values: tuple[Tensor, ...] = ()
+
+
+def make_sizes_numbers(graph: fx.GraphModule) -> None:
+    """Let methods that take sizes get numbers, where they get tensors that hold the same number in each step.
+
+    As `x.view(torch.div(16, 4, rounding_mode="trunc"), -1)`: the host reads the tensor in each step.
+
+    Args:
+        graph: of Dynamo, is changed.
+    """
+    found = []
+    for node in graph.graph.nodes:
+        if node.op == "call_method" and node.target in _TAKES_SIZES:
+            found += [(node, size) for size in node.all_input_nodes[1:] if _is_size(size)]
+    values = {size: _number_of(size) for _, size in found}
+    known = {size: value for size, value in values.items() if value is not None}
+    if not known:
+        return
+    for node, size in found:
+        if size in known:
+            sizes, named = fx.node.map_arg((node.args[1:], node.kwargs), lambda x: known.get(x, x))
+            node.args, node.kwargs = (node.args[0], *sizes), named
+    for size in known:
+        for x in reversed(chain_of(size) or ()):
+            if not x.users:
+                graph.graph.erase_node(x)
+    graph.recompile()
+
+
+def _is_size(node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    if not isinstance(example, Tensor) or example.dim():
+        return False
+    return not example.is_floating_point() and example.dtype != torch.bool
+
+
+def _number_of(node: fx.Node) -> int | None:
+    """The number that a tensor holds in each step; None where it may be another one."""
+    chain = chain_of(node)
+    if chain is None or any(x.op == "placeholder" for x in chain):
+        return None
+    made: dict[fx.Node, Any] = {}
+    with no_fake_mode(), no_autocast(), torch.no_grad():
+        for x in chain:
+            args, kwargs = fx.node.map_arg((x.args, x.kwargs), made.__getitem__)
+            made[x] = function_of(x)(*args, **kwargs)
+    return int(made[node])
 
 
 def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
@@ -211,6 +260,10 @@ class _Constants:
 
 
 _UNKNOWN: Any = object()
+_TAKES_SIZES = {
+    *("view", "reshape", "expand", "repeat", "as_strided", "narrow", "unfold"),
+    *("new_zeros", "new_ones", "new_empty", "new_full"),
+}
 _COPIES = {torch.tensor, torch.as_tensor, torch.asarray}
 """They copy Python's numbers to the device; `torch.zeros` and the like make theirs there."""
 

@@ -54,6 +54,7 @@ class ReadingAhead(Recording):
         self._on_the_way: set[fx.Node] = set()  # others, which lead to such
         self._keys: dict[int, int] = {}  # of what is in slots, where it follows from given tensors alone
         self._read_at: dict[int, frozenset[str]] = {}  # where that was read
+        self._constants: set[int] = set()  # what follows from no tensor that the step is given
 
     # -- what Dynamo's hooks call -------------------------------------------------------------------------
 
@@ -88,10 +89,20 @@ class ReadingAhead(Recording):
         self._name(slot, given)
         return slot
 
+    def is_constant(self, slot: CallResult) -> bool:
+        """See `Recording.is_constant`."""
+        return slot.place in self._constants
+
+    def ask(self, slot: CallResult, where: str | None) -> Any:
+        """See `Recording.ask`. Nothing depends on a constant."""
+        return self.value(slot) if self.is_constant(slot) else super().ask(slot, where)
+
     def may_ask(self, slot: CallResult) -> bool:
         """Whether the trace may depend on what is in a slot."""
         among = self._among()
-        return among is None or not self._read_at.get(slot.place) or self._keys.get(slot.place) in among
+        if among is None or self.is_constant(slot):
+            return True
+        return not self._read_at.get(slot.place) or self._keys.get(slot.place) in among
 
     def leave(self, slot: CallResult) -> bool:
         """See `Recording.leave`."""
@@ -185,6 +196,8 @@ class ReadingAhead(Recording):
     def _name(self, slot: CallResult, given: set[int]) -> None:
         """Give the latest step a key, if it follows from given tensors alone."""
         step = self._steps[-1]
+        if isinstance(step, Made) and step.generator is None and given <= self._constants:
+            self._constants.add(slot.place)
         if isinstance(step, Given):
             self._keys[slot.place] = _key_of(step)
         elif isinstance(step, Made) and step.generator is None and all(x in self._keys for x in given):

@@ -14,6 +14,7 @@ from pygraph_train.problems import Problem, first_line, is_user_file, user_line_
 from pygraph_train.torch_private.dynamo import dynamo_error_place, dynamo_failure
 
 __all__ = [
+    "RAISES",
     "compiler_failed",
     "first_use",
     "forget_frames",
@@ -39,6 +40,8 @@ _LOSS_ONLY = (
     "Return the loss. GraphedStep calls backward, step and zero_grad, or leaves them to the function with "
     "manual_optimization=True. In an Accelerate loop, decorate the function with accelerator.graphed_step"
 )
+
+RAISES = "Dynamo says that it raises"
 
 READ_LATER = "Return the tensor from the step"
 """How a fix begins for a value that is read where no graph can be."""
@@ -121,7 +124,7 @@ def problem_of_break(error: BaseException) -> Problem:
     if "Observed exception" in message:
         raised = re.search(r"raised exception (\w+)", message)
         return Problem(
-            f"the step is not one graph: Dynamo says that it raises {raised[1] if raised else 'an exception'}",
+            f"the step is not one graph: {RAISES} {raised[1] if raised else 'an exception'}",
             innermost(stack),
             "If the step raises nothing without pygraph_train, Dynamo does not know the function that this line "
             "calls: call the function outside of the step",

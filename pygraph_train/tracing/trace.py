@@ -29,7 +29,7 @@ from pygraph_train.torch_private.guards import guard_failures
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.branches import Branches
 from pygraph_train.tracing.decided_by_values import decided_by_values
-from pygraph_train.tracing.host_constants import HostConstants, make_once
+from pygraph_train.tracing.host_constants import HostConstants, make_once, make_sizes_numbers
 from pygraph_train.tracing.host_draws import HostDraws
 from pygraph_train.tracing.kept_guards import KeptGuards
 from pygraph_train.tracing.looking_ahead import LookingAhead
@@ -163,6 +163,8 @@ class Trace:
                 return self._through_dynamo(fn, args, kwargs)
             except NotLegal as refused:
                 if not self._is_worth_another_look(refused.problem):
+                    if (problem := self.branches.in_the_way(refused.problem)) is not refused.problem:
+                        raise NotLegal(problem) from None
                     raise
                 self._forget_look()
 
@@ -319,6 +321,8 @@ class Trace:
         if not self.traced:
             self.ahead.finish(graph)
         self._given.look_at(graph)
+        if self.runs_graph:
+            make_sizes_numbers(graph)
         constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
         self._constants += constants.values
         if self._compiles == 1:
