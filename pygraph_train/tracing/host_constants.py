@@ -4,12 +4,16 @@ Python makes `torch.tensor(scale)`, or a table of positions, on the CPU in each 
 to the device. A capture cannot hold a copy from memory that is not pinned. Such a copy is made when the step is traced,
 and the graph holds a copy of the result. The host reads a constant that stays on the CPU when it launches a kernel: a
 capture bakes the value in, and the value never changes.
+
+What is computed from tensors of the host that the step is given (a noise schedule) is found in the same way, where all
+of it is copied to the device: see `HostTables`.
 """
 
 from __future__ import annotations
 
 import operator
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +21,7 @@ from torch import Tensor, fx
 
 from pygraph_train.torch_private.dispatch import mode_of_fakes, no_fake_mode
 from pygraph_train.torch_private.dynamo import hold_constant
+from pygraph_train.tracing.host_tables import HostTables
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recompute import RandomDraws
 
@@ -43,28 +48,44 @@ class HostConstants(NamedTuple):
     values: tuple[Tensor, ...] = ()
 
 
-def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
+def make_once(
+    graph: fx.GraphModule,
+    device: torch.device,
+    given: HostTables | None = None,
+    is_of_batch: Callable[[str], bool] = lambda expression: False,
+) -> HostConstants:
     """Let a graph of Dynamo's hold the constants of the host that it copies to the device.
 
     Args:
         graph: is changed.
         device: of the step. On a CPU nothing is copied, and everything stays as it is.
+        given: takes the tensors of the host that the step is given and copies to the device.
+        is_of_batch: whether an input of this expression belongs to the batch.
     """
     if device.type in _ON_HOST:
         return HostConstants()
-    found = _Constants(device)
     with no_fake_mode(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        for node in graph.graph.nodes:
-            found.look_at(node)
+        tensors = {} if given is None else given.candidates(graph, is_of_batch, _is_on_host)
+        while True:
+            found = _Constants(device, tensors)
+            for node in graph.graph.nodes:
+                found.look_at(node)
+            if not (needed := found.needed_on_host()):
+                break
+            tensors = {node: value for node, value in tensors.items() if node not in needed}
     if found.written:
         return HostConstants()
+    if given is not None and tensors:
+        copies = [(node, value) for node, value in found.copies.items() if node in found.origins]
+        copies += [(node, value) for (_, node), value in found.read_by.items() if node in found.origins]
+        given.take(list(tensors), found.on_cpu | found.copies, copies, device)
     told = []
     for node, value in found.copies.items():
-        told.append(_told(node))
+        told.append(_told(node, given=node in found.origins))
         node.replace_all_uses_with(_held(graph, len(told), value, node, node.meta["example_value"]))
         graph.graph.erase_node(node)
     for (node, read), value in found.read_by.items():
-        told.append(_told(node))
+        told.append(_told(node, given=read in found.origins))
         node.replace_input_with(read, _held(graph, len(told), value, node, _moved(read, device)))
     for (node, position), value in found.lists.items():
         told.append(_told(node))
@@ -76,6 +97,10 @@ def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
     returned = graph.graph.output_node().all_input_nodes
     values = (*found.copies.values(), *found.read_by.values(), *found.lists.values())
     return HostConstants(frozenset(found.on_cpu) - set(returned), tuple(told), values)
+
+
+def _is_on_host(value: Tensor) -> bool:
+    return value.device.type == "cpu"
 
 
 def _held(graph: fx.GraphModule, number: int, value: Tensor, place: fx.Node, example: Any) -> fx.Node:
@@ -90,9 +115,13 @@ def _held(graph: fx.GraphModule, number: int, value: Tensor, place: fx.Node, exa
     return fresh
 
 
-def _told(node: fx.Node) -> str:
+def _told(node: fx.Node, *, given: bool = False) -> str:
     line = line_of(node)
     where = f" ({line})" if line else ""
+    if given:
+        return (
+            f"a tensor of the host is copied to the device where it has changed, and not in each step{where}"
+        )
     return f"a constant of the host is copied to the device once instead of in each step{where}"
 
 
@@ -106,10 +135,12 @@ class _Constants:
         lists: indices that are lists of Python's numbers: the operation, the list's position in a tuple of indices
             (None without a tuple), and the list as a tensor. The operation copies the list to the device.
         written: whether an operation that is no constant writes to one.
+        origins: of these nodes, those that are computed from tensors that the step is given, and from which ones.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.on_cpu: dict[fx.Node, Any] = {}
+    def __init__(self, device: torch.device, given: dict[fx.Node, Tensor]) -> None:
+        self.on_cpu: dict[fx.Node, Any] = dict(given)
+        self.origins = {node: frozenset((node,)) for node in given}
         self.copies: dict[fx.Node, Tensor] = {}
         self.read_by: dict[tuple[fx.Node, fx.Node], Tensor] = {}
         self.lists: dict[tuple[fx.Node, int | None], Tensor] = {}
@@ -121,15 +152,31 @@ class _Constants:
         if node.op not in ("call_function", "call_method"):
             return
         example = node.meta.get("example_value")
-        value = self._value(node) if self._is_constant(node) else _UNKNOWN
+        origins = [self.origins[read] for read in node.all_input_nodes if read in self.origins]
+        written = [target for target in _written_by(node) if target in self.on_cpu]
+        value = self._value(node) if self._is_constant(node) and not (origins and written) else _UNKNOWN
+        if origins and value is not _UNKNOWN:
+            self.origins[node] = frozenset().union(*origins)
         if value is _UNKNOWN:
-            self.written |= any(target in self.on_cpu for target in _written_by(node))
+            self.written |= any(target not in self.origins for target in written)
             self._take_reads(node)
         elif isinstance(example, Tensor) and self._is_copied(node, example):
             if value.nbytes <= LARGE and value.clone().stride() == value.stride():
                 self.copies[node] = value
         else:
             self.on_cpu[node] = value
+
+    def needed_on_host(self) -> set[fx.Node]:
+        """Of the tensors that the step is given, those that are needed on the host where the graph runs."""
+        found: set[fx.Node] = set()
+        for node, origins in self.origins.items():
+            known = node in self.on_cpu
+            for user in node.users if known else ():
+                if user not in self.origins and (user, node) not in self.read_by:
+                    found |= origins
+            if not (known or node in self.copies):
+                found |= origins
+        return found
 
     def _is_copied(self, node: fx.Node, example: Tensor) -> bool:
         """Whether a constant is on the device."""
