@@ -428,7 +428,7 @@ def test_a_cpu_tensor_in_a_step_on_another_device_is_found() -> None:
 
     def step_fn(x: Tensor) -> Tensor:
         loss = model(x).square().mean() * scale_on_host  # here: is a tensor on cpu
-        return loss + torch.ones(3).sum()  # here: makes a tensor on cpu
+        return loss + torch.ones(3).sum() + torch.rand(3).sum()  # here: rand makes a tensor on cpu
 
     found = explain(step_fn, x, model=model, optimizer=sgd(model, fused=False))
     expected = promised(step_fn)

@@ -40,6 +40,24 @@ def transformed(model: nn.Module, x: Tensor) -> Tensor:
     return torch.func.vmap(lambda row: model(row).square().sum())(x).mean()  # type: ignore[no-any-return]  # here
 
 
+def ctc(model: nn.Module, x: Tensor) -> Tensor:
+    found = model(x).log_softmax(-1)[None].repeat(6, 1, 1)
+    ends = torch.full((6,), 2)
+    with torch.backends.cudnn.flags(enabled=False):
+        loss = nn.functional.ctc_loss(found, torch.ones(6, 2).long(), 3 * ends, ends)  # here
+    return loss
+
+
+def ctc_as_it_is(model: nn.Module, x: Tensor) -> Tensor:
+    found = model(x).log_softmax(-1)[None].repeat(6, 1, 1)
+    return nn.functional.ctc_loss(found, torch.ones(6, 2).long(), (6,) * 6, (2,) * 6)  # here
+
+
+def switched(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.backends.cudnn.flags(enabled=False):  # here
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+
 READ = "the value of a tensor is read on the host"
 
 torch_generator = torch.Generator().manual_seed(0)
@@ -195,6 +213,9 @@ def test_a_text_that_is_printed_is_told_with_its_line(capsys: pytest.CaptureFixt
         (nonzero, "shape of a tensor depends on the values"),
         (masked, "shape of a tensor depends on the values"),
         (own_generator, "its own torch.Generator"),
+        (ctc, "ctc_loss reads the lengths"),
+        (ctc_as_it_is, "ctc_loss reads the lengths"),
+        (switched, "changes switches of torch.backends"),
         (transformed, "torch.func"),
         (host_float, READ),
         (host_item, READ),

@@ -23,6 +23,8 @@ from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.past_obstacles import Condition, PastObstacles
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
 from pygraph_train.tracing.draw_recording import Recording
+from pygraph_train.tracing.host_constants import make_once
+from pygraph_train.tracing.host_tables import HostTables
 from pygraph_train.tracing.obstacles import batch_changed, gradients_asked, gradients_read, on_host, written
 from pygraph_train.tracing.opened import open_way_to
 from pygraph_train.tracing.read_ahead import ReadingAhead
@@ -244,7 +246,10 @@ class _OneLook:
 
     def _host_tensors(self, graph: torch.fx.GraphModule) -> list[Problem]:
         """Reads of values are known already, with those that the graph has lost since."""
-        return [p for p in on_host(graph, self._device, self._fn) if p.reason != read_on_host(None).reason]
+        given = HostTables(takes=not self._by_hand)
+        constants = make_once(graph, self._device, given, self._is_of_batch).nodes
+        found = on_host(graph, self._device, self._fn, constants)
+        return [p for p in found if p.reason != read_on_host(None).reason]
 
     def _arguments(self, graph: torch.fx.GraphModule) -> list[Problem]:
         """What is done to tensors of the batch, and which tensors of other origin the step uses."""

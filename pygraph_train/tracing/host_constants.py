@@ -4,25 +4,29 @@ Python makes `torch.tensor(scale)`, or a table of positions, on the CPU in each 
 to the device. A capture cannot hold a copy from memory that is not pinned. Such a copy is made when the step is traced,
 and the graph holds a copy of the result. The host reads a constant that stays on the CPU when it launches a kernel: a
 capture bakes the value in, and the value never changes.
+
+What is computed from tensors of the host that the step is given (a noise schedule) is found in the same way, where all
+of it is copied to the device: see `HostTables`.
 """
 
 from __future__ import annotations
 
 import operator
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from pygraph_train.torch_private.dispatch import mode_of_fakes, no_autocast, no_fake_mode
+from pygraph_train.torch_private.dispatch import mode_of_fakes, no_fake_mode
 from pygraph_train.torch_private.dynamo import hold_constant
-from pygraph_train.tracing.chains import chain_of
-from pygraph_train.tracing.graph_calls import function_of
+from pygraph_train.tracing.host_tables import HostTables
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recompute import RandomDraws
+from pygraph_train.tracing.sizes import make_sizes_numbers
 
-__all__ = ["HostConstants", "make_once", "make_sizes_numbers"]
+__all__ = ["HostConstants", "make_once"]
 
 _ON_HOST = ("cpu",)
 """Types of devices to which nothing is copied."""
@@ -45,75 +49,45 @@ class HostConstants(NamedTuple):
     values: tuple[Tensor, ...] = ()
 
 
-def make_sizes_numbers(graph: fx.GraphModule) -> None:
-    """Let methods that take sizes get numbers, where they get tensors that hold the same number in each step.
-
-    As `x.view(torch.div(16, 4, rounding_mode="trunc"), -1)`: the host reads the tensor in each step.
-
-    Args:
-        graph: of Dynamo, is changed.
-    """
-    found = []
-    for node in graph.graph.nodes:
-        if node.op == "call_method" and node.target in _TAKES_SIZES:
-            found += [(node, size) for size in node.all_input_nodes[1:] if _is_size(size)]
-    values = {size: _number_of(size) for _, size in found}
-    known = {size: value for size, value in values.items() if value is not None}
-    if not known:
-        return
-    for node, size in found:
-        if size in known:
-            sizes, named = fx.node.map_arg((node.args[1:], node.kwargs), lambda x: known.get(x, x))
-            node.args, node.kwargs = (node.args[0], *sizes), named
-    for size in known:
-        for x in reversed(chain_of(size) or ()):
-            if not x.users:
-                graph.graph.erase_node(x)
-    graph.recompile()
-
-
-def _is_size(node: fx.Node) -> bool:
-    example = node.meta.get("example_value")
-    if not isinstance(example, Tensor) or example.dim():
-        return False
-    return not example.is_floating_point() and example.dtype != torch.bool
-
-
-def _number_of(node: fx.Node) -> int | None:
-    """The number that a tensor holds in each step; None where it may be another one."""
-    chain = chain_of(node)
-    if chain is None or any(x.op == "placeholder" for x in chain):
-        return None
-    made: dict[fx.Node, Any] = {}
-    with no_fake_mode(), no_autocast(), torch.no_grad():
-        for x in chain:
-            args, kwargs = fx.node.map_arg((x.args, x.kwargs), made.__getitem__)
-            made[x] = function_of(x)(*args, **kwargs)
-    return int(made[node])
-
-
-def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
+def make_once(
+    graph: fx.GraphModule,
+    device: torch.device,
+    given: HostTables | None = None,
+    is_of_batch: Callable[[str], bool] = lambda expression: False,
+) -> HostConstants:
     """Let a graph of Dynamo's hold the constants of the host that it copies to the device.
 
     Args:
         graph: is changed.
         device: of the step. On a CPU nothing is copied, and everything stays as it is.
+        given: takes the tensors of the host that the step is given and copies to the device.
+        is_of_batch: whether an input of this expression belongs to the batch.
     """
+    make_sizes_numbers(graph)
     if device.type in _ON_HOST:
         return HostConstants()
-    found = _Constants(device)
     with no_fake_mode(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        for node in graph.graph.nodes:
-            found.look_at(node)
+        tensors = {} if given is None else given.candidates(graph, is_of_batch, _is_on_host)
+        while True:
+            found = _Constants(device, tensors)
+            for node in graph.graph.nodes:
+                found.look_at(node)
+            if not (needed := found.needed_on_host()):
+                break
+            tensors = {node: value for node, value in tensors.items() if node not in needed}
     if found.written:
         return HostConstants()
+    if given is not None and tensors:
+        copies = [(node, value) for node, value in found.copies.items() if node in found.origins]
+        copies += [(node, value) for (_, node), value in found.read_by.items() if node in found.origins]
+        given.take(list(tensors), found.on_cpu | found.copies, copies, device)
     told = []
     for node, value in found.copies.items():
-        told.append(_told(node))
+        told.append(_told(node, given=node in found.origins))
         node.replace_all_uses_with(_held(graph, len(told), value, node, node.meta["example_value"]))
         graph.graph.erase_node(node)
     for (node, read), value in found.read_by.items():
-        told.append(_told(node))
+        told.append(_told(node, given=read in found.origins))
         node.replace_input_with(read, _held(graph, len(told), value, node, _moved(read, device)))
     for (node, position), value in found.lists.items():
         told.append(_told(node))
@@ -125,6 +99,10 @@ def make_once(graph: fx.GraphModule, device: torch.device) -> HostConstants:
     returned = graph.graph.output_node().all_input_nodes
     values = (*found.copies.values(), *found.read_by.values(), *found.lists.values())
     return HostConstants(frozenset(found.on_cpu) - set(returned), tuple(told), values)
+
+
+def _is_on_host(value: Tensor) -> bool:
+    return value.device.type == "cpu"
 
 
 def _held(graph: fx.GraphModule, number: int, value: Tensor, place: fx.Node, example: Any) -> fx.Node:
@@ -139,9 +117,13 @@ def _held(graph: fx.GraphModule, number: int, value: Tensor, place: fx.Node, exa
     return fresh
 
 
-def _told(node: fx.Node) -> str:
+def _told(node: fx.Node, *, given: bool = False) -> str:
     line = line_of(node)
     where = f" ({line})" if line else ""
+    if given:
+        return (
+            f"a tensor of the host is copied to the device where it has changed, and not in each step{where}"
+        )
     return f"a constant of the host is copied to the device once instead of in each step{where}"
 
 
@@ -155,10 +137,12 @@ class _Constants:
         lists: indices that are lists of Python's numbers: the operation, the list's position in a tuple of indices
             (None without a tuple), and the list as a tensor. The operation copies the list to the device.
         written: whether an operation that is no constant writes to one.
+        origins: of these nodes, those that are computed from tensors that the step is given, and from which ones.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.on_cpu: dict[fx.Node, Any] = {}
+    def __init__(self, device: torch.device, given: dict[fx.Node, Tensor]) -> None:
+        self.on_cpu: dict[fx.Node, Any] = dict(given)
+        self.origins = {node: frozenset((node,)) for node in given}
         self.copies: dict[fx.Node, Tensor] = {}
         self.read_by: dict[tuple[fx.Node, fx.Node], Tensor] = {}
         self.lists: dict[tuple[fx.Node, int | None], Tensor] = {}
@@ -170,15 +154,31 @@ class _Constants:
         if node.op not in ("call_function", "call_method"):
             return
         example = node.meta.get("example_value")
-        value = self._value(node) if self._is_constant(node) else _UNKNOWN
+        origins = [self.origins[read] for read in node.all_input_nodes if read in self.origins]
+        written = [target for target in _written_by(node) if target in self.on_cpu]
+        value = self._value(node) if self._is_constant(node) and not (origins and written) else _UNKNOWN
+        if origins and value is not _UNKNOWN:
+            self.origins[node] = frozenset().union(*origins)
         if value is _UNKNOWN:
-            self.written |= any(target in self.on_cpu for target in _written_by(node))
+            self.written |= any(target not in self.origins for target in written)
             self._take_reads(node)
         elif isinstance(example, Tensor) and self._is_copied(node, example):
             if value.nbytes <= LARGE and value.clone().stride() == value.stride():
                 self.copies[node] = value
         else:
             self.on_cpu[node] = value
+
+    def needed_on_host(self) -> set[fx.Node]:
+        """Of the tensors that the step is given, those that are needed on the host where the graph runs."""
+        found: set[fx.Node] = set()
+        for node, origins in self.origins.items():
+            known = node in self.on_cpu
+            for user in node.users if known else ():
+                if user not in self.origins and (user, node) not in self.read_by:
+                    found |= origins
+            if not (known or node in self.copies):
+                found |= origins
+        return found
 
     def _is_copied(self, node: fx.Node, example: Tensor) -> bool:
         """Whether a constant is on the device."""
@@ -260,10 +260,6 @@ class _Constants:
 
 
 _UNKNOWN: Any = object()
-_TAKES_SIZES = {
-    *("view", "reshape", "expand", "repeat", "as_strided", "narrow", "unfold"),
-    *("new_zeros", "new_ones", "new_empty", "new_full"),
-}
 _COPIES = {torch.tensor, torch.as_tensor, torch.asarray}
 """They copy Python's numbers to the device; `torch.zeros` and the like make theirs there."""
 

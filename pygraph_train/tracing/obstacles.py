@@ -76,13 +76,13 @@ def on_host(
         graph: from Dynamo.
         device: of the step.
         fn: the traced function.
-        constants: whose values are the same in each step.
+        constants: whose values are the same in each step, or whose copies are made anew.
     """
     for node in graph.graph.nodes:
         value = node.meta.get("example_value")
         if node.op == "placeholder":
             if isinstance(value, Tensor):
-                if value.device.type != device.type:
+                if value.device.type != device.type and node not in constants:
                     name = readable(placeholder_source(node) or node.name, fn)
                     yield Problem(
                         f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",

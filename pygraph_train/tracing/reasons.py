@@ -12,6 +12,7 @@ import torch
 
 from pygraph_train.problems import Problem, first_line, is_user_file, user_line_in
 from pygraph_train.torch_private.dynamo import dynamo_error_place, dynamo_failure
+from pygraph_train.tracing.losses_on_host import of_ctc_loss, of_switches
 
 __all__ = [
     "RAISES",
@@ -68,6 +69,12 @@ def of_step_by_hand(problem: Problem) -> Problem:
 def problem_of_break(error: BaseException) -> Problem:
     stack = getattr(error, "real_stack", None)
     message = str(error)
+    if (switched := of_switches(message, innermost(stack))) is not None:
+        return switched
+    shaped = re.search(r"Operator `aten\.(\w+).*`'s output shape depends on input Tensor data", message)
+    if shaped is not None:
+        where = innermost(stack)
+        return of_ctc_loss(where) if shaped[1] == "_ctc_loss" else shape_of_values(where)
     builtin = re.search(r"how to trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`", message)
     if (builtin is not None and builtin[1].startswith("Random.")) or "Python's random module" in message:
         return Problem(

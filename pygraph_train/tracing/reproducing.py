@@ -195,6 +195,7 @@ class ReproducingTrace(Trace):
             if not self.live.look(frame, self._code.__globals__):
                 raise NotLegal(OTHER_DECISION)
             self.live.fill()
+        self.host.fill(frame, self._code.__globals__)
 
     def carried_tensors(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -301,7 +302,7 @@ class ReproducingTrace(Trace):
         seat.graph = super()._backend(graph, example_inputs)
         if self._compiles == 1:
             writes = bool(effects) or appends_in_frame()
-            self.reproduces = (writes or self.live.used) and self.problem is None
+            self.reproduces = (writes or self.live.used or self.host.used) and self.problem is None
             self._lists.clear()
             if self._compiler is None and (writes or self.host_draws is not None) and not self.rebound:
                 seat.undoes = FailedRuns(graph, self.device)
@@ -358,7 +359,7 @@ class ReproducingTrace(Trace):
             self._guards = None
             return
         if self.reproduces:
-            self.loads = bool(self.carried) or self.live.used
+            self.loads = bool(self.carried) or self.live.used or self.host.used
         if self.reproduces or self.ahead.leaves_out:
             self._resume = types.FunctionType(entries[0].code, self._code.__globals__)
         if self.reproduces:

@@ -29,8 +29,9 @@ from pygraph_train.torch_private.guards import guard_failures
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.branches import Branches
 from pygraph_train.tracing.decided_by_values import decided_by_values
-from pygraph_train.tracing.host_constants import HostConstants, make_once, make_sizes_numbers
+from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.host_draws import HostDraws
+from pygraph_train.tracing.host_tables import HostTables
 from pygraph_train.tracing.kept_guards import KeptGuards
 from pygraph_train.tracing.looking_ahead import LookingAhead
 from pygraph_train.tracing.obstacles import batch_changed, copies_that_stay, gradients_read, on_host, written
@@ -120,6 +121,8 @@ class Trace:
         """Generators whose numbers are drawn where the graph runs, and not before."""
         self.ahead = LookingAhead(device, draws=self.may_draw, reads=self.may_read and not self.dynamic)
         """What is known of a step before it is made."""
+        self.host = HostTables(takes=self.may_read)
+        """What the graph has of tensors of the host."""
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
         self._read: Read = lambda L, G: ((), (), ())
@@ -181,6 +184,7 @@ class Trace:
         self.ahead.forget()
         self.inputs, self.rebound, self.left, self._arguments = [], [], [], []
         self.made_once, self.written, self._kept = (), [], KeptGuards()
+        self.host = HostTables(takes=self.may_read)
 
     def _function_to_trace(self) -> types.FunctionType:
         """Calls a step's function."""
@@ -321,9 +325,8 @@ class Trace:
         if not self.traced:
             self.ahead.finish(graph)
         self._given.look_at(graph)
-        if self.runs_graph:
-            make_sizes_numbers(graph)
-        constants = make_once(graph, self.device) if self.runs_graph else HostConstants()
+        given = (graph, self.device, self.host, self._is_of_batch)
+        constants = make_once(*given) if self.runs_graph else HostConstants()
         self._constants += constants.values
         if self._compiles == 1:
             self.made_once = constants.told
@@ -348,7 +351,7 @@ class Trace:
             if node.op != "placeholder" or not isinstance(node.meta.get("example_value"), Tensor):
                 continue
             expression = placeholder_source(node)
-            if expression is not None:
+            if expression is not None and expression not in self.host.names:
                 (self._arguments if self._is_of_batch(expression) else self.inputs).append(expression)
 
     def _look_for_writes(self, graph: torch.fx.GraphModule) -> Problem | None:

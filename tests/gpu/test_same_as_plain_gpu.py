@@ -333,3 +333,25 @@ def test_constants_of_the_host_are_made_once_with_compiled_kernels() -> None:
     report = step.report()
     assert report.steps_replayed >= 80 and report.captures[0].compiled, report
     torch.testing.assert_close(torch.stack(losses[1]), torch.stack(losses[0]), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_tables_of_the_host_are_copied_where_they_have_changed(changes: bool) -> None:
+    def script(make: Make) -> list[Any]:
+        model, left = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1)).cuda(), torch.linspace(0.1, 0.9, 100)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+        def noised(x: Tensor) -> Tensor:
+            drawn = torch.randint(0, 100, (len(x),), device=x.device)
+            kept, rest = left.to(x.device)[drawn][:, None], (1 - left).sqrt().to(x)[drawn][:, None]
+            noise = torch.randn_like(x)
+            return F.mse_loss(model(kept.sqrt() * x + rest * noise), noise)
+
+        step, seen = make(noised, model, optimizer), []
+        for number, (x, _) in enumerate(batches()):
+            if changes and number % 20 == 19:
+                left.numpy()[number // 20 :] *= 0.9
+            seen.append(step(x.cuda()))
+        return [*seen, *(p.detach() for p in model.parameters())]
+
+    both(script, replays=80, plan="{F B O}", forward="on")
