@@ -381,14 +381,14 @@ def test_a_trainer_of_lightning_makes_its_steps_at_rest(accumulate, declared, as
     _, graphed = parity(
         Counts,
         lambda: [Declares()],
-        max_epochs=60 * accumulate,
+        max_epochs=66 * accumulate,
         validate=True,
         accumulate_grad_batches=accumulate,
         logger=MemoryLogger(),
         replays=20,
     )
     steps, progress = graphed.report.steps, graphed.report.progress()
-    assert (steps, progress.with_optimizer) == (660 * accumulate, 660 if accumulate == 1 else 720), str(
+    assert (steps, progress.with_optimizer) == (726 * accumulate, 726 if accumulate == 1 else 792), str(
         graphed.report
     )
     assert graphed.report.running_plan == "F B {O}"
