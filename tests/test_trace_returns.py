@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from test_changing_shapes import drawn, traces, train
 from training import both
 
-from pygraph_train.selection.returns import TraceReturns
+from pygraph_train.selection.returns import Costs, TraceReturns
 from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.shapes import Shapes
 from pygraph_train.step.signatures import Signatures
+from pygraph_train.tracing.trace import Trace
 
 STEP, TRACE = 0.02, 3.0
 """Seconds."""
@@ -177,3 +179,24 @@ def test_who_asks_for_graphs_does_not_wait(option: dict[str, object]) -> None:
     wanted: Callable[..., bool] = LaunchBoundCheck.wanted
     assert wanted(PyGraphConfig(), "cuda")
     assert not wanted(PyGraphConfig(**option), "cuda")  # type: ignore[arg-type]
+
+
+def test_guards_are_checked_once_for_a_shape_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take as long as several percent of a step of BERT; only a step that may get a graph needs them."""
+    least, checks, pays, holds = 12, [0], Costs.steps, Trace.holds
+
+    def steps(self: Costs, unmeasured: int, *, compared: bool) -> float:
+        return pays(self, least, compared=compared)
+
+    def counted(self: Trace, *args: Any) -> bool:
+        checks[0] += 1
+        return holds(self, *args)
+
+    monkeypatch.setattr(Costs, "steps", steps)
+    monkeypatch.setattr(Trace, "holds", counted)
+    script = train(drawn([16, 24, 32, 40, 48], 100))
+    report = both(script, replays=30, plan="{F B O}")
+    rare = report.shapes.rare_steps
+    assert rare >= 40
+    # one for each other step, and for each shape one when it is met and one when it has earned its graph
+    assert checks[0] <= report.steps - rare + 2 * report.shapes.met

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -120,7 +121,7 @@ class Shapes:
         if variant is not None:  # it was on its own way to a trace, which nobody needs any more
             signature.variants.remove(variant)
             family.drop(variant)
-        signature.lead = lead
+        signature.lead = weakref.ref(lead)
         if not self._has_earned(step, signature, family, lead):
             return self._rare(signature, family, lead, holds=holds)
         member = lead.member(signature.key)
@@ -140,7 +141,7 @@ class Shapes:
 
         To check them takes as long as several percent of a step.
         """
-        lead = signature.lead
+        lead = None if signature.lead is None else signature.lead()
         if lead is None or not any(other is lead for other in family.leads):
             return None
         if self._decisions.compiles and (self._training.config.compile is True or lead.compiled is not None):

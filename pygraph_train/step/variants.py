@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -274,7 +275,7 @@ class Signature:
         life: until it has a variant, and when it gets no more of them.
         family: of signatures that differ in sizes alone; None where each one is on its own.
         returns: how often it has come without a graph, where its family has a trace for it.
-        lead: whose trace that is; None where none was found.
+        lead: whose trace that is, as long as somebody else has it; None where none was found.
         latest: the number of its latest step of those that were looked at for a trace.
         in_a_row: such steps one after the other.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
@@ -288,7 +289,7 @@ class Signature:
     life: Life
     family: Family | None = None
     returns: Returns = field(default_factory=Returns)
-    lead: Variant | None = None
+    lead: weakref.ref[Variant] | None = None
     latest: int = 0
     in_a_row: int = 0
     retraces: int = 0
