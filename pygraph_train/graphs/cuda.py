@@ -336,7 +336,10 @@ def _reason(error: BaseException) -> str:
             "that somebody keeps with their autograd graph"
         )
     if "pinned" in text:
-        return "the step copies unpinned memory from the host to the device, which a CUDA graph cannot hold"
+        return (
+            "the step copies between the device and memory of the host that is not pinned (.tolist(), .cpu(), "
+            ".to()), which a CUDA graph cannot hold"
+        )
     return (
         "the step does something that a CUDA graph cannot hold (waits for the device, reads a value on the host, "
         f"or calls an operation that cannot be captured): {text}"
