@@ -17,8 +17,11 @@ from training import CONFIG, Diary, batches, both, line_of
 
 from pygraph_train import GraphedStep
 from pygraph_train.graphs.cuda import _reason as cuda_reason
+from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.tracing.dry_trace import DryTrace
+from pygraph_train.tracing.refusals import problem_of
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.trace import Trace
 
 
@@ -430,3 +433,36 @@ def test_an_error_of_cuda_about_the_default_stream_says_what_belongs_to_it() -> 
         )
     )
     assert "made steps before pygraph-train met it" in said
+
+
+@pytest.mark.passes_without_graphs("it only traces")
+def test_a_capture_that_meets_kept_results_says_who_keeps_them() -> None:
+    class Keeping(nn.Linear):
+        calls = 0
+        state: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            y: Tensor = super().forward(x)
+            self.state = y
+            return y
+
+    model = Keeping(3, 3)
+
+    def step_fn(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).sum()
+        return loss
+
+    trace = ReproducingTrace(torch.device("cpu"))
+    trace(step_fn, (torch.ones(2, 3),), {})
+    reason = cuda_reason(RuntimeError("CUDA error: it would make the legacy stream depend on another"))
+    problem = problem_of(CaptureError(reason), trace, step_fn)
+    assert problem.reason == f"{reason}, as model.state may" and "detach()" in problem.fix
+    assert problem.where == line_of(Keeping, "self.state = y")
+
+
+def test_an_error_of_cuda_about_pinned_memory_says_what_copies() -> None:
+    said = cuda_reason(
+        RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless it is pinned")
+    )
+    assert "between the device and memory of the host" in said and ".tolist()" in said

@@ -348,7 +348,10 @@ def _reason(error: BaseException) -> str:
             "that somebody keeps with their autograd graph"
         )
     if "pinned" in text:
-        return "the step copies unpinned memory from the host to the device, which a CUDA graph cannot hold"
+        return (
+            "the step copies between the device and memory of the host that is not pinned (.tolist(), .cpu(), "
+            ".to()), which a CUDA graph cannot hold"
+        )
     part = "the backward of the step" if _is_of_backward(error) else "the step"
     return (
         f"{part} does something that a CUDA graph cannot hold (waits for the device, reads a value on the host, "

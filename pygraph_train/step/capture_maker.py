@@ -220,7 +220,7 @@ class CaptureMaker:
                 error, PyGraphError | NumbersNotFound | CannotBeLoaded
             ):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
-            raise NotLegal(problem_of(error, program.function())) from error
+            raise NotLegal(problem_of(error, variant.trace, program.function())) from error
         finally:
             forget()
             moves.put_back()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from pygraph_train.problems import is_user_file
 from pygraph_train.torch_private.changes import Around, no_comparisons
 from pygraph_train.torch_private.dynamo import placeholder_source
 from pygraph_train.torch_private.live_numbers import is_live
@@ -34,6 +35,7 @@ class SideEffect:
         places: expressions of what is replaced.
         reproducible: whether Dynamo's code makes it as the user's code does, and it can be taken back.
         simple: whether an attribute is written, and its value is a tensor, a number or a text.
+        is_tensor: whether it is a tensor.
     """
 
     source: str
@@ -45,6 +47,7 @@ class SideEffect:
     places: tuple[str, ...] = ()
     reproducible: bool = False
     simple: bool = False
+    is_tensor: bool = False
 
 
 def dynamo_side_effects() -> list[SideEffect]:
@@ -128,15 +131,18 @@ def _of_attribute(
         kept = type(names) is dict and not _is_descriptor(owner, name)
         before = names.get(name, _Unknown) if type(names) is dict else _Unknown
     numbers = (place,) if _changes_number(before, after) else ()
-    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, _is_simple(after))
+    simple, is_tensor = _is_simple(after), _is_simple(after, ("TensorVariable",))
+    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, simple, is_tensor)
 
 
-def _is_simple(value: Any) -> bool:
+def _is_simple(
+    value: Any, classes: tuple[str, ...] = ("ConstantVariable", "SymNodeVariable", "TensorVariable")
+) -> bool:
     """Whether what is written is a tensor, a number or a text. (2.11, 2.13)"""
     kinds = {base.__name__ for base in type(value).__mro__}
     if "LazyVariableTracker" in kinds:
-        return bool(value.is_realized()) and _is_simple(value.realize())
-    return not kinds.isdisjoint(("ConstantVariable", "SymNodeVariable", "TensorVariable"))
+        return bool(value.is_realized()) and _is_simple(value.realize(), classes)
+    return not kinds.isdisjoint(classes)
 
 
 def _is_descriptor(owner: Any, name: str) -> bool:
@@ -209,9 +215,17 @@ def _is_read_from(item: Any, expression: str) -> bool:
 
 
 def _stack_of(attribute: str, stacks: list[Any]) -> Any:
-    """Dynamo keeps the writes to one object together: the stack of the first one whose line names the attribute."""
-    named = (s for s in stacks if s and f".{attribute}" in (s[-1].line or ""))
+    """Dynamo keeps the writes to one object together: the stack of the first one whose line names the attribute.
+
+    Modules write their attributes in a function of torch.
+    """
+    named = (s for s in stacks if s and any(f".{attribute}" in (f.line or "") for f in _innermost(s)))
     return next(named, stacks[0]) if attribute else stacks[0]
+
+
+def _innermost(stack: Any) -> list[Any]:
+    """The innermost frame, and that of the user."""
+    return [stack[-1], *[frame for frame in stack if is_user_file(frame.filename)][-1:]]
 
 
 def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "copies_that_stay",
     "gradients_asked",
     "gradients_read",
+    "kept_result",
     "on_host",
     "problem_of_write",
     "side_effects",
@@ -53,6 +54,22 @@ def problem_of_write(effect: SideEffect, fn: Any) -> Problem:
         innermost(effect.stack),
         "Move the write out of the step (to a hook that runs every step), or keep the value in a tensor buffer",
     )
+
+
+def kept_result(effects: Iterable[SideEffect], fn: Any, reason: str) -> Problem | None:
+    """For a capture that failed because results of an earlier step are kept with their autograd graph: who keeps them.
+
+    Args:
+        effects: what the step writes to Python.
+        fn: the step's function.
+        reason: the sentence so far.
+    """
+    for effect in effects:
+        if effect.is_tensor or effect.kind in ("list", "dict", "set"):
+            name = readable(effect.source, fn) + (f".{effect.attribute}" if effect.attribute else "")
+            fix = f"Keep the result without its autograd graph: {name} gets x.detach()"
+            return Problem(f"{reason}, as {name} may", innermost(effect.stack), fix)
+    return None
 
 
 def copies_that_stay() -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.problems import NotLegal, Problem, defined_at, first_line, is_user_file, user_location
 from pygraph_train.torch_private.dynamo import raising_node
+from pygraph_train.tracing.obstacles import kept_result
 from pygraph_train.tracing.reading import reader
 from pygraph_train.tracing.reasons import line_of, problem_of_guard, readable
 from pygraph_train.tracing.signature import leaf_paths
@@ -179,15 +180,19 @@ def compiler_problem(error: BaseException) -> Problem | None:
     return None
 
 
-def problem_of(error: Exception, fn: Any = None) -> Problem:
-    """The reason that an exception is.
+def problem_of(error: Exception, trace: Trace | None = None, fn: Any = None) -> Problem:
+    """The sentence for what went wrong with a graph.
 
     Args:
-        fn: the step's function. Its line is told where no other is known: operations of a backward have none.
+        error: says it.
+        trace, fn: of the step, and its function, where they are known.
     """
     if isinstance(error, NotLegal):
         return error.problem
     if isinstance(error, CaptureError):
+        kept = "keeps with their autograd graph" in error.reason and trace is not None and error.where is None
+        if kept and (found := kept_result(trace.effects, fn, error.reason)):  # type: ignore[union-attr]
+            return found
         where = error.where or _place_in_graph(error.__cause__) or _definition(fn)
         return Problem(error.reason, where, _READ_LATER if "on the host" in error.reason else "")
     if isinstance(error, torch.OutOfMemoryError):

@@ -27,7 +27,6 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 from pygraph_train.torch_private.side_effects import (
-    SideEffect,
     appends_in_frame,
     deferring,
     hooks_in_frame,
@@ -72,7 +71,6 @@ class ReproducingTrace(Trace):
     ) -> None:
         super().__init__(device, compiler=compiler, recorder=recorder, dynamic=dynamic)
         self.runs = 0
-        self._effects: list[SideEffect] = []
         self._numbers: set[str] = set()  # expressions of integers that are inputs of the graph
         self._decisive: set[str] = set()  # of such that tensors depend on
         self.live = CallNumbers(device)
@@ -143,7 +141,7 @@ class ReproducingTrace(Trace):
         assert self._seat is not None and self._resume is not None
         seat = self._seat
         self.fill(fn, args, kwargs)
-        undo = Undo(self._effects, {"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
+        undo = Undo(self.effects, {"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
         seat.places, seat.keeps = dict(zip(self._places, carried, strict=False)), keep
         undoes, seat.undoes = seat.undoes, None
         try:
@@ -294,7 +292,7 @@ class ReproducingTrace(Trace):
         if found is not None:
             graph = without_counters(graph, found)
             example_inputs = [v for i, v in enumerate(example_inputs) if i not in found.inputs]
-        self._effects = effects
+        self.effects = effects
         self.live.check()
         if appends_in_frame() or not all(effect.simple for effect in effects):
             self.objects.may_open = False  # the object may be what it writes, too
@@ -312,14 +310,14 @@ class ReproducingTrace(Trace):
 
     def _written(self) -> Iterable[Problem]:
         """Writes that Dynamo's code does not make as the user's, and those that no trace holds for again."""
-        hooks = bool(self._effects) and hooks_in_frame()
-        for effect in self._effects:
+        hooks = bool(self.effects) and hooks_in_frame()
+        for effect in self.effects:
             changes = effect.appended is not None or bool(self._decisive.intersection(effect.numbers))
             if hooks or changes or not effect.reproducible:
                 yield problem_of_write(effect, self._fn)
 
     def _read_inputs(self, graph: torch.fx.GraphModule) -> None:
-        replaced = {place for effect in self._effects for place in effect.places}
+        replaced = {place for effect in self.effects for place in effect.places}
         super()._read_inputs(graph)
         self.carried = [expression for expression in self.inputs if expression in replaced]
         self.inputs = [expression for expression in self.inputs if expression not in replaced]

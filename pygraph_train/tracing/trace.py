@@ -26,6 +26,7 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 from pygraph_train.torch_private.guards import guard_failures
+from pygraph_train.torch_private.side_effects import SideEffect
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.branches import Branches
 from pygraph_train.tracing.decided_by_values import decided_by_values
@@ -116,6 +117,8 @@ class Trace:
         """What the compilation could not do."""
         self.made_once: tuple[str, ...] = ()
         """What the function makes on the host in each call, and was made when it was traced."""
+        self.effects: list[SideEffect] = []
+        """What the function writes to Python, and a replay reproduces."""
         self.branches = Branches(plain=compiler is None and self.runs_graph)
         self.draws_in_graph: tuple[str, ...] = ("torch",) if device.type == "cpu" else ()
         """Generators whose numbers are drawn where the graph runs, and not before."""
