@@ -605,3 +605,20 @@ def test_a_part_whose_sizes_never_come_back_runs_as_it_is() -> None:
     assert report.plan == "{F} {B} {O}", text_of(report)
     assert any(r.replays >= 20 for r in report.regions() if r.phase == "backward"), text_of(report)
     assert "its sizes are others in most runs" in text_of(report)
+
+
+def test_parts_take_the_branches_of_plain_training() -> None:
+    def script(diary: Diary) -> None:
+        model = Shared(1, 0)
+        optimizer = adamw(model)
+
+        def step_fn(x: Tensor, picked: Tensor, labels: Tensor) -> Tensor:
+            hidden = model.first(x).tanh() if torch.compiler.is_compiling() else model.first(x).sin()
+            return nn.functional.cross_entropy(model.last(hidden[picked].tanh()), labels[picked])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in Shared.batches(50):
+            diary.write("loss", step(*batch))
+            diary.write_state(model, optimizer)
+
+    in_regions(both(script, compile=False, replays=20))

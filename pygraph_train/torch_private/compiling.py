@@ -9,7 +9,12 @@ import torch
 
 from pygraph_train.torch_private.changes import Around
 
-__all__ = ["file_of", "nothing_captures", "nothing_compiles"]
+__all__ = ["as_in_plain_python", "file_of", "nothing_captures", "nothing_compiles"]
+
+
+def as_in_plain_python() -> list[tuple[Any, str, Any]]:
+    """Changes of Dynamo: what it traces takes the branches of plain Python. (2.11, 2.13)"""
+    return [nothing_compiles([]), *nothing_captures()]
 
 
 def nothing_compiles(asked: list[str], but: Collection[str] = ()) -> tuple[Any, str, Any]:

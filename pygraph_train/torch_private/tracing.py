@@ -22,6 +22,7 @@ from pygraph_train.torch_private import (
     texts,
 )
 from pygraph_train.torch_private.changes import Around, no_bounded_deques
+from pygraph_train.torch_private.compiling import as_in_plain_python
 from pygraph_train.torch_private.guards import with_place
 
 __all__ = [
@@ -293,7 +294,7 @@ def parameters_go_unguarded() -> bool:
 
 @contextmanager
 def dynamo_region_config(
-    backward: autocast.State | None = None, **settings: Any
+    backward: autocast.State | None = None, *, plain: bool = False, **settings: Any
 ) -> Iterator[list[BaseException]]:
     """Compile so that it is noticed when hooks of modules or methods of classes change later (torch 2.11, 2.13).
 
@@ -304,6 +305,7 @@ def dynamo_region_config(
 
     Args:
         backward: the autocast that its backward is called under; None for the present one.
+        plain: code that asks whether it is compiled takes the branches of plain Python.
         **settings: further ones of Dynamo.
 
     Yields:
@@ -313,7 +315,7 @@ def dynamo_region_config(
     tracer, call, trace = _tracer()
 
     def traced(self: Any, *args: Any) -> Any:
-        with _tracing_regions(failures, settings):
+        with _tracing_regions(failures, settings, plain=plain):
             return trace(self, *args)
 
     with autocast.backward_comes_here(backward), _changed([(tracer, call, traced)]):
@@ -329,7 +331,9 @@ def _tracer() -> tuple[Any, str, Any]:
 
 
 @contextmanager
-def _tracing_regions(failures: list[BaseException], settings: dict[str, Any]) -> Iterator[None]:
+def _tracing_regions(
+    failures: list[BaseException], settings: dict[str, Any], *, plain: bool
+) -> Iterator[None]:
     def take(record: logging.LogRecord) -> bool:
         if "recompile_limit" in str(record.msg) or "recompile_limit" in map(str, record.args or ()):
             return False
@@ -349,7 +353,7 @@ def _tracing_regions(failures: list[BaseException], settings: dict[str, Any]) ->
         **settings,
     }
     try:
-        mends = _changed([*_guarded_methods(), *switches.guarded()])
+        mends = _changed([*_guarded_methods(), *switches.guarded(), *(as_in_plain_python() if plain else ())])
         with mends, autocast.as_around_backward(), _tracing(regions=True, **settings):
             yield
     finally:
