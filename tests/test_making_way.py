@@ -24,7 +24,7 @@ class Device:
     """A device whose memory is in use by so much, and the graphs that are open in each step of a plan without them."""
 
     def __init__(self) -> None:
-        self.reserved = PEAK
+        self.reserved, self.idle = PEAK // 2, PEAK
         self.open: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
         self.beside: list[tuple[str, int]] = []
 
@@ -44,11 +44,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     monkeypatch.setattr(EmulatedEngine, "capture", captured)
     monkeypatch.setattr(EmulatedEngine, "shares_memory", True)
-    monkeypatch.setattr(EmulatedEngine, "memory", lambda engine: MemoryUse(made.reserved, PEAK, PEAK))
+    monkeypatch.setattr(
+        EmulatedEngine, "memory", lambda engine: MemoryUse(made.reserved, PEAK, made.idle, PEAK)
+    )
     monkeypatch.setattr(UngraphedSteps, "as_its_arm_says", ungraphed)
     monkeypatch.setattr(Decisions, "_estimate", lambda *arguments: Estimate())
     monkeypatch.setattr(timing, "declared_seconds", lambda arm: SECONDS.get(str(arm.plan), 2e-3))
-    monkeypatch.setattr("pygraph_train.step.room._GROWS", 0.5)
     return made
 
 
@@ -70,7 +71,7 @@ def test_no_graph_is_open_while_a_plan_without_one_is_tried(device: Device) -> N
 
 
 def test_where_memory_does_not_grow_graphs_stay(device: Device) -> None:
-    device.reserved = PEAK // 4
+    device.idle = PEAK // 2
     report = both(script, replays=80, plan="{F B O}")
     tried = [beside for plan, beside in device.beside if plan == "F B O"]
     assert len(tried) >= 4 and all(tried), device.beside

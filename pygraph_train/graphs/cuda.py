@@ -304,7 +304,8 @@ class CudaEngine:
         """See `graphs.engine.Engine.memory`."""
         free, _ = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
-        return MemoryUse(reserved, torch.cuda.max_memory_reserved(self.device), free)
+        idle = reserved - torch.cuda.memory_allocated(self.device)
+        return MemoryUse(reserved, torch.cuda.max_memory_reserved(self.device), idle, free)
 
     def close(self) -> None:
         """Release the pools."""

@@ -219,7 +219,7 @@ class EmulatedEngine:
 
     def memory(self) -> MemoryUse:
         """The CPU has as much as anybody wants."""
-        return MemoryUse(0, 0, 1)
+        return MemoryUse(0, 0, 0, 1)
 
     def close(self) -> None:
         """Refuse further captures. Raises RuntimeError while a graph is open, as its pool would be."""

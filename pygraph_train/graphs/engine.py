@@ -69,10 +69,18 @@ class Graph(Protocol):
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of a device: reserved by this process, the most it ever reserved, and what nobody has."""
+    """Bytes of a device.
+
+    Attributes:
+        reserved: by this process.
+        peak: the most it ever reserved.
+        idle: of what is reserved, what no tensor lies in. Graphs write to such memory when they are replayed.
+        free: what nobody has.
+    """
 
     reserved: int
     peak: int
+    idle: int
     free: int
 
 

@@ -37,6 +37,7 @@ class Room:
         self._asked = training.config.max_signatures
         self._most = self._asked or (_MOST_APART if signatures.families is None else _MOST)
         self._growth = 0  # bytes that one capture took at most
+        self._idle = 0  # bytes of graphs, after the latest capture
         self._before: int | None = None
 
     def is_there(self, variant: Variant | None) -> bool:
@@ -70,12 +71,12 @@ class Room:
     def is_short_beside(self, variant: Variant) -> bool:
         """Whether a step without a graph, made beside the only captures that there are, needs more than ever before.
 
-        Such a step needs about as much as the captures took.
+        Such a step needs about as much as lies idle after a capture: nearly all of that is the graphs'.
         """
         if any(v.captures for v in self._signatures.variants() if v is not variant):
             return False  # they would keep the memory
         memory = self._training.engine.memory()
-        return memory.reserved + self._growth > _GROWS * memory.peak
+        return memory.reserved + self._idle > _GROWS * memory.peak
 
     def capture_begins(self) -> None:
         """Note how much memory there is."""
@@ -86,6 +87,7 @@ class Room:
         if self._before is not None:
             self._growth = max(self._growth, self._before - (self._free() or 0))
             self._before = None
+        self._idle = self._training.engine.memory().idle
 
     def _holders(self, but: Variant | None) -> list[Variant]:
         """Kinds of calls that have graphs, or have earned them."""

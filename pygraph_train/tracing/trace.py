@@ -169,9 +169,7 @@ class Trace:
                 return self._through_dynamo(fn, args, kwargs)
             except NotLegal as refused:
                 if not self._is_worth_another_look(refused.problem):
-                    if (problem := self.branches.in_the_way(refused.problem)) is not refused.problem:
-                        raise NotLegal(problem) from None
-                    raise
+                    raise NotLegal(self.branches.in_the_way(refused.problem)) from refused.__cause__
                 self._forget_look()
 
     def _is_worth_another_look(self, refused: Problem) -> bool:
