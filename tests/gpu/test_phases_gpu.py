@@ -70,9 +70,9 @@ def equal(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("off", ["forward", "backward"])
 def test_the_optimizer_alone_equals_plain_training_bit_for_bit(off: str, options: dict[str, Any]) -> None:
     model = make()
-    expected = train(copy.deepcopy(model), 60, None, **options)
+    expected = train(copy.deepcopy(model), 64, None, **options)
     config = PyGraphConfig(compile=False, optimizer="on", **{off: "off"})
-    found = train(model, 60, config, **options)
+    found = train(model, 64, config, **options)
     equal(expected, found)
     assert found[2].optimizer_steps_replayed >= 50, str(found[2])
 
