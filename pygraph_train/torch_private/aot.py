@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from pygraph_train.torch_private.attention import keep_dropout_on_device
+
 __all__ = [
     "BuildRegion",
     "CompileKernels",
@@ -171,6 +173,7 @@ def compile_with_aten(
     from torch.fx.graph import _BoxedCodeGen
 
     def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        keep_dropout_on_device(gm.graph)
         gm.graph.set_codegen(_BoxedCodeGen())
         gm.recompile()
         # before that `forward` calls the module, and hooks of all modules
