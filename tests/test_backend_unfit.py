@@ -72,7 +72,7 @@ def test_steps_in_regions_that_return_what_they_write() -> None:
             diary.write("results", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, replays=70)
+    report = both(script, replays=70, fuse="off")
     assert {r.phase for r in report.regions() if r.replays >= 20} == {"forward", "backward"}, str(report)
 
 

@@ -131,9 +131,8 @@ def test_a_short_run_on_changing_lengths_traces_nothing(lengths: range | list[in
         report = both(train(drawn(lengths, 590)), never="a trace costs more than this run")
     assert not found and not report.captures
     assert not report.fallbacks, str(report)
-    assert "The shapes of batches change" in str(report) and "fuse='on' at once" in " ".join(
-        str(report).split()
-    )
+    told = " ".join(str(report).split())
+    assert "The shapes of batches change" in told and "fuse='on' at once" in told
 
 
 @pytest.mark.usefixtures("measured")
