@@ -101,3 +101,47 @@ def test_steps_that_wait_for_a_trace_import_nothing(options: dict[str, Any]) -> 
         "nor does anything before them"
     )
     assert "torch._functorch.aot_autograd" in found["later"], "the trace shows that imports are seen"
+    assert "networkx" not in found["later"], "300 modules that torch needs for no trace"
+
+
+@pytest.mark.passes_without_graphs("imports only")
+def test_torch_has_networkx_where_it_needs_it() -> None:
+    program = """
+import sys
+from pygraph_train.torch_private.late_imports import networkx_waits
+
+networkx_waits()
+from torch._functorch import partitioners
+from torch._functorch._activation_checkpointing import graph_info_provider as user
+from torch._functorch._activation_checkpointing import knapsack_evaluator
+
+assert "networkx" not in sys.modules
+times = {"a": 1.0, "b": 1.0}
+made = user.GraphInfoProvider(["a", "b"], [("a", "b")], ["a", "b"], times, times).recomputable_node_only_graph
+import networkx
+
+assert type(made) is networkx.DiGraph and list(made.edges) == [("a", "b")], made
+assert list(knapsack_evaluator.nx.topological_sort(made)) == ["a", "b"] and knapsack_evaluator.nx is networkx
+assert user.nx is networkx and partitioners.GraphInfoProvider is user.GraphInfoProvider
+assert type(user.__spec__.loader).__module__ == type(partitioners.__spec__.loader).__module__
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.passes_without_graphs("imports only")
+def test_nothing_waits_that_is_there_already() -> None:
+    program = """
+import sys
+import networkx
+from pygraph_train.torch_private.late_imports import networkx_waits
+
+finders = list(sys.meta_path)
+networkx_waits()
+assert sys.meta_path == finders
+import torch._functorch._activation_checkpointing.graph_info_provider as user
+
+assert user.nx is networkx
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
+    assert run.returncode == 0, run.stderr[-3000:]

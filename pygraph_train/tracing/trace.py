@@ -26,6 +26,7 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 from pygraph_train.torch_private.guards import guard_failures
+from pygraph_train.torch_private.late_imports import networkx_waits
 from pygraph_train.torch_private.side_effects import SideEffect
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.branches import Branches
@@ -145,6 +146,7 @@ class Trace:
 
     def _go_through_dynamo(self, code: types.FunctionType) -> None:
         """Let `_call` be this function, compiled."""
+        networkx_waits()
         self._code = code
         self._call: Any = torch.compile(
             code,
