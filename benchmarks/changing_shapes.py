@@ -5,7 +5,8 @@
     python -m benchmarks.changing_shapes --scale tiny                                          # does the script work?
 
 Each row is a process of its own with cold caches. Its clock begins before the first step: tracing, compilation and
-captures are in it. benchmarks/README.md says what the columns mean.
+captures are in it. What the first process of a machine reads from the disk is not: each case begins with a short eager
+run that no row is made of. benchmarks/README.md says what the columns mean.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -169,7 +171,9 @@ def run_row(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
     step, told = step_of(arm, model, device)
     cuda = device == "cuda"
     windows: list[float] = []
+    imported: list[int] = []
     losses: list[float] = []
+    first: list[float] = []
     batches = batches_of(case, args.scale, steps)
     if cuda:
         torch.cuda.synchronize()
@@ -178,17 +182,20 @@ def run_row(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
     while made < steps:
         count = min(WINDOW, steps - made)
         with _turn(args.lock, timed=made >= steps * 3 // 4):
-            started = time.perf_counter()
+            known, started = len(sys.modules), time.perf_counter()
             for _ in range(count):
+                began = time.perf_counter()
                 batch = {name: value.to(device, non_blocking=True) for name, value in next(batches).items()}
                 loss = step(batch)
                 if len(losses) < 20:
                     losses.append(float(loss))
+                    first.append((time.perf_counter() - began) * 1e3)
             if cuda:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
         total += seconds
         windows.append(seconds / count * 1e3)
+        imported.append(len(sys.modules) - known)
         made += count
     last = windows[len(windows) * 3 // 4 :]
     report = told()
@@ -196,6 +203,8 @@ def run_row(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
         "whole_s": total,
         "steady_ms": statistics.median(last),
         "windows_ms": windows,
+        "windows_imported": imported,
+        "first_steps_ms": first,
         "reserved_mib": torch.cuda.max_memory_reserved() >> 20 if cuda else None,
         "allocated_mib": torch.cuda.max_memory_allocated() >> 20 if cuda else None,
         "first_losses": losses,
@@ -209,12 +218,13 @@ def run_row(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(case: str, arm: str, args: argparse.Namespace, steps: int | None = None) -> dict[str, Any]:
     """One row, in a process of its own with cold caches. A crash or a time-out is part of the row."""
-    options = ["--scale", args.scale, "--device", args.device, "--steps", str(args.steps)]
+    steps = args.steps if steps is None else steps
+    options = ["--scale", args.scale, "--device", args.device, "--steps", str(steps)]
     options += ["--lock", str(args.lock)] if args.lock is not None else []
     found = row_of_process("benchmarks.changing_shapes", (case, arm), options, args.timeout_s)
-    return {"case": case, "arm": arm, "steps": args.steps, **found}
+    return {"case": case, "arm": arm, "steps": steps, **found}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -247,6 +257,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     record = new_record("changing_shapes", args) | {"side_by_side": args.jobs, "rows": rows}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        args.lock = None
+        before = [measure(case, "eager", args, steps=WINDOW) for case in args.cases]
+        record["before"] = [{key: row.get(key) for key in ("case", "whole_s", "error")} for row in before]
         args.lock = Path(folder) / "lock" if args.jobs > 1 else None
         made = pool.map(
             lambda pair: measure(*pair, args), [(case, arm) for case in args.cases for arm in args.arms]

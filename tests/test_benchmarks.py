@@ -209,6 +209,9 @@ def test_changing_shapes(tmp_path):
     assert eager["error"] is None and graphed["error"] is None, (eager["error"], graphed["error"])
     assert graphed["first_losses"] == eager["first_losses"] and graphed["last_loss"] == eager["last_loss"]
     assert graphed["replays"] > 30 and graphed["shapes"]["met"] >= 4
+    assert [(row["case"], row["error"]) for row in record["before"]] == [("5", None)]
+    assert len(eager["first_steps_ms"]) == 20 and not any(eager["windows_imported"])
+    assert len(graphed["windows_imported"]) == 4 and any(graphed["windows_imported"])
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pygraph_train.torch_private.late_imports import networkx_waits
+
 __all__ = [
     "CHECKPOINT",
     "CUSTOM_FUNCTION",
@@ -38,6 +40,7 @@ __all__ = [
     "raising_node",
     "set_compiled_call",
     "start_untraced",
+    "through_dynamo",
     "tracing_notes",
     "uncompiled_call",
     "untraced",
@@ -54,6 +57,15 @@ def dynamo_cache_entries(code: types.CodeType) -> list[Any]:
     return list(_debug_get_cache_entry_list(code))
 
 
+def through_dynamo(
+    function: Callable[..., Any], backend: Callable[..., Any], **options: Any
+) -> Callable[..., Any]:
+    """`torch.compile` with these options, and without what it would read from the disk for nothing. (2.11, 2.13)"""
+    networkx_waits()
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
+    return compiled
+
+
 def compiled_apart(function: Any, backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """A copy of a function through Dynamo, with a code object of its own: Dynamo's caches belong to these.
 
@@ -64,7 +76,7 @@ def compiled_apart(function: Any, backend: Callable[..., Any], **options: Any) -
         backend, options: of `torch.compile`.
     """
     fresh = types.FunctionType(function.__code__.replace(), function.__globals__)
-    compiled: Callable[..., Any] = torch.compile(fresh, backend=backend, **options)
+    compiled = through_dynamo(fresh, backend, **options)
     weakref.finalize(compiled, forget_compiled, fresh.__code__).atexit = False
     return compiled
 

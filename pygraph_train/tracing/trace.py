@@ -22,6 +22,7 @@ from pygraph_train.torch_private.dynamo import (
     forget_compiled,
     placeholder_source,
     raised_while_tracing,
+    through_dynamo,
     tracing_notes,
     writes_to_inputs,
 )
@@ -146,13 +147,9 @@ class Trace:
     def _go_through_dynamo(self, code: types.FunctionType) -> None:
         """Let `_call` be this function, compiled."""
         self._code = code
-        self._call: Any = torch.compile(
-            code,
-            backend=held_weakly(self._backend),
-            fullgraph=True,
-            dynamic=False,
-            options={"guard_filter_fn": held_weakly(self._keep_guards)},  # type: ignore[dict-item]
-        )
+        keep_guards = held_weakly(self._keep_guards)
+        backend, options = held_weakly(self._backend), {"guard_filter_fn": keep_guards}
+        self._call: Any = through_dynamo(code, backend, fullgraph=True, dynamic=False, options=options)
         weakref.finalize(self, forget_compiled, code.__code__).atexit = False
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
