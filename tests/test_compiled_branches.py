@@ -11,7 +11,7 @@ import pytest
 import torch
 from replays import text_of
 from torch import Tensor, nn
-from training import Diary, Net, batches, both, line_of, loss_of, sgd
+from training import Diary, Net, adamw, batches, both, line_of, loss_of, sgd
 
 from pygraph_train.problems import NotLegal
 from pygraph_train.tracing.trace import Trace
@@ -116,3 +116,66 @@ def test_only_the_file_that_cannot_be_traced_takes_the_branch_of_compiled_code(
 
     assert torch.equal(trace(step, (x,), {}), x * 2)
     assert trace.problem is None and trace.branches.compiled is None
+
+
+def is_tracing() -> bool:
+    """As that of transformers."""
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except Exception:  # without a driver
+        return False
+
+
+class Masked(nn.Module):
+    """Makes a mask in one place, which plain training needs for padded batches only, and checks its size in another.
+
+    The size is that of the tokens, and the check is made after half of them are gone: code that makes a mask because
+    it is compiled raises there, as Informer and Autoformer of transformers do. Between the two, the host reads a value.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def mask(self, kept: Tensor) -> Tensor | None:
+        return kept.float().log() if is_tracing() or not kept.all() else None
+
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            if mask.shape != x.shape[:1]:
+                raise ValueError(f"the mask should be of size {x.shape[:1]}, but is {mask.shape}")
+            x = x + mask[:, None]
+        return x.tanh()
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        mask = self.mask(kept)
+        hidden = self.first(x).sin()
+        if hidden.mean() > 100:  # the host reads a value
+            hidden = hidden * 2
+        result: Tensor = self.last(self.attend(hidden[: len(x) // 2], mask))
+        return result
+
+
+@pytest.mark.parametrize("compile", [False, True, "auto"])
+@pytest.mark.parametrize("within", ["function", "modules"])
+def test_regions_raise_nothing_that_plain_training_does_not_raise(compile: bool | str, within: str) -> None:
+    def script(diary: Diary) -> None:
+        model, seen = Masked(), list[int]()
+        optimizer, g = adamw(model), torch.Generator().manual_seed(1)
+
+        def step_fn(x: Tensor, kept: Tensor, labels: Tensor) -> Tensor:
+            if within == "modules":  # what changes in each step keeps Dynamo from the whole function
+                seen.append(len(seen))
+            return nn.functional.cross_entropy(model(x, kept), labels)
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for _ in range(50):
+            x, labels = torch.randn(12, 8, generator=g), torch.randint(4, (6,), generator=g)
+            diary.write("loss", step(x, torch.ones(12, dtype=torch.bool), labels))
+            diary.write_state(model, optimizer)
+
+    report = both(script, compile=compile, replays=20)
+    assert {r.phase for r in report.regions() if r.replays >= 20} >= {"forward", "backward"}, text_of(report)
+    assert "the compiler failed" not in text_of(report)

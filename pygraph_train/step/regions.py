@@ -160,8 +160,8 @@ class Regions:
             exact.begin()
             level = level if exact.began and self.problem is None else _NOTHING
         try:
-            plain = exact is not None
-            with dynamo_region_config(plain=plain, recompile_limit=_MOST_VARIANTS) as failures:
+            # parts in Python are on the branches of plain training, and hand over what compiled parts take
+            with dynamo_region_config(plain=True, recompile_limit=_MOST_VARIANTS) as failures:
                 result = level.run(run if exact is None else lambda call: run(exact.looked_at(call)))
         except RuntimeError as error:
             if not self.found or not compiled_kernels_refuse(error):

@@ -353,8 +353,9 @@ def _tracing_regions(
         **settings,
     }
     try:
-        mends = _changed([*_guarded_methods(), *switches.guarded(), *(as_in_plain_python() if plain else ())])
-        with mends, autocast.as_around_backward(), _tracing(regions=True, **settings):
+        mends = _changed([*_guarded_methods(), *switches.guarded()])
+        further = as_in_plain_python() if plain else ()  # on top of those that set the same methods
+        with mends, autocast.as_around_backward(), _tracing(*further, regions=True, **settings):
             yield
     finally:
         log.removeFilter(take)
