@@ -25,6 +25,7 @@ from pygraph_train.selection.controller import Estimate
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.plan import legal_plans
 from pygraph_train.step.region_proof import ProvedPart
+from pygraph_train.step.regions import why_no_regions
 from pygraph_train.step.times import Times
 from pygraph_train.torch_private.aot import compile_with_aten
 from pygraph_train.tracing.gradient_order import GradientOrder
@@ -622,3 +623,15 @@ def test_parts_take_the_branches_of_plain_training() -> None:
             diary.write_state(model, optimizer)
 
     in_regions(both(script, compile=False, replays=20))
+
+
+@pytest.mark.passes_without_graphs("nothing is run")
+def test_on_a_gpu_they_are_made_where_somebody_asks_for_them() -> None:
+    for options in ({}, {"fuse": "on"}, {"optimizer": "on"}):
+        reason = why_no_regions(PyGraphConfig(compile=False, **options), "cuda")
+        assert reason is not None and "forward='on'" in reason
+    for asked in ({"forward": "on"}, {"backward": "on"}):
+        assert why_no_regions(PyGraphConfig(compile=False, **asked), "cuda") is None
+    assert why_no_regions(PyGraphConfig(compile=False), "emulated") is None
+    assert why_no_regions(PyGraphConfig(), "cuda") is None
+    assert why_no_regions(PyGraphConfig(forward="off", backward="off"), "cuda") is not None
