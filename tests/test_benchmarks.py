@@ -210,8 +210,8 @@ def test_changing_shapes(tmp_path):
     assert graphed["first_losses"] == eager["first_losses"] and graphed["last_loss"] == eager["last_loss"]
     assert graphed["replays"] > 30 and graphed["shapes"]["met"] >= 4
     assert [(row["case"], row["error"]) for row in record["before"]] == [("5", None)]
-    assert len(eager["first_steps_ms"]) == 20 and not any(eager["windows_imported"])
-    assert len(graphed["windows_imported"]) == 4 and any(graphed["windows_imported"])
+    assert len(eager["first_steps_ms"]) == 20 and len(graphed["windows_imported"]) == 4
+    assert sum(graphed["windows_imported"]) > sum(eager["windows_imported"]), "the trace imports its compiler"
 
 
 @pytest.mark.slow
