@@ -248,3 +248,75 @@ def test_storages_know_what_lies_in_them():
     assert memory.hold(a[7:]) and memory.hold(b) and memory.hold(b.t()[3])
     assert not memory.hold(c) and not memory.hold(torch.empty(0))
     assert not Storages([]).hold(a)
+
+
+def as_a_view(model: Any) -> None:
+    model.b = model.a.view(6)
+
+
+def in_the_memory(model: Any) -> None:
+    model.b.set_(model.a)
+
+
+def as_data(model: Any) -> None:
+    model.b.data = model.a.data
+
+
+@pytest.mark.parametrize("share", [as_a_view, in_the_memory, as_data])
+@pytest.mark.parametrize("back", [False, True])
+def test_buffers_that_share_memory_after_some_steps_with_one_that_a_region_changes(
+    share: Callable[[Any], None], back: bool
+) -> None:
+    def script(diary: Diary) -> None:
+        model = Model()
+        model.register_buffer("a", torch.zeros(6))
+        model.register_buffer("b", torch.ones(6))
+        optimizer = adamw(model)
+
+        def step_fn(x: Tensor) -> Tensor:
+            model.a.add_(x.mean(0))
+            x = x + model.b
+            torch._dynamo.graph_break()
+            return model(x).square().mean()
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for number in range(30):
+            if number == 15:
+                share(model)
+            if back and number == 22:
+                model.b = torch.ones(6)
+            diary.write("loss", step(torch.randn(8, 6)))
+            diary.write_state(model, optimizer)
+
+    both(script, replays=60, compile=False)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_batch_whose_tensors_share_memory_in_some_steps_where_a_region_changes_one(
+    first: bool,
+) -> None:
+    def script(diary: Diary) -> None:
+        model = Model()
+        optimizer = adamw(model)
+
+        def step_fn(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            y.add_(1).remainder_(3)
+            torch._dynamo.graph_break()
+            return nn.functional.cross_entropy(model(x), z)
+
+        def deciding(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            found = z.clone()
+            y.add_(1).remainder_(3)
+            if z.sum() > 8:
+                return nn.functional.cross_entropy(model(x), found)
+            return nn.functional.cross_entropy(model(x) * 0.5, y)
+
+        steps = [diary.step(fn, model=model, optimizer=optimizer) for fn in (step_fn, deciding)]
+        for number in range(60):
+            x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+            z = y.view(8) if (number >= 30) != first else y.clone()
+            diary.write("loss", steps[number % 2](x, y, z))
+            diary.write("batch", [x, y, z])
+            diary.write_state(model, optimizer)
+
+    both(script, replays=30, compile=False)

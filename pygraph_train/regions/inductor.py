@@ -21,6 +21,7 @@ from pygraph_train.regions.pair import Pair, Tangent
 from pygraph_train.regions.passes.draft import copy_module, in_one_line
 from pygraph_train.regions.region import Region, RegionSpec
 from pygraph_train.regions.replaced import Replacing, without_replacements
+from pygraph_train.regions.sharing import plain_where_shared
 from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed, batched, transform
 from pygraph_train.regions.unfit import Unfit, compile_truly, leave_recurrent_networks
@@ -78,11 +79,13 @@ def compile_graph(
     start_untraced()
     number = next(_numbers)
     try:
-        return compile_truly(
+        compiling = functools.partial(
+            compile_truly,
             gm,
             example_inputs,
             lambda gm, look: _compile_regions(gm, example_inputs, options, number, look, note),
         )
+        return plain_where_shared(gm, example_inputs, compiling)
     except Unfit as unfit:
         where, reason = _first_user_line(gm), str(unfit)
         note(RegionRecord(f"function {number}", "function", where, "plain", reason))
