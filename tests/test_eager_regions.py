@@ -380,7 +380,9 @@ def test_a_result_without_a_gradient_beside_one_that_has_one_speaks_against_regi
             diary.write_state(model, optimizer)
 
     report = both(script, compile=False, replays=20)
-    assert report.plan == "F B {O}" and "only some have a gradient" in text_of(report), str(report)
+    assert report.plan == "F B {O}" and "only some results of an operation have a gradient" in text_of(
+        report
+    ), str(report)
 
 
 def test_a_gradient_in_another_layout_speaks_against_regions() -> None:

@@ -306,11 +306,7 @@ class Regions:
                 elif activation and _is_asked_for(activation[0], hooks):
                     why = "the gradient of an activation is asked for, and compiled code has no such gradient"
                 elif gradient is None:
-                    why = (
-                        "of the results of one operation only some have a gradient"
-                        if exact is not None
-                        else None
-                    )
+                    why = "only some results of an operation have a gradient" if exact else None
                 elif exact is not None and self.problem is None and not lies_as(gradient, layout):
                     why = "a gradient comes in another layout than compiled code has for it"
                 if why is not None:
