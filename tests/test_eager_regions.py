@@ -358,6 +358,33 @@ def test_a_part_that_comes_late_is_looked_at_before_it_is_in_graphs() -> None:
     assert "added in another order" in text_of(report)
 
 
+class Halves(nn.Module):
+    """One operation has two results, and the step does not always use both of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, x: Tensor) -> Tensor:
+        left, right = self.first(x).tanh().chunk(2, dim=-1)
+        return self.second(left if left.sum().item() > 0 else right).square().mean()
+
+
+def test_a_result_without_a_gradient_beside_one_that_has_one_speaks_against_regions() -> None:
+    def script(diary: Diary) -> None:
+        model = Halves()
+        optimizer = adamw(model)
+        step = diary.step(model.loss, model=model, optimizer=optimizer)
+        for batch in Shared.batches(40):
+            diary.write("loss", step(batch[0]))
+            diary.write_state(model, optimizer)
+
+    report = both(script, compile=False, replays=20)
+    assert report.plan == "F B {O}" and "only some results of an operation have a gradient" in text_of(
+        report
+    ), str(report)
+
+
 def test_a_gradient_in_another_layout_speaks_against_regions() -> None:
     def script(diary: Diary) -> None:
         model = nn.Linear(WIDTH, WIDTH)

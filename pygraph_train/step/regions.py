@@ -292,7 +292,7 @@ class Regions:
 
             @untraced
             def look(
-                gradient: Tensor,
+                gradient: Tensor | None,
                 activation: list[Tensor] = activation,
                 hooks: int = hooks,
                 layout: torch.memory_format = layout,
@@ -305,6 +305,8 @@ class Regions:
                     why = "parameters are changed between forward and backward"
                 elif activation and _is_asked_for(activation[0], hooks):
                     why = "the gradient of an activation is asked for, and compiled code has no such gradient"
+                elif gradient is None:
+                    why = "only some results of an operation have a gradient" if exact else None
                 elif exact is not None and self.problem is None and not lies_as(gradient, layout):
                     why = "a gradient comes in another layout than compiled code has for it"
                 if why is not None:
