@@ -13,6 +13,7 @@ from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
 from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.selection import timing
 from pygraph_train.selection.controller import Estimate
+from pygraph_train.step import regions
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.ungraphed import UngraphedSteps
 
@@ -48,6 +49,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         EmulatedEngine, "memory", lambda engine: MemoryUse(made.reserved, PEAK, made.idle, PEAK)
     )
     monkeypatch.setattr(UngraphedSteps, "as_its_arm_says", ungraphed)
+    # the emulation has no pool that keeps what regions borrow from each other where memory is shared
+    monkeypatch.setattr(regions, "why_no_regions", lambda *arguments: "they are not tested here")
     monkeypatch.setattr(Decisions, "_estimate", lambda *arguments: Estimate())
     monkeypatch.setattr(timing, "declared_seconds", lambda arm: SECONDS.get(str(arm.plan), 2e-3))
     return made
