@@ -410,19 +410,13 @@ def test_lightning_trains_on_changing_lengths() -> None:
     assert all(torch.equal(state[name], after[name]) for name in state)
 
 
-@pytest.mark.slow
-@pytest.mark.passes_without_graphs("no shape comes back")
-@pytest.mark.parametrize("codes", [1, 2])
-def test_lengths_that_never_return_run_with_kernels_for_all_lengths(
-    codes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As under `torch.compile`: Inductor compiles once for all lengths, or once for each kind that its guards make."""
-    made, compile_whole, untimed = Decisions.__init__, inductor.compile_whole, Capturing.untimed
-    with_kernels: list[int] = []
+def let_inductor_compile(monkeypatch: pytest.MonkeyPatch, *, asks: bool) -> None:
+    """On the CPU as well. Where it `asks`, its code is for even sizes or for odd ones."""
+    made, compile_whole = Decisions.__init__, inductor.compile_whole
 
     def with_inductor(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        self.compiles = True  # on the CPU as well
+        self.compiles = True
 
     def with_a_guard(graph: Any, inputs: Any, left: list[str]) -> Any:
         for value in inputs:
@@ -430,16 +424,18 @@ def test_lengths_that_never_return_run_with_kernels_for_all_lengths(
                 bool(value % 2 == 0)  # kernels for attention ask in this way whether rows are aligned
         return compile_whole(graph, inputs, left)
 
-    def counted(self: Any, step: Any, *args: Any) -> Any:
-        with_kernels.append(step.position)
-        return untimed(self, step, *args)
-
     monkeypatch.setattr(Decisions, "__init__", with_inductor)
-    monkeypatch.setattr(Family, "compiled_is_faster", lambda self: True)
     monkeypatch.setattr(shapes, "STEPS_BEFORE_COMPILING", 10)
-    monkeypatch.setattr(Capturing, "untimed", counted)
-    if codes == 2:
+    if asks:
         monkeypatch.setattr(inductor, "compile_whole", with_a_guard)
+
+
+def train_on_lengths(lengths: range) -> tuple[GraphedStep, nn.Module, nn.Module, list[Any]]:
+    """Train a model with Inductor's kernels, and its twin plainly; each loss is compared.
+
+    Returns:
+        The step, both models, and all traces.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     twin = copy.deepcopy(model)
@@ -447,13 +443,35 @@ def test_lengths_that_never_return_run_with_kernels_for_all_lengths(
     step = GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG, compile=True)
     x, y = batches(1, size=200)[0]
     with traces() as found:
-        for length in range(3, 60):
+        for length in lengths:
             loss = step((x[:length], y[:length]))
             other.zero_grad()
             expected = loss_of(twin)((x[:length], y[:length]))
             expected.backward()
             other.step()
             torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=1e-5)
+    return step, model, twin, found
+
+
+@pytest.mark.slow
+@pytest.mark.passes_without_graphs("no shape comes back")
+@pytest.mark.parametrize("codes", [1, 2])
+def test_lengths_that_never_return_run_with_kernels_for_all_lengths(
+    codes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `torch.compile`: Inductor compiles once for all lengths, or once for each kind that its guards make."""
+    untimed = Capturing.untimed
+    with_kernels: list[int] = []
+
+    def counted(self: Any, step: Any, *args: Any) -> Any:
+        with_kernels.append(step.position)
+        return untimed(self, step, *args)
+
+    let_inductor_compile(monkeypatch, asks=codes == 2)
+    monkeypatch.setattr(Family, "compiled_is_faster", lambda self: True)
+    monkeypatch.setattr(Capturing, "untimed", counted)
+    step, model, twin, found = train_on_lengths(range(3, 60))
+    x, y = batches(1, size=200)[0]
     compiled = found[2:]
     assert len(compiled) == codes, "after a trace of the first length, and a trace of all lengths"
     function = step._runner._training.program.function()

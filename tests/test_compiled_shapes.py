@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_changing_shapes import traces
-from torch import nn
-from training import CONFIG, adamw, batches, loss_of
+from test_changing_shapes import let_inductor_compile, train_on_lengths
 
-from pygraph_train import GraphedStep
-from pygraph_train.regions import inductor
-from pygraph_train.step import shapes
-from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family
 from pygraph_train.step.shapes import Shapes
 
@@ -69,17 +62,7 @@ def test_code_for_other_lengths_is_compiled_when_it_pays(
     seconds: float, codes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inductor's code is for even lengths or for odd ones, as where kernels for attention ask about alignment."""
-    made, compile_whole, compiled = Decisions.__init__, inductor.compile_whole, Shapes._compiled
-
-    def with_inductor(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        self.compiles = True  # on the CPU as well
-
-    def with_a_guard(graph: Any, inputs: Any, left: list[str]) -> Any:
-        for value in inputs:
-            if isinstance(value, torch.SymInt):
-                bool(value % 2 == 0)
-        return compile_whole(graph, inputs, left)
+    compiled = Shapes._compiled
 
     def measured(self: Shapes, step: Any, lead: Any, *args: Any) -> Any:
         result = compiled(self, step, lead, *args)
@@ -87,24 +70,9 @@ def test_code_for_other_lengths_is_compiled_when_it_pays(
         lead.family._eager, lead.family._compiled = 2.0, 1.0
         return result
 
-    monkeypatch.setattr(Decisions, "__init__", with_inductor)
-    monkeypatch.setattr(inductor, "compile_whole", with_a_guard)
+    let_inductor_compile(monkeypatch, asks=True)
     monkeypatch.setattr(Shapes, "_compiled", measured)
-    monkeypatch.setattr(shapes, "STEPS_BEFORE_COMPILING", 10)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    twin = copy.deepcopy(model)
-    optimizer, other = adamw(model), adamw(twin)
-    step = GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG, compile=True)
-    x, y = batches(1, size=200)[0]
-    with traces() as found:
-        for length in range(3, 80):
-            loss = step((x[:length], y[:length]))
-            other.zero_grad()
-            expected = loss_of(twin)((x[:length], y[:length]))
-            expected.backward()
-            other.step()
-            torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=1e-5)
+    step, model, twin, found = train_on_lengths(range(3, 80))
     assert len(found) == 2 + codes, (
         "a trace of the first length, one of all lengths, and those that are compiled"
     )
