@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 
@@ -32,8 +33,7 @@ class Garbage:
     ) -> None:
         self._collect = collect
         self._clock = clock
-        self._whole_again = 0.0
-        self._collected = False
+        self._whole_again = -math.inf
 
     def collect(self, *, whole: bool = False) -> None:
         """Collect before a capture.
@@ -42,9 +42,9 @@ class Garbage:
             whole: everything, whatever it takes.
         """
         started = self._clock()
-        if self._collected and not whole and started < self._whole_again:
+        if not whole and started < self._whole_again:
             self._collect(_YOUNG)
             return
         self._collect(2)
         ended = self._clock()
-        self._collected, self._whole_again = True, ended + _TIMES * (ended - started)
+        self._whole_again = ended + _TIMES * (ended - started)
