@@ -58,9 +58,8 @@ def _reciprocals_are_rounded_once(device: torch.device) -> bool:
 
     That depends on the version of torch.
     """
-    number = (
-        -103349.09199185664
-    )  # float32: its reciprocal is -9.675944e-06, that of the rounded number -9.675943e-06
+    # in float32 its reciprocal is -9.675944e-06, and that of the rounded number is -9.675943e-06
+    number = -103349.09199185664
     return float(torch.ones((), dtype=torch.float32, device=device) / number) == float(
         torch.tensor(1 / number, dtype=torch.float32)
     )
