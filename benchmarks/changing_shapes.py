@@ -40,7 +40,7 @@ except ImportError:  # no Unix: rows run one after another
 CASES = ("49", "5", "new")
 ARMS = (
     *("eager", "compile", "reduce-overhead"),
-    *("backend", "graphed-eager", "graphed-compiled", "graphed"),
+    *("backend", "accelerate", "graphed-eager", "graphed-compiled", "graphed"),
 )
 OURS = ARMS[3:]
 WINDOW = 20
@@ -102,12 +102,17 @@ def batches_of(case: str, scale: str, steps: int) -> Iterator[Batch]:
         yield batch
 
 
+def loss_of(call: Callable[..., Any], batch: Batch) -> Tensor:
+    """The loss of one batch."""
+    if "x" in batch:
+        return nn.functional.cross_entropy(call(batch["x"]), batch["y"])
+    loss: Tensor = call(**batch).loss
+    return loss
+
+
 def _loss(call: Callable[..., Any], batch: Batch, device: str) -> Tensor:
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        if "x" in batch:
-            return nn.functional.cross_entropy(call(batch["x"]), batch["y"])
-        loss: Tensor = call(**batch).loss
-        return loss
+        return loss_of(call, batch)
 
 
 def step_of(arm: str, model: nn.Module, device: str) -> tuple[Step, Callable[[], dict[str, Any]]]:
@@ -129,6 +134,8 @@ def step_of(arm: str, model: nn.Module, device: str) -> tuple[Step, Callable[[],
             **options,
         )
         return graphed, lambda: graphed.report().to_dict()
+    if arm == "accelerate":
+        return _in_accelerate(model, optimizer, device)
     call: Any = model
     if arm == "backend":
         import pygraph_train  # noqa: F401
@@ -148,6 +155,26 @@ def step_of(arm: str, model: nn.Module, device: str) -> tuple[Step, Callable[[],
         return loss.detach()
 
     return step, dict
+
+
+def _in_accelerate(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: str
+) -> tuple[Step, Callable[[], dict[str, Any]]]:
+    """Accelerate's stock loop with the plugin."""
+    from pygraph_train import Accelerator, PyGraph
+
+    plugin = PyGraph(engine="cuda" if device == "cuda" else "emulated")
+    accelerator: Any = Accelerator(cpu=device == "cpu", plugins=[plugin])
+    prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
+
+    def step(batch: Batch) -> Tensor:
+        loss = _loss(prepared, batch, device)
+        accelerator.backward(loss)
+        prepared_optimizer.step()
+        prepared_optimizer.zero_grad()
+        return loss.detach()
+
+    return step, lambda: plugin.report().to_dict()
 
 
 @contextlib.contextmanager

@@ -21,11 +21,12 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.changing_shapes import batches_of, loss_of, model_of
 from benchmarks.children import row_of_process
 from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_defaults, settle_device
 from benchmarks.lightning_step import COMPILE_OPTIONS, CycledBatches, TrainedModule
 from benchmarks.record import DASH, print_table, write_json
-from benchmarks.workloads import WORKLOADS, build
+from benchmarks.workloads import WORKLOADS, Workload, build
 from pygraph_train import PyGraphCallback
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -35,6 +36,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("eager", *COMPILE_OPTIONS)
 ARMS = ("defaults", "compile=False", "compile=True", *OTHERS)
+
+MODELS = (*WORKLOADS, "lengths")
+"""`lengths` is the model of `changing_shapes.py` on batches of 49 lengths."""
 
 Row = dict[str, Any]
 
@@ -67,10 +71,17 @@ class Clock(pl.Callback):
         return time.perf_counter()
 
 
+def workload_of(model: str, args: argparse.Namespace) -> Workload:
+    """A model with its batches."""
+    if model != "lengths":
+        return build(model, args.scale)
+    return Workload(model_of("49", args.scale), list(batches_of("49", args.scale, args.steps)), loss_of)
+
+
 def run_row(model: str, arm: str, args: argparse.Namespace) -> Row:
     """One row, in this process."""
     pl.seed_everything(0, verbose=False)
-    cuda, workload = args.device == "cuda", build(model, args.scale)
+    cuda, workload = args.device == "cuda", workload_of(model, args)
     last = args.plain_steps if arm in OTHERS else args.steps
     clock, pygraph = Clock(args.window, min(last, args.steps), cuda), None
     if arm in OPTIONS:
@@ -134,7 +145,7 @@ def _over(ours: float | None, others: Sequence[float | None]) -> float | None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default="bert,gpt2", help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--models", default="bert,gpt2", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)} (default: all)")
     parser.add_argument("--steps", type=int, help="of a run (default: 3000; CPU: 60)")
     parser.add_argument(
@@ -152,7 +163,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     settle_device(parser, args)
-    settle_choices(parser, args, models=tuple(WORKLOADS), arms=ARMS)
+    settle_choices(parser, args, models=MODELS, arms=ARMS)
     settle_defaults(args, steps=(3000, 60), plain_steps=(600, 20), window=(20, 5))
     return args
 
