@@ -55,6 +55,14 @@ class Contender:
     losses: list[float] = field(default_factory=list)
     reserved_mib: int | None = None
 
+    def decided(self) -> bool:
+        """Whether every region that the step runs has been decided on, where regions are all that the library has."""
+        if self.mode not in ("backend", "accelerate"):
+            return True
+        from pygraph_train.backend import report
+
+        return report().settled
+
     def state(self) -> object:
         """Changes as long as the library tries things out."""
         if self.report is None:
@@ -146,21 +154,43 @@ def _graphed(**options: Any) -> Callable[..., Made]:
     return make
 
 
-def _accelerate(loss_of: Any, model: Any, optimizer: Any, setting: Setting) -> Made:
-    from pygraph_train import Accelerator, PyGraph
+def _in_accelerate(mode: str | None) -> Callable[..., Made]:
+    """Accelerate's stock loop with a model that `torch.compile` compiles in this mode; None: as it is."""
 
-    plugin = PyGraph(engine=setting.engine)
-    accelerator: Any = Accelerator(cpu=setting.device.type == "cpu", plugins=[plugin])
-    model, optimizer = accelerator.prepare(model, optimizer)
+    def make(loss_of: Any, model: Any, optimizer: Any, setting: Setting) -> Made:
+        import accelerate
 
+        accelerator = accelerate.Accelerator(cpu=setting.device.type == "cpu")
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if mode is not None:
+            model.compile(mode=mode)  # in place, as loss_of has the model
+        return _stock_loop(accelerator, loss_of, optimizer, marks=mode == "reduce-overhead"), None
+
+    return make
+
+
+def _stock_loop(
+    accelerator: Any, loss_of: Any, optimizer: Any, *, marks: bool = False
+) -> Callable[[Any], Tensor]:
     def step(batch: Any) -> Tensor:
+        if marks:
+            torch.compiler.cudagraph_mark_step_begin()
         loss = loss_of(batch)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    return step, plugin.report
+    return step
+
+
+def _accelerate(loss_of: Any, model: Any, optimizer: Any, setting: Setting) -> Made:
+    from pygraph_train import Accelerator, PyGraph
+
+    plugin = PyGraph(engine=setting.engine)
+    accelerator: Any = Accelerator(cpu=setting.device.type == "cpu", plugins=[plugin])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return _stock_loop(accelerator, loss_of, optimizer), plugin.report
 
 
 MODES: dict[str, Callable[..., Made]] = {
@@ -172,6 +202,9 @@ MODES: dict[str, Callable[..., Made]] = {
     "graphed": _graphed(),
     "backend": _backend,
     "accelerate": _accelerate,
+    "accelerate-eager": _in_accelerate(None),
+    "accelerate-compile": _in_accelerate("default"),
+    "accelerate-reduce-overhead": _in_accelerate("reduce-overhead"),
 }
 """How each mode makes the loop of a contender."""
 
@@ -187,7 +220,8 @@ def settle(contender: Contender, *, least: int, most: int, seconds: float) -> No
     for made in range(most):
         contender.step()
         seen = [*seen, contender.state()][-LASTING:]
-        if made + 1 >= least and (seen == seen[:1] * LASTING or time.monotonic() - begun > seconds):
+        lasts = seen == seen[:1] * LASTING and contender.decided()
+        if made + 1 >= least and (lasts or time.monotonic() - begun > seconds):
             break
     if torch.cuda.is_available():
         torch.cuda.synchronize()

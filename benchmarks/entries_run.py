@@ -141,7 +141,8 @@ def _settled(mode: str, setting: Setting, args: argparse.Namespace) -> Contender
     contender = start(mode.removesuffix(" again"), setting)
     first_losses(contender, LOSSES)
     plain = contender.report is None and mode != "backend"
-    least, most = (5, 5) if plain else (args.least, args.most)
+    regions = mode in ("backend", "accelerate")  # each of them is timed with and without its graph
+    least, most = (5, 5) if plain else (args.least, args.longer if regions else args.most)
     settle(contender, least=least, most=most, seconds=args.settle_s)
     if mode.startswith("graphed") and _has_no_graph_of_both(contender):
         # regions are tried when the steps that were made could have paid for them

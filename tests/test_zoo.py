@@ -162,7 +162,7 @@ def test_rows_add_up() -> None:
 def test_never_slower(tmp_path: Path) -> None:
     path = tmp_path / "never.json"
     command = [sys.executable, "-m", "benchmarks.never_slower", "--scale", "tiny", "--device", "cpu"]
-    options = ["--names", "case: PPO", "--modes", "eager,graphed,accelerate", "--json", str(path)]
+    options = ["--names", "case: PPO", "--modes", "eager,graphed,accelerate,accelerate-eager", "--json", str(path)]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "NO TIMING CLAIM" in done.stdout, done.stderr
     record = json.loads(path.read_text())
@@ -179,11 +179,13 @@ def test_never_slower_compares_with_the_best_of_the_others() -> None:
 
     modes = {"eager": mode(9, 90), "compile": mode(6, 100), "reduce-overhead": mode(3, 110)}
     modes |= {"graphed-compiled": mode(2, 120), "backend": mode(4, 100), "graphed": {"error": "no\nway"}}
+    modes |= {"accelerate": mode(5, 100), "accelerate-eager": mode(10, 90)}
     row = {"name": "a", "stage": "done", "error": None, "modes": modes}
     found = never_slower.summarize([row])
     assert found["graphed-compiled"]["geometric_mean_over_the_best"] == pytest.approx(1.5)
     assert found["graphed-compiled"]["memory_above_1.10"] == {"a": 1.2}
     assert found["backend"]["below_0.98"] == {"a": 0.75} and found["crashed"] == {"a, graphed": "no"}
+    assert found["accelerate"]["geometric_mean_over_the_best"] == pytest.approx(2), "in the same loop"
     assert len(never_slower.FROM_ZOO) >= 30 and len(never_slower.CASES) == 12
 
 
