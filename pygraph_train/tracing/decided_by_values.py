@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.dynamic_shapes import depends_on_values
+from pygraph_train.torch_private.selections import is_number_of_host
 from pygraph_train.tracing.reasons import line_of, shape_of_values
 
 __all__ = ["decided_by_values"]
@@ -49,9 +50,7 @@ def _writes_where_mask_is(node: fx.Node) -> bool:
     else:
         return False
     masks = [i for i in (index if isinstance(index, (tuple, list)) else (index,)) if _is_mask(i)]
-    filled = _example(value)
-    is_number = not isinstance(filled, Tensor) or (filled.numel() == 1 and filled.device.type == "cpu")
-    return len(masks) > 1 or (bool(masks) and not is_number)
+    return len(masks) > 1 or (bool(masks) and not is_number_of_host(_example(value)))
 
 
 def _is_mask(index: Any) -> bool:
