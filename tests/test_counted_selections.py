@@ -367,7 +367,15 @@ def unique(out: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return out[torch.unique(rows.long())].sum()  # here
 
 
-@pytest.mark.parametrize("loss", [of_the_loss, with_its_gradient, at_random, unique])
+def written_where_unique(out: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    found = torch.unique(rows.long())  # here
+    out = out * 2
+    out[found] = x[found, :3]
+    out[found] = out[found] + found.float()[:, None]
+    return out.sum()
+
+
+@pytest.mark.parametrize("loss", [of_the_loss, with_its_gradient, at_random, unique, written_where_unique])
 def test_a_selection_that_is_refused_as_before(loss: Selecting) -> None:
     report = train_selecting(loss, replays=1)  # of regions
     told = report.fallbacks[0]

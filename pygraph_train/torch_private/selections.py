@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.dispatch import has_symbols
 from pygraph_train.torch_private.memory import tensor_version
 
 __all__ = ["Count", "changed_mask", "changes", "is_count", "is_number_of_host"]
@@ -52,7 +53,8 @@ def is_number_of_host(value: object) -> bool:
     """Whether `x[mask] = value` is a masked fill, and its backward needs no places either."""
     if not isinstance(value, Tensor):
         return True
-    return value.numel() == 1 and value.device.type == "cpu" and not value.requires_grad
+    single = all(type(n) is int and n == 1 for n in value.shape)
+    return single and value.device.type == "cpu" and not value.requires_grad
 
 
 def changes(count: Count) -> tuple[tuple[Any, str, Any], ...]:
@@ -95,8 +97,8 @@ class _Selection:
     def put(self) -> None:
         """`x[index] = value`, which writes with a mask as it is where the value is a number of the host."""
         if len(self.node.args) > 2:
-            masks = list(filter(_is_mask, _parts(self.node.args[1])))
-            if len(masks) > 1 or not is_number_of_host(_example(self.node.args[2])):
+            masks = sum(map(_is_mask, _parts(self.node.args[1])))
+            if masks > 1 or not is_number_of_host(_example(self.node.args[2])):
                 self._replace_masks()
 
     def places(self) -> None:
@@ -116,7 +118,11 @@ class _Selection:
         given, chosen = _example(x), _example(mask)
         if len(node.args) != 2 or node.kwargs or not isinstance(given, Tensor) or not _is_mask(mask):
             return
-        if given.shape != chosen.shape or (given.requires_grad and torch.is_grad_enabled()):
+        if (
+            has_symbols([given, chosen])
+            or given.shape != chosen.shape
+            or (given.requires_grad and torch.is_grad_enabled())
+        ):
             return
         index = self._columns_of(mask)
         if index is not None:
@@ -130,7 +136,7 @@ class _Selection:
         alone = len(node.args) == 1 and "repeats" not in node.kwargs
         repeats = node.args[0] if alone else node.kwargs.get("repeats", [*node.args, None][1])
         example = _example(repeats)
-        if not isinstance(repeats, fx.Node) or not isinstance(example, Tensor):
+        if not isinstance(repeats, fx.Node) or not isinstance(example, Tensor) or has_symbols([example]):
             return
         if example.dim() != 1 or (example.numel() == 1 and not alone):
             return
@@ -229,6 +235,8 @@ def _fit(target: Any, parts: tuple[Any, ...]) -> bool:
     """Whether each mask in an index has the shape of the dimensions that it stands for. torch raises an error if not,
     and places would not."""
     if not isinstance(target, Tensor) or not any(map(_is_mask, parts)):
+        return False
+    if has_symbols([target, *map(_example, parts)]):
         return False
     taken = [_dimensions(part) for part in parts]
     if None in taken or sum(part is Ellipsis for part in parts) > 1:
