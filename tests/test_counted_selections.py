@@ -99,7 +99,6 @@ def train_on_graphs(
     return both(script, replays=replays, plan="{F B O}", **config)
 
 
-@pytest.mark.notices("reads ahead are those of the step before")
 @pytest.mark.parametrize("weigh", [True, False])
 def test_self_loops_that_lie_elsewhere_in_each_step(weigh: bool) -> None:
     report = train_on_graphs(lambda number: 7, lambda: Convolutions(weigh=weigh))

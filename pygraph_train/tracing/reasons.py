@@ -216,7 +216,8 @@ def shape_of_values(where: str | None) -> Problem:
         "the shape of a tensor depends on the values of another tensor (a boolean mask as index, nonzero(), "
         "unique()), and the shapes in a graph are fixed",
         where,
-        "Keep the shape, and select values by multiplying with the mask or with torch.where(mask, x, 0)",
+        "Keep the shape, and select values by multiplying with the mask or with torch.where(mask, x, 0). A mask that "
+        "follows from the batch alone, by a few cheap operations, may stay",
     )
 
 
