@@ -47,7 +47,6 @@ RAISES = "Dynamo says that it raises"
 READ_LATER = "Return the tensor from the step"
 """How a fix begins for a value that is read where no graph can be."""
 
-
 CHANGE_RARELY = (
     "Change modules, shapes, frozen layers, hooks and switches of torch rarely: the step is traced again "
     "after each change"
