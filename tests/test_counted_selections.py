@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import Diary, both, line_of, sgd
 
 from pygraph_train import StepReport
+from pygraph_train.problems import NotLegal
 from pygraph_train.tracing.reproducing import ReproducingTrace
 
 SHAPE = "the shape of a tensor depends on the values of another tensor"
@@ -159,6 +160,22 @@ def test_many_numbers_of_which_some_come_often() -> None:
     assert not report.fallbacks
 
 
+def test_batches_of_two_sizes_with_two_counts_each() -> None:
+    def change(number: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        y = y.clamp(max=1).index_fill(0, torch.tensor([number % 5]), 2)
+        y[7] = 2 if number % 4 < 2 else 1
+        return (x, y) if number % 2 else (x[1:], y[1:])
+
+    def make(model: nn.Module) -> Callable[..., Any]:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(model(x)[y < 2], y[y < 2])
+
+        return step_fn
+
+    train(make, change, steps=110, replays=30)
+
+
 # -- kinds of selections ------------------------------------------------------------------------------
 
 Selecting = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -232,6 +249,28 @@ def train_selecting(loss: Selecting, **expected: Any) -> StepReport:
             diary.write_state(model, optimizer)
 
     return both(script, **expected)
+
+
+@pytest.mark.slow
+@pytest.mark.passes_without_graphs("kernels of Inductor")
+@pytest.mark.parametrize("kind", ["rows", "elements", "tokens", "written rows"])
+def test_a_selection_with_the_kernels_of_inductor(kind: str) -> None:
+    from pygraph_train.regions.inductor import compile_whole
+
+    model, x, rows = nn.Linear(6, 3), torch.randn(8, 6), torch.randperm(8) < 5
+    trace = ReproducingTrace(torch.device("cpu"), compiler=compile_whole)
+
+    def step_fn(x: Tensor, rows: Tensor) -> Tensor:
+        return SELECTIONS[kind](model(x), x, rows)
+
+    found = []
+    for run in (step_fn, lambda *args: trace(step_fn, args, {})):
+        loss = run(x, rows)
+        found.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(found[1], found[0])
+    assert trace.problem is None and trace.ahead.draws is not None
+    with pytest.raises(NotLegal):  # another count
+        trace(step_fn, (-x.abs(), torch.arange(8) < 4), {})
 
 
 FEW = {"columns", "after dots", "triplets"}

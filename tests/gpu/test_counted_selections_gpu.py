@@ -166,9 +166,12 @@ def test_a_selection(kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(7,), (3000,), (40, 50), (3, 4, 5), (0,)])
-def test_places_of_a_known_number_are_those_that_torch_finds(shape: tuple[int, ...]) -> None:
-    mask = (torch.arange(torch.Size(shape).numel()).reshape(shape) % 3 == 0).cuda()
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+@pytest.mark.parametrize("shape", [(7,), (3000,), (40, 50), (3, 4, 5), (0,), (7_000_001,), (3000, 2001)])
+def test_places_of_a_known_number_are_those_that_torch_finds(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    mask = (torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.3).to("cuda", dtype)
     expected = mask.nonzero()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
