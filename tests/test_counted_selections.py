@@ -198,6 +198,11 @@ SELECTIONS: dict[str, Selecting] = {
     "where": lambda out, x, rows: out[torch.where(x[:, :3] > 0)].square().sum(),
     "argwhere": lambda out, x, rows: out[torch.argwhere(rows)[:, 0]].square().sum(),
     "masked_select": lambda out, x, rows: out.mean() * x.masked_select(x > 0).sum(),
+    "masked_scatter": lambda out, x, rows: scattered(x[:, :3], rows[:, None], out[:5]),
+    "masked_scatter of a large source": lambda out, x, rows: scattered(out.exp(), x[:, :3] > 0, out),
+    "masked_scatter in parts": lambda out, x, rows: scattered(
+        out.expand(2, 8, 3), rows[:, None], out[None, :6] * 2
+    ),
     "repeat_interleave": lambda out, x, rows: out.repeat_interleave(rows.long() + 1, 0).square().sum(),
     "repeat_interleave alone": lambda out, x, rows: out[torch.repeat_interleave(rows.long())].square().sum(),
     "triplets": lambda out, x, rows: triplets(out, rows),
@@ -209,6 +214,12 @@ SELECTIONS: dict[str, Selecting] = {
     "written with index_put": lambda out, x, rows: out.index_put((rows,), out[0]).square().sum(),
     "under autocast": lambda out, x, rows: under_autocast(out, rows),
 }
+
+
+def scattered(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """As features of images are put among tokens."""
+    source = torch.cat([source.flatten(), source.flatten()])
+    return x.masked_scatter(mask, source).square().sum()
 
 
 def triplets(out: Tensor, rows: Tensor) -> Tensor:
@@ -253,7 +264,7 @@ def train_selecting(loss: Selecting, **expected: Any) -> StepReport:
 
 @pytest.mark.slow
 @pytest.mark.passes_without_graphs("kernels of Inductor")
-@pytest.mark.parametrize("kind", ["rows", "elements", "tokens", "written rows"])
+@pytest.mark.parametrize("kind", ["rows", "tokens", "written rows", "masked_scatter of a large source"])
 def test_a_selection_with_the_kernels_of_inductor(kind: str) -> None:
     from pygraph_train.regions.inductor import compile_whole
 
@@ -270,7 +281,7 @@ def test_a_selection_with_the_kernels_of_inductor(kind: str) -> None:
     torch.testing.assert_close(found[1], found[0])
     assert trace.problem is None and trace.ahead.draws is not None
     with pytest.raises(NotLegal):  # another count
-        trace(step_fn, (-x.abs(), torch.arange(8) < 4), {})
+        trace(step_fn, (x.abs(), torch.arange(8) < 4), {})
 
 
 FEW = {"columns", "after dots", "triplets"}
@@ -397,6 +408,10 @@ def with_its_gradient(out: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return out.masked_select(rows[:, None]).sum()  # here
 
 
+def scattered_by_the_loss(out: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    return x[:, :3].masked_scatter(out > 0, out).sum()  # here
+
+
 def at_random(out: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return out[torch.rand_like(x[:, 0]) > 0.5].sum()  # here
 
@@ -413,7 +428,9 @@ def written_where_unique(out: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     return out.sum()
 
 
-@pytest.mark.parametrize("loss", [of_the_loss, with_its_gradient, at_random, unique, written_where_unique])
+@pytest.mark.parametrize(
+    "loss", [of_the_loss, scattered_by_the_loss, with_its_gradient, at_random, unique, written_where_unique]
+)
 def test_a_selection_that_is_refused_as_before(loss: Selecting) -> None:
     report = train_selecting(loss, replays=1)  # of regions
     told = report.fallbacks[0]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.counted_scatter import counted_scatter
 from pygraph_train.torch_private.dispatch import has_symbols
 from pygraph_train.torch_private.memory import tensor_version
 
@@ -128,6 +129,23 @@ class _Selection:
         if index is not None:
             node.op, node.target, node.args = "call_function", operator.getitem, (x, index)
 
+    def masked_scatter(self) -> None:
+        """`x.masked_scatter(mask, source)`, where the source asks for a gradient: the backward selects."""
+        node = self.node
+        examples = list(map(_example, node.args))
+        if len(examples) != 3 or node.kwargs or not all(isinstance(x, Tensor) for x in examples):
+            return
+        x, mask, source = examples
+        if not source.requires_grad or not _is_mask(node.args[1]) or has_symbols(examples):
+            return
+        widths = [*(1,) * (x.dim() - mask.dim()), *mask.shape]
+        if len(widths) != x.dim() or any(n not in (1, size) for n, size in zip(widths, x.shape, strict=True)):
+            return
+        count = self._count(self._tx, node.args[1], elements_selected)  # type: ignore[arg-type]
+        count = None if count is None else count * x.numel() // max(mask.numel(), 1)
+        if count is not None and count <= source.numel():
+            node.op, node.target, node.args = "call_function", counted_scatter, (*node.args, count)
+
     def repeat_interleave(self) -> None:
         """`x.repeat_interleave(repeats)`"""
         node = self.node
@@ -201,6 +219,7 @@ _REWRITES: dict[Any, Callable[[_Selection], None]] = {
     **dict.fromkeys(("index_put", "index_put_", torch.index_put, torch.index_put_), _Selection.put),
     **dict.fromkeys(("nonzero", "argwhere", torch.nonzero, torch.argwhere, torch.where), _Selection.places),
     **dict.fromkeys(("masked_select", torch.masked_select), _Selection.masked_select),
+    **dict.fromkeys(("masked_scatter", torch.masked_scatter), _Selection.masked_scatter),
     **dict.fromkeys(("repeat_interleave", torch.repeat_interleave), _Selection.repeat_interleave),
 }
 """Functions, and names of methods."""
