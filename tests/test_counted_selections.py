@@ -471,3 +471,25 @@ def test_convolutions_of_torch_geometric(name: str) -> None:
 
     report = train_on_graphs(lambda number: 4 + number % 2, Layers, steps=36)
     assert not report.fallbacks, report
+
+
+@pytest.mark.slow
+def test_features_of_images_among_tokens() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = transformers.CLIPVisionConfig(hidden_size=16, image_size=8, patch_size=4, **small)
+    texts = transformers.LlamaConfig(vocab_size=50, hidden_size=32, num_key_value_heads=2, **small)
+
+    def script(diary: Diary) -> None:
+        parts = {"vision_config": images, "text_config": texts}
+        config = transformers.LlavaConfig(**parts, image_token_index=49, image_seq_length=4)
+        model = transformers.LlavaForConditionalGeneration(config).train()
+        optimizer = sgd(model)
+        step = diary.step(lambda **batch: model(**batch).loss, model=model, optimizer=optimizer)
+        for number in range(18):
+            ids = torch.randint(3, 48, (2, 12))
+            ids[:, number % 7 : number % 7 + 4] = 49
+            diary.write("loss", step(input_ids=ids, labels=ids.clone(), pixel_values=torch.randn(2, 3, 8, 8)))
+            diary.write_state(model, optimizer)
+
+    both(script, replays=8, plan="{F B O}")

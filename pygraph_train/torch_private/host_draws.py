@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from pygraph_train.torch_private import host_numbers, selections, texts
+from pygraph_train.torch_private import checks, host_numbers, selections, texts
 from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.drawn_numbers import (
     DRAWS,
@@ -91,6 +91,7 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         *hooks.comparing_symbols(),
         *conditional_jumps(hooks.truth),
         *selections.changes(hooks.counting),
+        *checks.changes(hooks),
     )
 
 
