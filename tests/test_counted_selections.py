@@ -438,6 +438,21 @@ def test_a_selection_that_is_refused_as_before(loss: Selecting) -> None:
     assert told.where == line_of(loss, "# here")
 
 
+def test_numbers_of_tokens_of_experts_are_read_in_the_step() -> None:
+    """They follow from layers."""
+
+    def routed(out: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+        chosen = out.argmax(1)
+        counts = torch.bincount(chosen, minlength=3).tolist()  # here
+        parts = out[chosen.argsort(stable=True)].split(counts)
+        return torch.stack([(i + 1) * part.square().sum() for i, part in enumerate(parts)]).sum()
+
+    report = train_selecting(routed, replays=1)  # of regions
+    told = report.fallbacks[0]
+    assert told.where == line_of(routed, "# here") and not report.steps_replayed, report
+    assert "read on the host" in told.reason or SHAPE in told.reason, told
+
+
 def test_a_mask_of_parameters_is_refused_as_before() -> None:
     def make(model: nn.Module) -> Callable[..., Any]:
         def step_fn(batch: Any) -> Tensor:
