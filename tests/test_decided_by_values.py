@@ -22,11 +22,11 @@ ZERO = "looks on the host whether its input holds a zero"
 
 
 def picked(found: Tensor, x: Tensor) -> Tensor:
-    return found[x > 0].square().mean()  # here
+    return found[found > 0].square().mean()  # here
 
 
 def places(found: Tensor, x: Tensor) -> Tensor:
-    row, column = torch.where(x > 0)  # here
+    row, column = torch.where(found > 0)  # here
     return found[row, column].square().mean()
 
 

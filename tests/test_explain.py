@@ -110,8 +110,9 @@ def by_format(model: nn.Module, x: Tensor) -> Any:
 
 
 def nonzero(model: nn.Module, x: Tensor) -> Any:
-    positive = x[:, 0].gt(0).nonzero()  # here: shape of a tensor depends
-    return model(x).square().mean() + positive.float().mean()
+    y = model(x)
+    positive = y.gt(0).nonzero()  # here: shape of a tensor depends
+    return y.square().mean() + positive.float().mean()
 
 
 def masked(model: nn.Module, x: Tensor) -> Any:

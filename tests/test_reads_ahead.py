@@ -112,6 +112,21 @@ def test_a_check_that_never_fails() -> None:
     assert not train(checking).fallbacks
 
 
+@pytest.mark.parametrize("numbers", [(12, 17, 18, 20), (0, 12)])
+def test_a_check_of_all_elements_raises_as_in_plain_training(numbers: tuple[int, ...]) -> None:
+    """Models of transformers for images make it."""
+
+    def make(model: nn.Module) -> Step:
+        def step_fn(batch: Any) -> Tensor:
+            x, y = batch
+            torch._check_tensor_all_with(ValueError, y < 3, lambda: f"a label is {y.max().item()}")
+            return nn.functional.cross_entropy(model(x), y)
+
+        return step_fn
+
+    train(make, too_large_in(*numbers), steps=34)
+
+
 def looked_up(model: nn.Module) -> Step:
     """Where a label is too large, the value that decides cannot be computed."""
     known = torch.tensor([True, True, False])

@@ -19,7 +19,9 @@ class OneWay:
         self.life = Life(Stage.GRAPHED) if proved else Life(Stage.WATCHED, 1)
         self.replays, self.last_used = replays, last_used
         self.trace: Any = type(
-            "Trace", (), {"host_draws": type("Draws", (), {"where": "step.py:3", "told": "numbers"})}
+            "Trace",
+            (),
+            {"host_draws": type("Draws", (), {"where": "step.py:3", "told": "numbers", "fix": "few"})},
         )
         self.forgotten = False
 
@@ -62,6 +64,7 @@ def test_most_steps_elsewhere_end_it(compiled: bool) -> None:
     few, some, many = ([OneWay(replays=n)] for n in (10, 60, 1000))
     told = ways.too_many(few, compiled=compiled)  # type: ignore[arg-type]
     assert told is not None and told.where == "step.py:3" and "120 steps" in told.reason
+    assert told.fix == "few"
     assert (ways.too_many(some, compiled=compiled) is None) != compiled  # type: ignore[arg-type]
     assert ways.too_many(many, compiled=compiled) is None  # type: ignore[arg-type]
 

@@ -113,7 +113,7 @@ class Ways:
             f"{_told(variants)} decide which way the step takes, and {self.elsewhere} steps went ways that have no "
             "graph",
             _where(variants),
-            "Let few numbers decide, or compute them with torch on the device and choose with torch.where",
+            next(v.trace.host_draws.fix for v in variants if v.trace.host_draws is not None),
         )
 
 

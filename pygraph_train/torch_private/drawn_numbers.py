@@ -50,8 +50,11 @@ class DrawRecorder(Protocol):
     def slot_of(self, node: torch.fx.Node) -> CallResult | None:
         """What a node of the graph computes, if it follows from random numbers of the host alone."""
 
-    def read(self, node: torch.fx.Node, where: str | None) -> CallResult | None:
-        """What a node of the graph computes, if it is read ahead of steps. `where` it is read in the step."""
+    def read(self, node: torch.fx.Node, where: str | None, *, trained: bool = True) -> CallResult | None:
+        """What a node of the graph computes, if it is read ahead of steps. `where` it is read in the step.
+
+        It may follow from parameters if `trained`.
+        """
 
     def may_ask(self, slot: CallResult) -> bool:
         """Whether the trace may depend on what is in a slot."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from pygraph_train.torch_private import host_numbers, texts
+from pygraph_train.torch_private import checks, host_numbers, selections, texts
 from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.drawn_numbers import (
     DRAWS,
@@ -90,6 +90,8 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         (lists, "iter_contains", contains),
         *hooks.comparing_symbols(),
         *conditional_jumps(hooks.truth),
+        *selections.changes(hooks.counting),
+        *checks.changes(hooks),
     )
 
 
@@ -187,10 +189,12 @@ class _Hooks:
 
     def answer(self, tx: Any, slot: CallResult, *, negated: bool = False) -> bool:
         """The answer to a condition."""
-        truth = self.recorder.make(operator.not_ if negated else bool, [slot], {})
-        if not self.recorder.may_ask(truth):
-            self._refuse_read(truth)
-        return bool(self.recorder.ask(truth, _place(tx)))
+        return bool(self._asked(tx, self.recorder.make(operator.not_ if negated else bool, [slot], {})))
+
+    def _asked(self, tx: Any, slot: CallResult) -> int:
+        if not self.recorder.may_ask(slot):
+            self._refuse_read(slot)
+        return self.recorder.ask(slot, _place(tx))  # type: ignore[no-any-return]
 
     def exactly(self, tx: Any, number: Any) -> Any:
         """A whole number as a constant of the trace."""
@@ -321,6 +325,13 @@ class _Hooks:
             return call_function(variable, tx, args, kwargs)
 
         return called
+
+    def counting(self, tx: Any, node: torch.fx.Node, fn: Callable[..., int]) -> int | None:
+        """How many elements a selection has, by which the trace goes on; None where the step has to find out."""
+        if not self._begins(tx) or node.graph is not _graph(tx):
+            return None
+        slot = self.recorder.read(node, _place(tx), trained=False)
+        return None if slot is None else self._asked(tx, self.recorder.make(fn, [slot], {}))
 
     def listing(self, method_tolist: Callable[..., Any]) -> Callable[..., Any]:
         """`tensor.tolist()` of whole numbers."""

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.dynamic_shapes import depends_on_values
+from pygraph_train.torch_private.selections import is_number_of_host
 from pygraph_train.tracing.reasons import line_of, shape_of_values
 
 __all__ = ["decided_by_values"]
@@ -31,7 +32,7 @@ def decided_by_values(graph: fx.GraphModule, constants: frozenset[fx.Node]) -> I
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if node in constants or node.op not in ("call_function", "call_method"):
                 continue
-            if _has_shape_of_values(node) or _writes_where_mask_is(node):
+            if _has_shape_of_values(node) or _writes_where_mask_is(node) or _backward_selects(node):
                 yield shape_of_values(line_of(node))
             elif _backward_reads(node):
                 yield _of_backward(node)
@@ -49,9 +50,15 @@ def _writes_where_mask_is(node: fx.Node) -> bool:
     else:
         return False
     masks = [i for i in (index if isinstance(index, (tuple, list)) else (index,)) if _is_mask(i)]
-    filled = _example(value)
-    is_number = not isinstance(filled, Tensor) or (filled.numel() == 1 and filled.device.type == "cpu")
-    return len(masks) > 1 or (bool(masks) and not is_number)
+    return len(masks) > 1 or (bool(masks) and not is_number_of_host(_example(value)))
+
+
+def _backward_selects(node: fx.Node) -> bool:
+    """`x.masked_scatter(mask, source)`: the gradients of the source are selected with the mask."""
+    if _name(node) not in ("masked_scatter", "masked_scatter_") or len(node.args) < 3:
+        return False
+    made, source = node.meta.get("example_value"), _example(node.args[2])
+    return all(isinstance(x, Tensor) and x.requires_grad for x in (made, source))
 
 
 def _is_mask(index: Any) -> bool:

@@ -97,7 +97,7 @@ class Recording:
         self.where = self.where or where
         return value
 
-    def read(self, node: fx.Node, where: str | None) -> CallResult | None:
+    def read(self, node: fx.Node, where: str | None, *, trained: bool = True) -> CallResult | None:
         """What a node of the graph computes from tensors that the step is given: nothing is read ahead here."""
         return None
 

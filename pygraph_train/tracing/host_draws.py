@@ -23,6 +23,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dispatch import no_autocast
 from pygraph_train.torch_private.drawn_numbers import CallResult
+from pygraph_train.torch_private.selections import is_count
 
 __all__ = ["Ahead", "Asked", "Given", "HostDraws", "Made", "filled"]
 
@@ -106,16 +107,34 @@ class HostDraws:
     def told(self) -> str:
         """What decides about the way, for messages."""
         keys = self._asked_keys()
+        if self._only_counts():
+            return "counts of selected elements (a boolean mask as index, nonzero(), repeat_interleave())"
         if None not in keys and keys:
             return "values of tensors that are read on the host"
         if not self.inputs:
             return "random numbers that are drawn on the host"
         return "random numbers that are drawn on the host, and values of tensors that are read there,"
 
-    def _asked_keys(self) -> list[int | None]:
+    @property
+    def fix(self) -> str:
+        """What to do where steps take too many ways."""
+        if self._only_counts():
+            return (
+                "Keep the shape: multiply with the mask, use torch.where(mask, x, 0), or select as many elements in "
+                "each step"
+            )
+        return "Let few numbers decide, or compute them with torch on the device and choose with torch.where"
+
+    def _only_counts(self) -> bool:
+        asked = self._asked_of()
+        return bool(asked) and all(isinstance(call, Made) and is_count(call.fn) for call in asked)
+
+    def _asked_of(self) -> list[Given | Made]:
         made = [step for step in self.steps if not isinstance(step, Asked)]
-        asked = [made[step.slot] for step in self.steps if isinstance(step, Asked)]
-        return [call.key if isinstance(call, Made) else None for call in asked]
+        return [made[step.slot] for step in self.steps if isinstance(step, Asked)]
+
+    def _asked_keys(self) -> list[int | None]:
+        return [call.key if isinstance(call, Made) else None for call in self._asked_of()]
 
     def another_way(self) -> Problem:
         """Why a step that takes another way is not for the graph."""

@@ -80,8 +80,8 @@ class LookingAhead:
             NotLegal: what decides cannot be found out ahead.
         """
         if not self._is_known:
-            self._is_known = True
             self.draws, self.leaves_out = self._recording.finish(graph), self._recording.has_read
+            self._is_known = True
 
     @property
     def reads(self) -> bool:

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dispatch import no_autocast, no_fake_mode
 from pygraph_train.torch_private.drawn_numbers import CallResult
 from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
+from pygraph_train.torch_private.selections import changed_mask
 from pygraph_train.tracing.chains import chain_of, chain_with_writes
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.graph_calls import alike, function_of, is_write, slots_in
 from pygraph_train.tracing.host_draws import Given, HostDraws, Made, filled
+from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.signature import ARGUMENTS
 
 __all__ = ["ReadingAhead"]
@@ -58,8 +61,11 @@ class ReadingAhead(Recording):
 
     # -- what Dynamo's hooks call -------------------------------------------------------------------------
 
-    def read(self, node: fx.Node, where: str | None) -> CallResult | None:
-        """What a node of the graph computes, made now, if it follows from tensors that the step is given."""
+    def read(self, node: fx.Node, where: str | None, *, trained: bool = True) -> CallResult | None:
+        """What a node of the graph computes, made now, if it follows from tensors that the step is given.
+
+        Parameters are among them if `trained`.
+        """
         if where is None or where in self._left:
             return None
         try:
@@ -68,6 +74,8 @@ class ReadingAhead(Recording):
             follows = chain or together
             if not follows or any(self._is_drawn(x) or not self._may_be_given(x) for x in follows):
                 return None
+            if not trained and any(map(_requires_gradient, follows)):
+                return None  # it is another value in each step
             if None in [self._follow(x) for x in chain or ()]:
                 return None
             if together and not self._follow_together(together, node):
@@ -114,6 +122,8 @@ class ReadingAhead(Recording):
 
     def finish(self, graph: fx.GraphModule) -> HostDraws | None:
         """See `Recording.finish`. The graph loses what is computed for conditions alone."""
+        if (changed := changed_mask(graph.graph)) is not None:
+            raise NotLegal(_changed_later(changed))
         if self._trace is graph.graph:
             for node in reversed(graph.graph.nodes):
                 known = node in self._followed or node in self._on_the_way
@@ -128,12 +138,7 @@ class ReadingAhead(Recording):
 
     def _may_be_given(self, node: fx.Node) -> bool:
         """Whether a tensor is before the step what the step finds, if the node is one that it is given."""
-        example = node.meta.get("example_value")
-        if (
-            node.op != "placeholder"
-            or self._of_buffers()
-            or (isinstance(example, Tensor) and example.requires_grad)
-        ):
+        if node.op != "placeholder" or self._of_buffers() or _requires_gradient(node):
             return True
         return str(placeholder_source(node)).startswith(ARGUMENTS)
 
@@ -242,6 +247,19 @@ class CallsInOrder:
     def __hash__(self) -> int:
         result, calls = self._says()
         return hash((result, *calls))
+
+
+def _changed_later(places: fx.Node) -> Problem:
+    return Problem(
+        "a boolean mask is changed after it was an index, and a graph has the places that it stood for",
+        line_of(places),
+        "Make another mask instead of changing this one",
+    )
+
+
+def _requires_gradient(node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    return isinstance(example, Tensor) and example.requires_grad
 
 
 def _writes(node: fx.Node) -> bool:

@@ -47,7 +47,6 @@ RAISES = "Dynamo says that it raises"
 READ_LATER = "Return the tensor from the step"
 """How a fix begins for a value that is read where no graph can be."""
 
-
 CHANGE_RARELY = (
     "Change modules, shapes, frozen layers, hooks and switches of torch rarely: the step is traced again "
     "after each change"
@@ -216,7 +215,8 @@ def shape_of_values(where: str | None) -> Problem:
         "the shape of a tensor depends on the values of another tensor (a boolean mask as index, nonzero(), "
         "unique()), and the shapes in a graph are fixed",
         where,
-        "Keep the shape, and select values by multiplying with the mask or with torch.where(mask, x, 0)",
+        "Keep the shape, and select values by multiplying with the mask or with torch.where(mask, x, 0). A mask that "
+        "follows from the batch alone, by a few cheap operations, may stay",
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from pygraph_train.torch_private.counted_scatter import counted_scatter
 from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator, written_by_schema
 from pygraph_train.torch_private.memory import storage_key, tensor_version
 from pygraph_train.tracing.graph_calls import function_of, is_write, tensors_in
@@ -81,6 +82,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     fn = function_of(node)
     if isinstance(fn, HigherOrderOperator):
         return _written_within(node)
+    if fn is counted_scatter:
+        return []
     found: list[fx.Node] = []
     names = _STATISTICS.get(getattr(fn, "__name__", ""), {}).get(
         getattr(fn, "__module__", None) == _FUNCTIONAL
