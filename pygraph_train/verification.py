@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pygraph_train.dropout_of_layers import DropoutOfLayers
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.cudnn_dropout import set_random_state
 from pygraph_train.torch_private.sharding import local_tensor
 
 __all__ = ["AuditLedger", "Audits", "Fingerprint", "HostCopy", "PlainRuns", "ScratchState"]
@@ -348,13 +350,15 @@ class ScratchState:
     """Random state and tensors that a run without consequences may change; `restore` puts them back.
 
     Args:
-        device: whose default generator is kept, besides those of the host.
+        device: whose generators are kept, torch's and cuDNN's, besides those of the host.
         tensors: kept by value, on the device: buffers are small.
     """
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
         self._device = device
         self._host_random = HostRandomState()
+        self._layers = DropoutOfLayers.known_on(device)
+        self._place = None if self._layers is None else self._layers.place()
         self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._tensors = [local_tensor(t.detach()) for t in tensors]
         self._values = [t.clone() for t in self._tensors]
@@ -364,7 +368,9 @@ class ScratchState:
         """Put everything back."""
         self._host_random.restore()
         if self._random is not None:
-            torch.cuda.set_rng_state(self._random, self._device)
+            set_random_state(self._device, self._random)
+        if self._layers is not None:
+            self._layers.put_back(self._place)
         for tensor, value in zip(self._tensors, self._values, strict=True):
             tensor.copy_(value)
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("config", "dict_versions", "identity", "patches", "problems", "random_state"),
     ("torch_private",),
+    ("dropout_of_layers",),
     ("graphs", "selection", "verification"),
     ("tracing", "report"),
     ("gradients",),

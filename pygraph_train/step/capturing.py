@@ -33,7 +33,7 @@ from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
-from pygraph_train.tracing.refusals import compiler_problem
+from pygraph_train.tracing.refusals import BEGINS_ANEW, compiler_problem
 from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import PlainRuns, ScratchState
@@ -242,14 +242,27 @@ class Capturing:
         return result
 
     def may_begin(self, variant: Variant, position: PositionInAccumulation) -> bool:
-        """Whether nothing is worth waiting for: gradients that the graph would own, and the optimizer's state."""
+        """Whether nothing is worth waiting for: gradients that the graph would own, and the optimizer's state.
+
+        Raises:
+            NotLegal: there is no end of waiting.
+        """
         compiled = variant.arm.compiled
         if not self._training.program.replication.ready():
+            return False
+        if not variant.draws_on():
+            if variant.anew > self.allowed(variant):
+                raise NotLegal(BEGINS_ANEW)
             return False
         if not position.fresh and not self._training.addresses.are_written(compiled=compiled):
             # the graph of the first micro-batch is to own the gradients, if there is one
             return variant.life.steps >= variant.lengths.prepared + _MOST_MICRO_BATCHES
         return not variant.arm.plan.fused or self._updates.has_state()
+
+    @staticmethod
+    def allowed(variant: Variant) -> int:
+        """Changes of one kind that are taken part in, with so many replays."""
+        return MOST_RETRACES + variant.replays // REPLAYS_PER_RETRACE
 
     def look_again(
         self,
@@ -267,7 +280,7 @@ class Capturing:
         if hooked(capture.gradients.parameters):
             return variant.forget_captures()
         program, updates = self._training.program, self._updates
-        allowed = MOST_RETRACES + variant.replays // REPLAYS_PER_RETRACE
+        allowed = self.allowed(variant)
         tensors = variant.trace.tensors(program.function(), args, kwargs)
         anchors = self._maker.anchors
         at_home = anchors.adopt(capture.rebound) and anchors.bring_back(capture.kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING
+from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import Life, LifeEvent, Scope, Stage, refusal
@@ -12,6 +13,7 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Signature, Variant
+from pygraph_train.tracing.refusals import BEGINS_ANEW
 
 __all__ = ["Refusing"]
 
@@ -92,6 +94,19 @@ class Refusing:
             self.run(problem, everything=True)
         else:
             self._training.note(problem)
+
+    def draws_on(self, step: StepInFlight, signature: Signature, variant: Variant) -> bool:
+        """Whether a step draws what a replay draws: see `Variant.draws_on`. Hot path.
+
+        Where a kind of call does not again and again, it has no graph any more.
+        """
+        if variant.draws_on():
+            return True
+        if variant.anew > Capturing.allowed(variant):
+            self.calls(step, signature, variant, BEGINS_ANEW)
+        else:
+            self.plain_step(BEGINS_ANEW, for_good=False)
+        return False
 
     def update(self, step: StepInFlight, problem: Problem) -> None:
         """The update has no graph from now on, and no other graph holds it."""

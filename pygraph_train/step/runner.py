@@ -171,8 +171,9 @@ class StepRunner:
         if not variant.arm.plan.forward_backward and (choice or variant.lead) is not None:
             return Ran(self._ungraphed.as_its_arm_says(step, run))
         capture = variant.captures.get(variant.capture_key(step.position))
-        if capture is not None and not capture.gradients.fit():
-            return Ran(self._ungraphed.plainly(run))  # emptied in the middle of an accumulation
+        fits = capture is None or capture.gradients.fit()  # not where they are emptied in an accumulation
+        if not (fits and (capture is None or self._refusing.draws_on(step, signature, variant))):
+            return Ran(self._ungraphed.plainly(run))
         loaded = self._writes.load(variant, capture, args, kwargs, leaves) if variant.trace.loads else leaves
         if capture is not None and self._lookup.reads_written_memory(variant, capture, loaded):
             self._refusing.plain_step(BATCH_IN_STATE, for_good=False)

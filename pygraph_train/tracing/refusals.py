@@ -21,6 +21,7 @@ from pygraph_train.tracing.trace import Trace
 __all__ = [
     "ANOMALY",
     "BATCH_IN_STATE",
+    "BEGINS_ANEW",
     "DISPATCH_MODE",
     "FUNCTION_MODE",
     "GLOBAL_HOOK",
@@ -58,6 +59,11 @@ BATCH_IN_STATE = Problem(
     "a tensor of the batch lies in memory that the step may write (it is a view of a buffer of the "
     "model), and a graph would read the values from before the step",
     fix="Pass a clone of the tensor",
+)
+BEGINS_ANEW = Problem(
+    "the random state of the device was set before the step, so cuDNN makes its generator for the dropout between the "
+    "layers of recurrent networks anew, which no graph does",
+    fix="Set random states rarely (torch.manual_seed, torch.random.fork_rng), not around each step",
 )
 OUT_OF_MEMORY = Problem(
     "out of memory during the capture", fix="Use a smaller batch, so that the graph's memory fits"
