@@ -17,6 +17,7 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, problem_of
+from pygraph_train.tracing.signature import flattened
 from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = ["Comparing"]
@@ -94,7 +95,10 @@ class Comparing:
                     raise
                 return self._unaudited(capture, started, replay)
         with _nothing_made():
-            before = capture.gradients.snapshot()
+            before, take_back = (
+                capture.gradients.snapshot(),
+                capture.given.undoing(flattened((args, kwargs))[1]),
+            )
             with maker.stage():
                 backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
         put_back = training.program.replication.notes()
@@ -103,6 +107,7 @@ class Comparing:
             backup.restore()
             put_back()
             capture.gradients.restore(before)
+            take_back()
             training.replays -= 1
             training.clock.undone()
 
@@ -178,7 +183,8 @@ class Comparing:
 
     def _left_by(self, capture: Capture) -> Fingerprint:
         """What the last replay has left."""
-        left = [*capture.gradients.final, *self._training.program.left_behind()]
+        program = self._training.program
+        left = [*capture.gradients.final, *program.left_behind(), *capture.given.computed]
         return Fingerprint.of(capture.loss, left)
 
     def _same_arithmetic(self, capture: Capture) -> bool:

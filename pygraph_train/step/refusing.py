@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING
 from pygraph_train.step.capturing import Capturing
@@ -12,7 +15,7 @@ from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Signature, Variant
+from pygraph_train.step.variants import Capture, Signature, Variant
 from pygraph_train.tracing.refusals import BEGINS_ANEW
 
 __all__ = ["Refusing"]
@@ -95,11 +98,20 @@ class Refusing:
         else:
             self._training.note(problem)
 
-    def draws_on(self, step: StepInFlight, signature: Signature, variant: Variant) -> bool:
-        """Whether a step draws what a replay draws: see `Variant.draws_on`. Hot path.
+    def admits(
+        self,
+        step: StepInFlight,
+        signature: Signature,
+        variant: Variant,
+        capture: Capture,
+        leaves: Sequence[Any],
+    ) -> bool:
+        """Whether gradients are as a capture found them, and the step draws what a replay draws. Hot path.
 
-        Where a kind of call does not again and again, it has no graph any more.
+        A kind of call that draws something else again and again has no graph any more.
         """
+        if not capture.fits(leaves):
+            return False
         if variant.draws_on():
             return True
         if variant.anew > Capturing.allowed(variant):
