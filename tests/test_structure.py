@@ -20,7 +20,7 @@ LEVELS = (
     ("config", "dict_versions", "identity", "patches", "problems", "random_state"),
     ("torch_private",),
     ("dropout_of_layers",),
-    ("graphs", "selection", "verification"),
+    ("graphs", "putting_back", "selection", "verification"),
     ("tracing", "report"),
     ("gradients",),
     ("optimizers", "parallel"),

@@ -16,6 +16,7 @@ from pygraph_train.identity import identities, picker
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import optimized
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
+from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.step.batch_gradients import BatchGradients, GivenGradients, check_batch
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.moving import CannotBeLoaded, LoadedTensors, homes
@@ -35,7 +36,7 @@ from pygraph_train.tracing.refusals import BATCH_IN_STATE, check_copies, history
 from pygraph_train.tracing.reproducing import SilentCall
 from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.trace import Trace
-from pygraph_train.verification import Fingerprint, HostCopy, PlainRuns, ScratchState
+from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = ["CaptureMaker"]
 

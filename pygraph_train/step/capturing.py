@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.optimizers.kernels import advice_on_numbers
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord
 from pygraph_train.step.beside import WorkState
 from pygraph_train.step.capture_maker import CaptureMaker
@@ -36,7 +37,7 @@ from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.refusals import BEGINS_ANEW, compiler_problem
 from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
 from pygraph_train.tracing.trace import Trace
-from pygraph_train.verification import PlainRuns, ScratchState
+from pygraph_train.verification import PlainRuns
 
 __all__ = ["Capturing"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.tracing.counters import Counters
 from pygraph_train.tracing.writes import maybe_written
-from pygraph_train.verification import HostCopy, ScratchState
 
 __all__ = ["Seat"]
 
