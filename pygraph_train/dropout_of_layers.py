@@ -20,12 +20,18 @@ class DropoutOfLayers:
 
     Args:
         device: of the networks.
+
+    Attributes:
+        looks: how often it was looked at, and had not advanced.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: Tensor | None = None  # what ATen keeps now
         self._lies: Tensor | None = None  # where graphs read and write
+        self._before: Tensor | None = None  # what it held before a step, until it was seen to advance
+        self._advances = False
+        self.looks = 0
 
     @classmethod
     def on(cls, device: torch.device) -> DropoutOfLayers:
@@ -50,6 +56,19 @@ class DropoutOfLayers:
             self._take(found)
         return found is not None
 
+    def advances(self) -> bool:
+        """Whether plain steps were seen to write to its memory. If anything else kept count, replays would not."""
+        if self._advances or not self.goes_on():
+            return self._advances
+        assert self._lies is not None
+        if self._before is None:
+            self._before = self._lies.detach().clone()
+        elif not torch.equal(self._before, self._lies):
+            self._advances, self._before = True, None
+        else:
+            self.looks += 1
+        return self._advances
+
     def place(self) -> Tensor | None:
         """Where it stands: a copy of its memory. None where it begins anew with the next network."""
         return self._lies.detach().clone() if self.goes_on() and self._lies is not None else None
@@ -72,7 +91,7 @@ class DropoutOfLayers:
         else:
             self._lies.data.copy_(memory.data)
             memory.data = self._lies
-        self._memory = memory
+        self._memory, self._before = memory, None
 
 
 def _with_index(device: torch.device) -> torch.device:

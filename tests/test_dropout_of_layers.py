@@ -24,7 +24,8 @@ class Generator:
     def __init__(self) -> None:
         self.memory: Tensor | None = None
         self.begins_anew = True
-        self.made = self.looks = 0
+        self.made = self.looks = self.drawn = 0
+        self.counts_elsewhere = False
 
     def _make(self) -> None:
         seed = int(torch.empty((), dtype=torch.int64).random_().item())  # which no capture allows
@@ -69,8 +70,10 @@ def _dropout(x: Tensor, p: float) -> Tensor:
 
 def _mask(x: Tensor, memory: Tensor, p: float) -> Tensor:
     seed, drawn = memory.tolist()
+    if GENERATOR.counts_elsewhere:
+        drawn = GENERATOR.drawn = GENERATOR.drawn + 1
     generator = torch.Generator().manual_seed(seed + 7919 * drawn)
-    memory.numpy()[1] += 1  # as kernels of cuDNN write: no operator says so
+    memory.numpy()[1] += not GENERATOR.counts_elsewhere  # as kernels of cuDNN write: no operator says so
     return (torch.rand(x.shape, generator=generator) > p) / (1 - p)
 
 
@@ -108,7 +111,7 @@ def trained(
     """A script: steps, with something done before each of them."""
 
     def script(diary: Diary) -> None:
-        GENERATOR.begins_anew = True  # both runs begin with the same seed
+        GENERATOR.begins_anew, GENERATOR.drawn = True, 0  # both runs begin with the same seed
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
 
@@ -164,6 +167,13 @@ def test_the_random_state_is_set_before_the_step_that_would_be_captured() -> Non
             set_random_state(index)
 
     both(trained(between), replays=26, plan="{F B O}")
+
+
+def test_a_generator_that_keeps_count_elsewhere_is_refused() -> None:
+    """Replays would draw the same numbers again and again, and the first one would be right."""
+    GENERATOR.counts_elsewhere = True
+    report = both(trained(), replays=1, plan="F B {O}")
+    assert report.steps_replayed == 0 and "stays as it is in a step" in text_of(report)
 
 
 def test_others_draw_from_the_same_memory_between_steps() -> None:

@@ -34,7 +34,7 @@ from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
-from pygraph_train.tracing.refusals import BEGINS_ANEW, compiler_problem
+from pygraph_train.tracing.refusals import BEGINS_ANEW, COUNTED_ELSEWHERE, compiler_problem
 from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import PlainRuns
@@ -254,6 +254,10 @@ class Capturing:
         if not variant.draws_on():
             if variant.anew > self.allowed(variant):
                 raise NotLegal(BEGINS_ANEW)
+            return False
+        if (layers := variant.trace.layers) is not None and not layers.advances():
+            if layers.looks > MOST_RETRACES:
+                raise NotLegal(COUNTED_ELSEWHERE)
             return False
         if not position.fresh and not self._training.addresses.are_written(compiled=compiled):
             # the graph of the first micro-batch is to own the gradients, if there is one

@@ -27,20 +27,25 @@ _STATE = 15
 class _Taking(TorchDispatchMode):
     """Takes the memory that a recurrent network is to draw from, and runs no network."""
 
-    taken: Tensor | None = None
+    def __init__(self, empty: Tensor) -> None:
+        super().__init__()
+        self.taken: Tensor | None = None
+        self._empty = empty
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._cudnn_rnn.default:
             self.taken = args[_STATE]
-            return (args[0],) * 5
+            # a network without cells has none of them
+            return (args[0], args[0], self._empty, self._empty, self._empty)
         return func(*args, **(kwargs or {}))
 
 
 @functools.cache
-def _smallest_network(device: torch.device) -> tuple[Any, ...]:
+def _smallest_network(device: torch.device) -> tuple[Tensor, tuple[Any, ...]]:
+    """A tensor without elements, and the arguments of a network."""
     one, weight = torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, device=device)
     #       input, state, weights, biases, layers, dropout, trains, both ways, batch first
-    return (one, one, [weight, weight], False, 1, 0.5, True, False, False)
+    return one[:0], (one, one, [weight, weight], False, 1, 0.5, True, False, False)
 
 
 def dropout_memory(device: torch.device, *, begins: bool = False) -> Tensor | None:
@@ -54,8 +59,9 @@ def dropout_memory(device: torch.device, *, begins: bool = False) -> Tensor | No
     """
     generator = torch.cuda.default_generators[device.index]
     before = generator.get_offset()
-    with torch.no_grad(), torch._C._DisableAutocast(), _Taking() as mode:
-        torch.rnn_tanh(*_smallest_network(device))
+    empty, network = _smallest_network(device)
+    with torch.no_grad(), torch._C._DisableAutocast(), _Taking(empty) as mode:
+        torch.rnn_tanh(*network)
     if generator.get_offset() == before:
         return mode.taken
     if begins:

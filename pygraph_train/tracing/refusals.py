@@ -23,6 +23,7 @@ __all__ = [
     "ANOMALY",
     "BATCH_IN_STATE",
     "BEGINS_ANEW",
+    "COUNTED_ELSEWHERE",
     "DISPATCH_MODE",
     "FUNCTION_MODE",
     "GLOBAL_HOOK",
@@ -65,6 +66,11 @@ BEGINS_ANEW = Problem(
     "the random state of the device was set before the step, so cuDNN makes its generator for the dropout between the "
     "layers of recurrent networks anew, which no graph does",
     fix="Set random states rarely (torch.manual_seed, torch.random.fork_rng), not around each step",
+)
+COUNTED_ELSEWHERE = Problem(
+    "the generator that cuDNN has for the dropout between the layers of recurrent networks stays as it is in a step, "
+    "so a graph would draw the same numbers in each replay",
+    fix="Make a module of each layer, with nn.Dropout between them, or set torch.backends.cudnn.enabled to False",
 )
 OUT_OF_MEMORY = Problem(
     "out of memory during the capture", fix="Use a smaller batch, so that the graph's memory fits"
