@@ -23,6 +23,7 @@ from training import CONFIG, Net, adam, adamw, batches, differs, frozen, line_of
 import pygraph_train
 from pygraph_train import Explanation, GraphedStep, explain
 from pygraph_train.diagnosis import gain
+from pygraph_train.putting_back import ScratchState
 from tests.ranks import alone_in_a_group
 
 pytestmark = [
@@ -367,6 +368,7 @@ def test_the_gain_is_measured_without_a_change(monkeypatch: pytest.MonkeyPatch) 
         return 0.004, 0.001
 
     monkeypatch.setattr(gain, "_measured", measured)
+    monkeypatch.setattr(gain, "ScratchState", lambda _, kept: ScratchState(torch.device("cpu"), kept))
     model = Net()
     optimizer = adamw(model)
     trained(model, optimizer)
