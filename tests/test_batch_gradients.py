@@ -218,3 +218,39 @@ def test_the_optimizer_holds_the_batch() -> None:
 def test_the_optimizer_holds_one_batch_of_several() -> None:
     """Its gradient is emptied before the step, and read by the update."""
     both(script(made=4, trains=lambda found: [found[2]["x"]]), replays=1)
+
+
+def test_the_model_has_the_batch_as_well() -> None:
+    def run(diary: Diary) -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        (batch,) = batches(1)
+        model.points = batch["x"]  # type: ignore[assignment]
+
+        def loss_of(batch: Batch) -> Tensor:
+            return plainly(model, batch) + model.points.square().mean()  # type: ignore[operator]
+
+        step = diary.step(loss_of, model=model, optimizer=optimizer)
+        for _ in range(STEPS):
+            diary.write("loss", step(batch))
+            diary.write("gradients", [tensor.grad for tensor in batch.values()])
+            diary.write_state(model, optimizer)
+
+    assert both(run, replays=1).steps_replayed == 0
+
+
+def test_gradients_of_the_batch_stay_scaled() -> None:
+    def run(diary: Diary) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-6, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=9)
+        step = diary.step(lambda b: burgers(model, b), model=model, optimizer=optimizer, scaler=scaler)
+        for index, batch in enumerate(batches(STEPS)):
+            if index == 25:
+                with torch.no_grad():
+                    batch["x"][0] = torch.inf
+            diary.write("loss", step(batch))
+            diary.write("gradients", [tensor.grad for tensor in batch.values()])
+            diary.write_state(model, optimizer)
+
+    both(run, replays=25)

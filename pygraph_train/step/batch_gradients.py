@@ -11,7 +11,7 @@ from torch import Tensor
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.tracing.gradient_hooks import may_be_given_gradients
 
-__all__ = ["BatchGradients", "GivenGradients", "check_batch"]
+__all__ = ["BatchGradients", "GivenGradients", "check_batch", "undoing"]
 
 _IN_MODEL = Problem(
     "a tensor of the batch that requires a gradient is one that the step reads from elsewhere as well",
@@ -37,6 +37,22 @@ def check_batch(leaves: Sequence[Any], parameters: Sequence[Tensor]) -> None:
             raise NotLegal(_HAS_OTHER_USES)
 
 
+def undoing(leaves: Sequence[Any]) -> Callable[[], None]:
+    """Before a step or a replay that may be undone: what takes back what tensors of its batch get."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf]
+    before = [tensor.grad for tensor in tensors]
+    values = [None if grad is None else grad.detach().clone() for grad in before]
+
+    @torch.no_grad()
+    def undo() -> None:
+        for tensor, grad, value in zip(tensors, before, values, strict=True):
+            if grad is not None and value is not None:
+                grad.copy_(value)
+            tensor.grad = grad
+
+    return undo
+
+
 class BatchGradients:
     """Around one forward and backward: gradients of its batch begin empty, and become what they were.
 
@@ -58,6 +74,15 @@ class BatchGradients:
     def found(self) -> list[Tensor | None]:
         """What backward has left."""
         return [tensor.grad for tensor in self._tensors]
+
+    def check_untouched(self) -> None:
+        """After a run on copies of the batch.
+
+        Raises:
+            NotLegal: the step has tensors of the batch from elsewhere as well.
+        """
+        if any(gradient is not None for gradient in self.found()):
+            raise NotLegal(_IN_MODEL)
 
     def put_back(self) -> None:
         """Let them be what they were; not where they did not begin."""
@@ -121,20 +146,6 @@ class GivenGradients:
                 tensor.grad = gradient.clone()
             else:
                 tensor.grad += gradient
-
-    def undoing(self, leaves: Sequence[Any]) -> Callable[[], None]:
-        """Before a replay: what takes back what it gives."""
-        tensors = [leaves[place] for place, _ in self._places]
-        before = [tensor.grad for tensor in tensors]
-        values = [None if grad is None else grad.clone() for grad in before]
-
-        def undo() -> None:
-            for tensor, grad, value in zip(tensors, before, values, strict=True):
-                if grad is not None:
-                    grad.copy_(value)
-                tensor.grad = grad
-
-        return undo
 
 
 def _alike(has: Tensor, gradient: Tensor) -> bool:

@@ -139,7 +139,7 @@ class CaptureMaker:
         gradients.empty()  # as the step would; the memory of old gradients is wanted now
         before = gradients.snapshot()
         static_leaves: list[Any] = []
-        of_batch = BatchGradients(())
+        of_batch, of_callers = BatchGradients(()), BatchGradients(leaves)
         writer = call.trace if isinstance(call, SilentCall) and call.trace.reproduces else None
         moves = self.moves(variant, args, kwargs)
 
@@ -182,6 +182,7 @@ class CaptureMaker:
                 static_args, static_kwargs = variant.inputs.tree((args, kwargs))
                 static_leaves += flattened((static_args, static_kwargs))[1] + variant.inputs.further
                 of_batch = BatchGradients(static_leaves)
+                of_callers.begin()
                 captured = call
                 if isinstance(call, SilentCall):
                     call = SilentCall(call.trace, variant.inputs.further)
@@ -195,7 +196,8 @@ class CaptureMaker:
             if verify:
                 run = functools.partial(
                     self.reference,
-                    *(variant, gradients, call, static_args, static_kwargs),
+                    # accumulators of this run, in another stream, are none of the capture's
+                    *(variant, gradients, call, *variant.inputs.tree((args, kwargs))),
                     updates=updates,
                     sync=position.sync,
                     around=nullcontext if loaded is None else functools.partial(loaded.only_read, reads),
@@ -214,6 +216,7 @@ class CaptureMaker:
             ):
                 graph, (loss, outputs) = self._engine.capture(body)
             places = [place for place, _ in variant.anchored]
+            of_callers.check_untouched()
             computed = GivenGradients(static_leaves, set(map(id, gradients.parameters)), places)
             if numbers is not None:
                 graph = numbers.follow(graph, bool if self._together is None else self._together.anywhere)
@@ -232,6 +235,7 @@ class CaptureMaker:
         finally:
             forget()
             of_batch.put_back()
+            of_callers.put_back()
             moves.put_back()
             self.anchors.end([*rebound, *kept])
         put_back()

@@ -13,6 +13,7 @@ from pygraph_train.optimizers.kernels import advice_on_numbers
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord
+from pygraph_train.step.batch_gradients import undoing
 from pygraph_train.step.beside import WorkState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.comparing import Comparing
@@ -36,6 +37,7 @@ from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.refusals import BEGINS_ANEW, COUNTED_ELSEWHERE, compiler_problem
 from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
+from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import PlainRuns
 
@@ -210,7 +212,7 @@ class Capturing:
         scratch = ScratchState(program.device, maker.beside_parameters(variant, args, kwargs))
         moves = maker.moves(variant, args, kwargs)
         gradients.isolate()
-        put_back = program.scaling.notes()
+        put_back, take_back = program.scaling.notes(), undoing(flattened((args, kwargs))[1])
         try:
             with training.clock.compiling(prepared):
                 result = self.timed(step, variant, run)
@@ -224,6 +226,7 @@ class Capturing:
             moves.put_back()
             scratch.restore()
             gradients.restore(before)
+            take_back()
             put_back()
             if variant.choice is not None:
                 variant.meets(LifeEvent.STALE)

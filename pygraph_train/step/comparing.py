@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
+from pygraph_train.step.batch_gradients import undoing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.program import Call
@@ -100,7 +101,7 @@ class Comparing:
         with _nothing_made():
             before, take_back = (
                 capture.gradients.snapshot(),
-                capture.given.undoing(flattened((args, kwargs))[1]),
+                undoing(flattened((args, kwargs))[1]),
             )
             with maker.stage():
                 backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)

@@ -43,7 +43,10 @@ class _Taking(TorchDispatchMode):
 @functools.cache
 def _smallest_network(device: torch.device) -> tuple[Tensor, tuple[Any, ...]]:
     """A tensor without elements, and the arguments of a network."""
-    one, weight = torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, device=device)
+    one = torch.zeros(
+        1, 1, 1, dtype=torch.float32, device=device
+    )  # which cuDNN takes, and the default it may not
+    weight = one[0].clone()
     #       input, state, weights, biases, layers, dropout, trains, both ways, batch first
     return one[:0], (one, one, [weight, weight], False, 1, 0.5, True, False, False)
 
