@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 from replays import text_of
 from torch import Tensor, nn
-from training import Diary, both
+from training import CONFIG, Diary, both
+
+from pygraph_train import GraphedStep, PyGraphConfig
 
 Batch = dict[str, Tensor]
 Between = Callable[[int, Batch, Diary], None]
@@ -254,3 +257,25 @@ def test_gradients_of_the_batch_stay_scaled() -> None:
             diary.write_state(model, optimizer)
 
     both(run, replays=25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_of", [burgers, plainly])
+def test_inductors_kernels_compute_them_as_well(loss_of: Any) -> None:
+    def trained(config: PyGraphConfig) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, found = Net().eval(), batches(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        with GraphedStep(
+            lambda b: loss_of(model, b), model=model, optimizer=optimizer, config=config
+        ) as step:
+            for index in range(STEPS):
+                step(found[index % 4])
+            assert config.engine == "off" or step.report().steps_replayed >= 20, str(step.report())
+        gradients = [tensor.grad for batch in found for tensor in batch.values()]
+        return [gradient for gradient in gradients if gradient is not None]
+
+    expected = trained(PyGraphConfig(engine="off"))
+    assert len(expected) == 8
+    found = trained(dataclasses.replace(CONFIG, compile=True))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
