@@ -89,7 +89,8 @@ class FailedRuns:
 
     def before(self, inputs: Sequence[Any]) -> ScratchState | HostCopy:
         """What a run may change, as it is now. Parameters are large."""
-        written = [inputs[i] for i in self._places]
+        # sizes are inputs as well, where a trace is for several shapes
+        written = [inputs[i] for i in self._places if isinstance(inputs[i], Tensor)]
         kind = HostCopy if any(isinstance(tensor, nn.Parameter) for tensor in written) else ScratchState
         return kind(self._device, written)
 
