@@ -23,6 +23,7 @@ class DropoutOfLayers:
 
     Attributes:
         looks: how often it was looked at, and had not advanced.
+        unreadable: why nobody can look at it: a sentence, where this build of torch does not show it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,6 +33,7 @@ class DropoutOfLayers:
         self._before: Tensor | None = None  # what it held before a step, until it was seen to advance
         self._advances = False
         self.looks = 0
+        self.unreadable = ""
 
     @classmethod
     def on(cls, device: torch.device) -> DropoutOfLayers:
@@ -44,14 +46,21 @@ class DropoutOfLayers:
         """The one of this device, where a step was seen that draws from it."""
         if not _of_devices or not torch.backends.cudnn.enabled:
             return None
-        return _of_devices.get(_with_index(device))
+        found = _of_devices.get(_with_index(device))
+        return None if found is None or found.unreadable else found
 
     def goes_on(self) -> bool:
         """Whether the next network draws where the last one has stopped, and graphs do the same. Hot path.
 
         Otherwise the random state of the device was set, and the next step has to run without a graph.
         """
-        found = dropout_memory(self._device)
+        if self.unreadable:
+            return False
+        try:
+            found = dropout_memory(self._device)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            self.unreadable = f"{type(error).__name__}: {error}"
+            return False
         if found is not None and found is not self._memory:
             self._take(found)
         return found is not None

@@ -176,6 +176,17 @@ def test_a_generator_that_keeps_count_elsewhere_is_refused() -> None:
     assert report.steps_replayed == 0 and "stays as it is in a step" in text_of(report)
 
 
+def test_a_generator_that_nobody_sees_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device, **_: Any) -> Tensor:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(dropout_of_layers, "dropout_memory", fail)
+    report = both(trained(), replays=1, plan="F B {O}")
+    assert report.steps_replayed == 0 and "does not show from where (RuntimeError: planted)" in text_of(
+        report
+    )
+
+
 def test_others_draw_from_the_same_memory_between_steps() -> None:
     def between(index: int, model: nn.Module, x: Tensor) -> None:
         if index % 3 == 0:

@@ -35,7 +35,7 @@ from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
-from pygraph_train.tracing.refusals import BEGINS_ANEW, COUNTED_ELSEWHERE, compiler_problem
+from pygraph_train.tracing.refusals import BEGINS_ANEW, COUNTED_ELSEWHERE, compiler_problem, draws_unseen
 from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
 from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.trace import Trace
@@ -254,11 +254,14 @@ class Capturing:
         compiled = variant.arm.compiled
         if not self._training.program.replication.ready():
             return False
+        layers = variant.trace.layers
         if not variant.draws_on():
+            if layers is not None and layers.unreadable:
+                raise NotLegal(draws_unseen(layers.unreadable))
             if variant.anew > self.allowed(variant):
                 raise NotLegal(BEGINS_ANEW)
             return False
-        if (layers := variant.trace.layers) is not None and not layers.advances():
+        if layers is not None and not layers.advances():
             if layers.looks > MOST_RETRACES:
                 raise NotLegal(COUNTED_ELSEWHERE)
             return False

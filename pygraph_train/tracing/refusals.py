@@ -31,6 +31,7 @@ __all__ = [
     "SAVED_TENSORS_HOOKS",
     "check_copies",
     "compiler_problem",
+    "draws_unseen",
     "history",
     "may_be_of_step",
     "problem_of",
@@ -78,6 +79,15 @@ OUT_OF_MEMORY = Problem(
 ANOMALY = Problem(
     "anomaly detection reads every gradient on the host", fix="Turn anomaly detection off (detect_anomaly)"
 )
+
+
+def draws_unseen(why: str) -> Problem:
+    """Nobody can put cuDNN's generator back."""
+    return Problem(
+        "cuDNN draws for the dropout between the layers of recurrent networks, and this build of torch does not show "
+        f"from where ({why})",
+        fix=COUNTED_ELSEWHERE.fix,
+    )
 
 
 def history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
