@@ -1,4 +1,4 @@
-"""Checking a replay against the step without a graph, and putting things back."""
+"""Checking a replay against the step without a graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.sharding import local_tensor
 
-__all__ = ["AuditLedger", "Audits", "Fingerprint", "HostCopy", "PlainRuns", "ScratchState"]
+__all__ = ["AuditLedger", "Audits", "Fingerprint", "PlainRuns"]
 
 _SAMPLES = 256
 
@@ -27,6 +26,10 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 3e-2, tor
 
 SAFETY = 4.0
 """A replay may differ from runs without the graph by this many times what they differ by themselves."""
+
+_RARE = 1e-3
+"""What happens in few runs of noise, as an activation that comes to the other side of zero, changes by at most so much
+of the size of a gradient. A graph that reads other memory than it should changes it by much more."""
 
 _MOST_NOISE = 0.05
 """Runs that differ by more, relative to all of the loss or of the gradients, show nothing."""
@@ -193,6 +196,16 @@ class PlainRuns:
         """Whether all of them are equal bit for bit."""
         return all(self._runs[0].same_bits(run) for run in self._runs[1:])
 
+    def may_be_rare(self, found: Fingerprint) -> bool:
+        """Whether a refused replay may have met what none of the runs has met: then a further replay shows it.
+
+        Noise grows by jumps where a value is compared with another one. A graph that is wrong differs in each replay.
+        """
+        if self.agree or any(run.exact.shape != found.exact.shape for run in self._runs):
+            return False
+        over, apart, _ = self._beyond(found)
+        return float(torch.where(over > 1.0, apart, torch.zeros_like(apart)).max()) <= _RARE
+
     def refuse(self, found: Fingerprint) -> str | None:
         """Why a replay is not one more run of this kind, with both figures; None where it is."""
         first = self._runs[0]
@@ -202,19 +215,12 @@ class PlainRuns:
             return None
         if self.agree:
             return f"{self._told(self._nearest(found))}, and {len(self._runs)} runs without the graph agree bit for bit"
-        pairs = itertools.combinations(self._runs, 2)
-        noise = torch.stack([one.distances(other) for one, other in pairs]).amax(0)
+        noise = self._spread()
         weights = first.norms.nan_to_num(0.0, 0.0, 0.0)
         overall = (noise[1:] * weights).norm() / weights.norm().clamp(min=1e-300)
         if not max(float(noise[0]), float(overall)) <= _MOST_NOISE:
             return f"{self._told(self._nearest(found))}, and runs without the graph by too much: {self._told(noise)}"
-        noisy = noise[noise > 0]
-        typical = noisy.median() if noisy.numel() else noise.new_zeros(())
-        # few values may agree by chance where the others differ
-        usual = torch.where(noise > 0, torch.maximum(noise, typical), noise)
-        allowed = SAFETY * torch.maximum(usual, first.rounding)
-        apart = self._nearest(found)
-        over = apart / allowed.clamp(min=1e-300)
+        over, apart, usual = self._beyond(found)
         worst = int(over.argmax())
         if float(over[worst]) <= 1.0:
             return None
@@ -222,8 +228,22 @@ class PlainRuns:
 
     def noise(self) -> str:
         """The largest difference between two of them, in words."""
+        return self._told(self._spread())
+
+    def _spread(self) -> Tensor:
         pairs = itertools.combinations(self._runs, 2)
-        return self._told(torch.stack([one.distances(other) for one, other in pairs]).amax(0))
+        return torch.stack([one.distances(other) for one, other in pairs]).amax(0)
+
+    def _beyond(self, found: Fingerprint) -> tuple[Tensor, Tensor, Tensor]:
+        """How many times what it may a replay differs, how much that is, and by how much runs differ."""
+        noise = self._spread()
+        noisy = noise[noise > 0]
+        typical = noisy.median() if noisy.numel() else noise.new_zeros(())
+        # few values may agree by chance where the others differ
+        usual = torch.where(noise > 0, torch.maximum(noise, typical), noise)
+        allowed = SAFETY * torch.maximum(usual, self._runs[0].rounding)
+        apart = self._nearest(found)
+        return apart / allowed.clamp(min=1e-300), apart, usual
 
     def _told(self, distances: Tensor, which: int | None = None) -> str:
         """One of these distances in words, the largest one where none is named."""
@@ -342,44 +362,3 @@ class Audits:
             self._ledger.spent += seconds
             self._every *= 2
         self.left = self._every
-
-
-class ScratchState:
-    """Random state and tensors that a run without consequences may change; `restore` puts them back.
-
-    Args:
-        device: whose default generator is kept, besides those of the host.
-        tensors: kept by value, on the device: buffers are small.
-    """
-
-    def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
-        self._device = device
-        self._host_random = HostRandomState()
-        self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._tensors = [local_tensor(t.detach()) for t in tensors]
-        self._values = [t.clone() for t in self._tensors]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back."""
-        self._host_random.restore()
-        if self._random is not None:
-            torch.cuda.set_rng_state(self._random, self._device)
-        for tensor, value in zip(self._tensors, self._values, strict=True):
-            tensor.copy_(value)
-
-
-class HostCopy:
-    """Like `ScratchState`, but kept in host memory: parameters and optimizer state are large."""
-
-    def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
-        self._random = ScratchState(device, ())
-        self._tensors = [local_tensor(t.detach()) for t in tensors]
-        self._values = [t.to("cpu", copy=True) for t in self._tensors]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back."""
-        self._random.restore()
-        for tensor, value in zip(self._tensors, self._values, strict=True):
-            tensor.copy_(value)

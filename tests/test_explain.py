@@ -23,6 +23,7 @@ from training import CONFIG, Net, adam, adamw, batches, differs, frozen, line_of
 import pygraph_train
 from pygraph_train import Explanation, GraphedStep, explain
 from pygraph_train.diagnosis import gain
+from pygraph_train.putting_back import ScratchState
 from tests.ranks import alone_in_a_group
 
 pytestmark = [
@@ -368,6 +369,7 @@ def test_the_gain_is_measured_without_a_change(monkeypatch: pytest.MonkeyPatch) 
         return 0.004, 0.001
 
     monkeypatch.setattr(gain, "_measured", measured)
+    monkeypatch.setattr(gain, "ScratchState", lambda _, kept: ScratchState(torch.device("cpu"), kept))
     model = Net()
     optimizer = adamw(model)
     trained(model, optimizer)
@@ -608,10 +610,17 @@ def test_hooks_and_modes_around_the_step_are_all_listed() -> None:
 def test_batches_that_cannot_be_static_are_all_listed() -> None:
     model = Net()
     x = torch.randn(6, 6)
-    batch = {"a": x, "b": np.ones(3), "c": x.clone().requires_grad_()}
+    batch = {"a": x, "b": np.ones(3), "c": x.clone().requires_grad_() * 1}
     found = explain(lambda batch: model(batch["a"]).square().mean(), batch, model=model)
     reasons = " ".join(p.reason for p in found.obstacles)
     assert "args[0]['b'] is a NumPy" in reasons and "args[0]['c'] requires a gradient" in reasons
+
+
+def test_a_batch_may_require_a_gradient() -> None:
+    model = Net()
+    x, y = batches(1)[0]
+    found = explain(loss_of(model), (x.requires_grad_(), y), model=model)
+    assert not found.obstacles, str(found)
 
 
 def test_something_that_is_no_step_is_refused() -> None:

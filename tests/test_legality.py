@@ -866,7 +866,7 @@ class Opaque:
     ("change", "name"),
     [
         (lambda x: x.to_sparse(), "sparse"),
-        (lambda x: x.clone().requires_grad_(), "gradient"),
+        (lambda x: x.clone().requires_grad_() * 1, "gradient"),
         (lambda x: x.as_subclass(Tagged), "Tagged"),
     ],
     ids=["sparse", "requires_grad", "subclass"],

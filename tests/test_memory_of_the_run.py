@@ -17,13 +17,14 @@ from pygraph_train import GraphedStep
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.memory import fingerprints
 from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.putting_back import ScratchState
 from pygraph_train.step import capture_maker, capturing
 from pygraph_train.step.advancing import Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.comparing import Comparing
 from pygraph_train.tracing import saved_on_host
 from pygraph_train.tracing.saved_on_host import SHARE_OF_WARM_UP, SavedOnHost
-from pygraph_train.verification import Fingerprint, ScratchState
+from pygraph_train.verification import Fingerprint
 
 MIB = 1 << 20
 

@@ -16,6 +16,7 @@ from training import CONFIG, Net, adamw, batches, loss_of
 from pygraph_train import GraphedStep, StepReport
 from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
 from pygraph_train.step.capture_maker import CaptureMaker
+from pygraph_train.step.comparing import Comparing
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.verification import SAFETY, Fingerprint, PlainRuns
 
@@ -245,6 +246,103 @@ def test_a_replay_that_differs_by_more_than_its_step_is_refused_with_both_figure
     assert report.steps_replayed == 0, str(report)
     (why,) = [f.reason for f in report.fallbacks if "the first replay of {F B O} differs" in f.reason]
     assert re.search(r"differs by \S+ of its size, and runs without the graph by \d", why), why
+
+
+@pytest.fixture
+def replays(noise: type[_Noise], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the noise of the next replays is multiplied with."""
+    factors: list[float] = []
+    replay = EmulatedGraph.replay
+
+    def louder(self: EmulatedGraph) -> None:
+        usual = noise.amplitude
+        noise.amplitude *= factors.pop(0) if factors else 1.0
+        replay(self)
+        noise.amplitude = usual
+
+    monkeypatch.setattr(EmulatedGraph, "replay", louder)
+    return factors
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has an entry for each replay that was compared."""
+    made: list[int] = []
+    left = Comparing._left_by
+
+    def counted(self: Comparing, capture: Any) -> Fingerprint:
+        made.append(1)
+        return left(self, capture)
+
+    monkeypatch.setattr(Comparing, "_left_by", counted)
+    return made
+
+
+@pytest.mark.parametrize("rare", [[12.0], [12.0, 12.0], [1.0, 12.0], [12.0, 1.0, 1.0]])
+def test_what_one_replay_of_several_meets_is_no_difference_of_the_graph(
+    rare: list[float], noise: type[_Noise], replays: list[float], compared: list[int]
+) -> None:
+    """As an activation that comes to the other side of zero, in one of many runs."""
+    noise.amplitude = 1e-5
+    replays += rare
+    report = train(Noisy())
+    assert report.steps_replayed >= 30 and not report.fallbacks, str(report)
+    assert len(compared) in (2, 3)
+
+
+@pytest.mark.notices("any difference of a replay counts as noise")
+def test_what_each_replay_meets_is_a_difference_of_the_graph(
+    noise: type[_Noise], replays: list[float], compared: list[int]
+) -> None:
+    noise.amplitude = 1e-5
+    replays += [20.0] * 3
+    report = train(Noisy(), optimizer="off")
+    assert "{F B" not in report.plan and "the first replay of {F B" in text_of(report), str(report)
+    assert len(compared) == 3
+
+
+@pytest.mark.notices("any difference of a replay counts as noise")
+def test_a_graph_that_reads_other_memory_is_refused_at_once(
+    noise: type[_Noise], compared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, loaded = StaticInputs.load, []
+
+    def wrong_in_replays(self: StaticInputs, leaves: Any) -> None:
+        load(self, leaves)
+        if loaded:
+            self.tensors[0][0].mul_(1.1)
+        loaded.append(1)
+
+    monkeypatch.setattr(StaticInputs, "load", wrong_in_replays)
+    noise.amplitude = 1e-5
+    report = train(Noisy(), optimizer="off")
+    assert "{F B" not in report.plan and "the first replay of {F B" in text_of(report), str(report)
+    assert len(compared) == 1
+
+
+def test_replays_that_are_undone_give_gradients_once(noise: type[_Noise], replays: list[float]) -> None:
+    """Also to a tensor of the batch, which adds them up."""
+
+    def trained(steps: int) -> Tensor:
+        torch.compiler.reset()
+        torch.manual_seed(5)
+        model = Noisy()
+        x, y = batches(1)[0]
+        x.requires_grad_()
+        optimizer = adamw(model)
+        with GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=config) as step:
+            for _ in range(steps):
+                step((x, y))
+            assert config.engine == "off" or step.report().steps_replayed >= steps - 12
+        assert x.grad is not None
+        return x.grad
+
+    noise.amplitude = 1e-6
+    config = dataclasses.replace(CONFIG, engine="off")
+    expected = trained(30)
+    config = CONFIG
+    replays += [1.0, 30.0, 30.0]
+    torch.testing.assert_close(trained(30), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.notices("any difference of a replay counts as noise")

@@ -313,7 +313,7 @@ def test_a_batch_of_packed_sequences_whose_lengths_change(kind: Any, given: bool
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("cudnn", [False, True])
-def test_dropout_of_cudnn_is_named(
+def test_dropout_of_cudnn_is_seen(
     monkeypatch: pytest.MonkeyPatch, dropout: float, training: bool, cudnn: bool
 ) -> None:
     graphs: list[torch.fx.GraphModule] = []
@@ -326,10 +326,9 @@ def test_dropout_of_cudnn_is_named(
     for kind in KINDS:
         model, (x, y) = Recurrent(kind, dropout=dropout).train(training), sequences(1)[0]
         Trace(torch.device("cpu"), compiler=keep)(loss_of(model), (x, y), {})
-        found = list(draws_of_cudnn(graphs[-1], torch.device("cuda")))
+        found = draws_of_cudnn(graphs[-1], torch.device("cuda"))
         assert len(found) == (dropout > 0 and training and cudnn)
-        assert all("test_recurrent.py" in str(problem.where) for problem in found)
-        assert not list(draws_of_cudnn(graphs[-1], torch.device("cpu")))
+        assert not draws_of_cudnn(graphs[-1], torch.device("cpu"))
 
 
 @pytest.mark.passes_without_graphs("nothing is captured")

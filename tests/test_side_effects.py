@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import Diary, adamw, batches, both
 
 from pygraph_train.step.outputs import Outputs
+from pygraph_train.tracing.seat import FailedRuns
 
 STEPS = 30
 ENOUGH = 20
@@ -583,3 +584,20 @@ def test_a_full_deque_that_the_step_reads_is_left_to_python(side: str) -> None:
         diary.write_state(net, optimizer)
 
     both(script, replays=10)
+
+
+def of_somebody_else(count: int, tensor: Tensor) -> Tensor:
+    """It may write to all that it is given, as far as anybody knows."""
+    return tensor.add_(count)
+
+
+@pytest.mark.passes_without_graphs("nothing is captured")
+def test_a_run_that_fails_is_taken_back_where_sizes_are_inputs() -> None:
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("size", "tensor")]
+    graph.output(graph.call_function(of_somebody_else, tuple(inputs)))
+    runs, tensor = FailedRuns(torch.fx.GraphModule({}, graph), torch.device("cpu")), torch.zeros(2)
+    before = runs.before((3, tensor))
+    of_somebody_else(3, tensor)
+    before.restore()
+    assert torch.equal(tensor, torch.zeros(2))

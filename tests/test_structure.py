@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("config", "dict_versions", "identity", "patches", "problems", "random_state"),
     ("torch_private",),
-    ("graphs", "selection", "verification"),
+    ("dropout_of_layers",),
+    ("graphs", "putting_back", "selection", "verification"),
     ("tracing", "report"),
     ("gradients",),
     ("optimizers", "parallel"),

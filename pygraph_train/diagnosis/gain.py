@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.putting_back import ScratchState
+
 __all__ = ["gain_of"]
 
 _RUNS = 5
@@ -109,12 +111,8 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 @contextmanager
 def _state_kept(model: nn.Module, device: torch.device) -> Iterator[None]:
-    tensors = [*model.parameters(), *model.buffers()]
-    kept = [t.detach().clone() for t in tensors]
-    with torch.random.fork_rng(devices=[device] if torch.cuda.is_available() else []):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(tensors, kept, strict=True):
-                    tensor.copy_(value)
+    state = ScratchState(device, [*model.parameters(), *model.buffers()])
+    try:
+        yield
+    finally:
+        state.restore()

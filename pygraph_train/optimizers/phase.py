@@ -25,11 +25,12 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
+from pygraph_train.putting_back import HostCopy
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import borrow_memory, copy_all, tensor_looks
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.refusals import problem_of
-from pygraph_train.verification import Audits, Fingerprint, HostCopy, PlainRuns
+from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["OF_SHARDS", "OptimizerPhase"]
 
@@ -315,8 +316,7 @@ class OptimizerPhase:
         backup = HostCopy(device, list({id(t): t for t in (*state, *before)}.values()))
 
         def fingerprint() -> Fingerprint:
-            found = [*state, *map(_grad, parameters)]
-            return Fingerprint.of(torch.zeros((), device=device), found)
+            return Fingerprint.of(torch.zeros((), device=device), [*state, *map(_grad, parameters)])
 
         def undo() -> None:
             backup.restore()

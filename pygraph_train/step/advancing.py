@@ -336,7 +336,7 @@ class Advancing:
         program = training.program
         self._signatures.traces(signature)
         problem = (
-            unsupported_leaf(program.function(), args, kwargs, leaves)
+            unsupported_leaf(program.function(), args, kwargs, leaves, program.gives_gradients)
             or program.replication.not_called_once()
         )
         other_way = signature.other_way

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +16,15 @@ from pygraph_train.identity import identities, picker
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import optimized
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
+from pygraph_train.putting_back import HostCopy, ScratchState
+from pygraph_train.step.batch_gradients import BatchGradients, GivenGradients, check_batch
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.moving import CannotBeLoaded, LoadedTensors, homes
 from pygraph_train.step.outputs import Outputs
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call
 from pygraph_train.step.rebinding import Anchors, Moves
-from pygraph_train.step.together import Together
+from pygraph_train.step.together import Together, out_of_step
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture, Variant
 from pygraph_train.step.ways import undrawn
@@ -34,7 +36,7 @@ from pygraph_train.tracing.refusals import BATCH_IN_STATE, check_copies, history
 from pygraph_train.tracing.reproducing import SilentCall
 from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.trace import Trace
-from pygraph_train.verification import Fingerprint, HostCopy, PlainRuns, ScratchState
+from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = ["CaptureMaker"]
 
@@ -125,6 +127,7 @@ class CaptureMaker:
         program, replication = self._program, self._program.replication
         gradients = self.gradients(variant, args, kwargs, position)
         with self.stage():
+            check_batch(leaves, gradients.parameters)
             problem = history(variant.trace, reads)
             if problem is None and hooked(gradients.parameters):
                 problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
@@ -136,11 +139,13 @@ class CaptureMaker:
         gradients.empty()  # as the step would; the memory of old gradients is wanted now
         before = gradients.snapshot()
         static_leaves: list[Any] = []
+        of_batch, of_callers = BatchGradients(()), BatchGradients(leaves)
         writer = call.trace if isinstance(call, SilentCall) and call.trace.reproduces else None
         moves = self.moves(variant, args, kwargs)
 
         def body() -> tuple[Tensor, Outputs]:
             gradients.empty()
+            of_batch.begin()
             with replication.micro_batch(sync=position.sync):
                 loss, tree = program.forward(captured, static_args, static_kwargs)
                 program.backward(loss)
@@ -176,6 +181,8 @@ class CaptureMaker:
                 variant.inputs.load(leaves)
                 static_args, static_kwargs = variant.inputs.tree((args, kwargs))
                 static_leaves += flattened((static_args, static_kwargs))[1] + variant.inputs.further
+                of_batch = BatchGradients(static_leaves)
+                of_callers.begin()
                 captured = call
                 if isinstance(call, SilentCall):
                     call = SilentCall(call.trace, variant.inputs.further)
@@ -189,7 +196,8 @@ class CaptureMaker:
             if verify:
                 run = functools.partial(
                     self.reference,
-                    *(variant, gradients, call, static_args, static_kwargs),
+                    # accumulators of this run, in another stream, are none of the capture's
+                    *(variant, gradients, call, *variant.inputs.tree((args, kwargs))),
                     updates=updates,
                     sync=position.sync,
                     around=nullcontext if loaded is None else functools.partial(loaded.only_read, reads),
@@ -207,6 +215,9 @@ class CaptureMaker:
                 undrawn(variant.trace, self._engine),
             ):
                 graph, (loss, outputs) = self._engine.capture(body)
+            places = [place for place, _ in variant.anchored]
+            of_callers.check_untouched()
+            computed = GivenGradients(static_leaves, set(map(id, gradients.parameters)), places)
             if numbers is not None:
                 graph = numbers.follow(graph, bool if self._together is None else self._together.anywhere)
         except BaseException as error:
@@ -223,6 +234,8 @@ class CaptureMaker:
             raise NotLegal(problem_of(error, variant.trace, program.function())) from error
         finally:
             forget()
+            of_batch.put_back()
+            of_callers.put_back()
             moves.put_back()
             self.anchors.end([*rebound, *kept])
         put_back()
@@ -256,6 +269,7 @@ class CaptureMaker:
             loaded=loaded,
             ids=list(map(id, reads)),
             writer=writer,
+            given=computed,
             optimized=identities(optimized(program.optimizer)),
         )
         return capture, expected
@@ -280,10 +294,10 @@ class CaptureMaker:
             around: what it makes is entered around forward and backward.
         """
         replication = self._program.replication
-        stage = self._out_of_step if replication.sharded else self.stage
+        stage = out_of_step if replication.sharded else self.stage
         with self.stage():
             before = gradients.snapshot()
-            moves = self.moves(variant, args, kwargs)
+            moves, of_batch = self.moves(variant, args, kwargs), BatchGradients(flattened((args, kwargs))[1])
             scratch = ScratchState(self._program.device, self.beside_parameters(variant, args, kwargs))
             put_back = self._program.scaling.notes()
         try:
@@ -297,6 +311,7 @@ class CaptureMaker:
                 ):
                     gradients.empty()
                     gradients.isolate()
+                    of_batch.begin()
                     loss, _ = self._program.forward(call, args, kwargs)
                     self._program.backward(loss)
                 if sync:
@@ -304,28 +319,14 @@ class CaptureMaker:
                 with stage():
                     if updates:
                         self._program.transform_gradients(in_kernels=False)
-                    left = [*gradients.snapshot(), *self._program.left_behind()]
+                    left = [*gradients.snapshot(), *self._program.left_behind(), *of_batch.found()]
                     return Fingerprint.of(loss.detach(), left)
         finally:
             moves.put_back()
             scratch.restore()
             gradients.restore(before)
+            of_batch.put_back()
             put_back()
-
-    @contextmanager
-    def _out_of_step(self) -> Iterator[None]:
-        """Around a run in which each rank needs the others: what fails on one ends the training, as without graphs.
-
-        Raises:
-            PyGraphError: anything has failed. The others wait for a collective, or are ended by it.
-        """
-        try:
-            yield
-        except Exception as error:
-            raise PyGraphError(
-                f"a training step failed on this rank ({type(error).__name__}: {error}). The other ranks are in this "
-                "step and need this rank, because the ranks share their parameters. Start the training again"
-            ) from error
 
     def stage(self) -> AbstractContextManager[None]:
         """Around what may fail on one rank, before others wait for it."""

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.optimizers.kernels import advice_on_numbers
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord
+from pygraph_train.step.batch_gradients import undoing
 from pygraph_train.step.beside import WorkState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.comparing import Comparing
@@ -33,10 +35,11 @@ from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
-from pygraph_train.tracing.refusals import compiler_problem
+from pygraph_train.tracing.refusals import BEGINS_ANEW, COUNTED_ELSEWHERE, compiler_problem, draws_unseen
 from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
+from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.trace import Trace
-from pygraph_train.verification import PlainRuns, ScratchState
+from pygraph_train.verification import PlainRuns
 
 __all__ = ["Capturing"]
 
@@ -209,7 +212,7 @@ class Capturing:
         scratch = ScratchState(program.device, maker.beside_parameters(variant, args, kwargs))
         moves = maker.moves(variant, args, kwargs)
         gradients.isolate()
-        put_back = program.scaling.notes()
+        put_back, take_back = program.scaling.notes(), undoing(flattened((args, kwargs))[1])
         try:
             with training.clock.compiling(prepared):
                 result = self.timed(step, variant, run)
@@ -223,6 +226,7 @@ class Capturing:
             moves.put_back()
             scratch.restore()
             gradients.restore(before)
+            take_back()
             put_back()
             if variant.choice is not None:
                 variant.meets(LifeEvent.STALE)
@@ -242,14 +246,34 @@ class Capturing:
         return result
 
     def may_begin(self, variant: Variant, position: PositionInAccumulation) -> bool:
-        """Whether nothing is worth waiting for: gradients that the graph would own, and the optimizer's state."""
+        """Whether nothing is worth waiting for: gradients that the graph would own, and the optimizer's state.
+
+        Raises:
+            NotLegal: there is no end of waiting.
+        """
         compiled = variant.arm.compiled
         if not self._training.program.replication.ready():
+            return False
+        layers = variant.trace.layers
+        if not variant.draws_on():
+            if layers is not None and layers.unreadable:
+                raise NotLegal(draws_unseen(layers.unreadable))
+            if variant.anew > self.allowed(variant):
+                raise NotLegal(BEGINS_ANEW)
+            return False
+        if layers is not None and not layers.advances():
+            if layers.looks > MOST_RETRACES:
+                raise NotLegal(COUNTED_ELSEWHERE)
             return False
         if not position.fresh and not self._training.addresses.are_written(compiled=compiled):
             # the graph of the first micro-batch is to own the gradients, if there is one
             return variant.life.steps >= variant.lengths.prepared + _MOST_MICRO_BATCHES
         return not variant.arm.plan.fused or self._updates.has_state()
+
+    @staticmethod
+    def allowed(variant: Variant) -> int:
+        """Changes of one kind that are taken part in, with so many replays."""
+        return MOST_RETRACES + variant.replays // REPLAYS_PER_RETRACE
 
     def look_again(
         self,
@@ -267,7 +291,7 @@ class Capturing:
         if hooked(capture.gradients.parameters):
             return variant.forget_captures()
         program, updates = self._training.program, self._updates
-        allowed = MOST_RETRACES + variant.replays // REPLAYS_PER_RETRACE
+        allowed = self.allowed(variant)
         tensors = variant.trace.tensors(program.function(), args, kwargs)
         anchors = self._maker.anchors
         at_home = anchors.adopt(capture.rebound) and anchors.bring_back(capture.kept)

@@ -150,7 +150,8 @@ class Outputs:
 
 def _pass(position: int, source: int) -> _Make:
     def make(leaves: Sequence[Any], values: list[Any]) -> None:
-        values[position] = leaves[source]
+        leaf = leaves[source]
+        values[position] = leaf.detach() if leaf.requires_grad else leaf
 
     return make
 
@@ -203,7 +204,7 @@ def _view(position: int, source: int, tensor: Tensor, static: Tensor) -> _Make:
     offset = int(tensor.storage_offset() - static.storage_offset())
 
     def make(leaves: Sequence[Any], values: list[Any]) -> None:
-        leaf = leaves[source]
+        leaf = leaves[source].detach()
         values[position] = leaf.as_strided(size, stride, leaf.storage_offset() + offset)
 
     return make

@@ -46,6 +46,10 @@ class StepProgram(UpdateProgram, Protocol):
     """Whether `function` makes backwards and updates itself. `forward` makes the whole step then, and `backward` and
     `update` do nothing; gradients are what they were when the step began."""
 
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether tensors of the batch may require a gradient: one backward adds to it, and nothing else reads it."""
+
     def new_trace(self, dynamic: Dims | None = None) -> Trace:
         """A trace for one kind of call of `function`.
 
@@ -92,6 +96,11 @@ class StepOfLoss:
     device: torch.device
     replication: Replication
     recorder: str | tuple[str, ...] | None
+
+    @property
+    def gives_gradients(self) -> bool:
+        """See `StepProgram`."""
+        return False
 
     def new_trace(self, dynamic: Dims | None = None) -> Trace:
         """A trace for one kind of call. Modules with hooks of torch's own are opened for it."""

@@ -46,6 +46,7 @@ class ProgramByHand:
     recorder: str | tuple[str, ...] | None
     empties_first: bool = False
     by_hand: bool = True
+    gives_gradients: bool = False
 
     def __init__(
         self,

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from pygraph_train.graphs.memory import copy_elsewhere, span
 from pygraph_train.problems import first_line
+from pygraph_train.putting_back import ScratchState
 from pygraph_train.torch_private.autocast import around_backward, present
 from pygraph_train.torch_private.dispatch import no_autocast
-from pygraph_train.verification import Fingerprint, PlainRuns, ScratchState
+from pygraph_train.verification import Fingerprint, PlainRuns
 
 if TYPE_CHECKING:
     from pygraph_train.report.backend_report import RegionRecord

@@ -171,8 +171,8 @@ class StepRunner:
         if not variant.arm.plan.forward_backward and (choice or variant.lead) is not None:
             return Ran(self._ungraphed.as_its_arm_says(step, run))
         capture = variant.captures.get(variant.capture_key(step.position))
-        if capture is not None and not capture.gradients.fit():
-            return Ran(self._ungraphed.plainly(run))  # emptied in the middle of an accumulation
+        if capture is not None and not self._refusing.admits(step, signature, variant, capture, leaves):
+            return Ran(self._ungraphed.plainly(run))
         loaded = self._writes.load(variant, capture, args, kwargs, leaves) if variant.trace.loads else leaves
         if capture is not None and self._lookup.reads_written_memory(variant, capture, loaded):
             self._refusing.plain_step(BATCH_IN_STATE, for_good=False)
@@ -204,6 +204,7 @@ class StepRunner:
                 capture.gradients.empty()
             raise
         capture.gradients.after_replay()
+        capture.given.give(leaves)
         if capture.number:
             self._training.program.replication.replayed(sync=capture.sync)
         capture.audits.left -= 1

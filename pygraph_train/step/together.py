@@ -21,7 +21,7 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture
 from pygraph_train.tracing.refusals import problem_of
 
-__all__ = ["Together", "facts_of"]
+__all__ = ["Together", "facts_of", "out_of_step"]
 
 R = TypeVar("R")
 
@@ -32,6 +32,22 @@ UNEVEN = Problem("Join lets each rank make its own number of steps, so the ranks
 
 _MOST_APART = 3
 """Steps in a row in which this rank could replay a capture that another one no longer has, before it is given up."""
+
+
+@contextmanager
+def out_of_step() -> Iterator[None]:
+    """Around a run in which each rank needs the others: what fails on one ends the training, as without graphs.
+
+    Raises:
+        PyGraphError: anything has failed. The others wait for a collective, or are ended by it.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise PyGraphError(
+            f"a training step failed on this rank ({type(error).__name__}: {error}). The other ranks are in this "
+            "step and need this rank, because the ranks share their parameters. Start the training again"
+        ) from error
 
 
 class Together:

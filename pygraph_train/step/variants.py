@@ -15,6 +15,7 @@ from pygraph_train.graphs.memory import Storages
 from pygraph_train.identity import identities
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.selection.returns import Returns
+from pygraph_train.step.batch_gradients import GivenGradients
 from pygraph_train.step.beside import Beside, WorkState
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.families import Family
@@ -82,7 +83,13 @@ class Capture:
     """What tells the parameters that the optimizer holds: whose gradients are emptied before a step."""
     writer: ReproducingTrace | None = None
     """What makes the step's writes to Python after a replay. None where there are none."""
+    given: GivenGradients = field(default_factory=lambda: GivenGradients(()))
+    """What it computes for tensors of the batch that require a gradient."""
     leaf_identities: bytes = field(init=False)
+
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether gradients are as it found them: not where they were emptied in an accumulation. Hot path."""
+        return self.gradients.fit() and self.given.fit(leaves)
 
     def __post_init__(self) -> None:
         self.leaf_identities = identities(tuple(self.leaves))
@@ -116,6 +123,7 @@ class Variant:
         family: of kinds of calls that differ in sizes alone.
         way: the answers after which its trace was made, of a signature that has traces of other ways; None otherwise.
         lead: whose trace it shares, and whose plan it follows. None for a kind of call with a trace of its own.
+        anew: how often cuDNN's generator for recurrent networks had begun anew before a step that was to be replayed.
         opened: whether objects of its call are opened from now on, so that their tensors are leaves.
     """
 
@@ -143,6 +151,7 @@ class Variant:
     stay: set[int] = field(default_factory=set)
     family: Family | None = None
     lead: Variant | None = None
+    anew: int = 0
     opened: bool = False
 
     def member(self, key: Key) -> Variant:
@@ -181,6 +190,16 @@ class Variant:
     def is_for(self, leaves: Sequence[Any]) -> bool:
         """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""
         return all(leaves[i] is self.trace.latest_tensors[k] for i, k in self.anchored)
+
+    def draws_on(self) -> bool:
+        """Whether recurrent networks draw where they have stopped, as graphs do. Hot path.
+
+        Otherwise the next step has to be made without a graph.
+        """
+        if self.trace.layers is None or self.trace.layers.goes_on():
+            return True
+        self.anew += 1
+        return False
 
     def movable(self) -> dict[int, bool]:
         """Those of `moving` that a capture may follow: not what is passed as well, and not what the step rebinds."""

@@ -23,6 +23,7 @@ from pygraph_train.torch_private import (
 )
 from pygraph_train.torch_private.changes import Around, no_bounded_deques
 from pygraph_train.torch_private.compiling import as_in_plain_python
+from pygraph_train.torch_private.cudnn_dropout import generators_apart
 from pygraph_train.torch_private.guards import with_place
 
 __all__ = [
@@ -324,10 +325,16 @@ def dynamo_region_config(
 
 @functools.cache
 def _tracer() -> tuple[Any, str, Any]:
-    """What is called for a frame without compiled code. (2.11, 2.13)"""
+    """What is called for a frame without compiled code, and sets random states to what they are. (2.11, 2.13)"""
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
-    return CatchErrorsWrapper, "__call__", CatchErrorsWrapper.__call__
+    trace = CatchErrorsWrapper.__call__
+
+    def traced(self: Any, *args: Any) -> Any:
+        with generators_apart():
+            return trace(self, *args)
+
+    return CatchErrorsWrapper, "__call__", traced
 
 
 @contextmanager

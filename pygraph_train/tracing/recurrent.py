@@ -6,9 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from pygraph_train.problems import Problem
-from pygraph_train.tracing.reasons import line_of
-
 __all__ = ["draws_of_cudnn", "recurrent_networks"]
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -24,23 +21,14 @@ def recurrent_networks(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
             yield from (node for node in module.graph.nodes if node.target in _RECURRENT)
 
 
-def draws_of_cudnn(graph: torch.fx.GraphModule, device: torch.device) -> Iterator[Problem]:
-    """Networks with dropout between their layers: cuDNN draws from a generator that nobody can put back.
-
-    The comparison of a replay with the plain step would draw twice.
+def draws_of_cudnn(graph: torch.fx.GraphModule, device: torch.device) -> list[torch.fx.Node]:
+    """Networks with dropout between their layers: cuDNN draws from a generator of its own for them.
 
     Args:
         graph: from Dynamo.
         device: of the step.
     """
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
-        return
-    for node in recurrent_networks(graph):
-        if len(node.args) > _TRAINS and node.args[_DROPOUT] and node.args[_TRAINS]:
-            yield Problem(
-                "cuDNN draws the random numbers for the dropout between the layers of a recurrent network, and nobody "
-                "can put its generator back",
-                line_of(node),
-                "Make a module of each layer, with nn.Dropout between them, or set torch.backends.cudnn.enabled to "
-                "False",
-            )
+        return []
+    nodes = recurrent_networks(graph)
+    return [n for n in nodes if len(n.args) > _TRAINS and n.args[_DROPOUT] and n.args[_TRAINS]]

@@ -12,6 +12,7 @@ from torch import Tensor
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.problems import NotLegal, Problem, defined_at, first_line, is_user_file, user_location
 from pygraph_train.torch_private.dynamo import raising_node
+from pygraph_train.tracing.gradient_hooks import may_be_given_gradients
 from pygraph_train.tracing.obstacles import kept_result
 from pygraph_train.tracing.reading import reader
 from pygraph_train.tracing.reasons import line_of, problem_of_guard, readable
@@ -21,6 +22,8 @@ from pygraph_train.tracing.trace import Trace
 __all__ = [
     "ANOMALY",
     "BATCH_IN_STATE",
+    "BEGINS_ANEW",
+    "COUNTED_ELSEWHERE",
     "DISPATCH_MODE",
     "FUNCTION_MODE",
     "GLOBAL_HOOK",
@@ -28,6 +31,7 @@ __all__ = [
     "SAVED_TENSORS_HOOKS",
     "check_copies",
     "compiler_problem",
+    "draws_unseen",
     "history",
     "may_be_of_step",
     "problem_of",
@@ -59,12 +63,31 @@ BATCH_IN_STATE = Problem(
     "model), and a graph would read the values from before the step",
     fix="Pass a clone of the tensor",
 )
+BEGINS_ANEW = Problem(
+    "the random state of the device was set before the step, so cuDNN makes its generator for the dropout between the "
+    "layers of recurrent networks anew, which no graph does",
+    fix="Set random states rarely (torch.manual_seed, torch.random.fork_rng), not around each step",
+)
+COUNTED_ELSEWHERE = Problem(
+    "the generator that cuDNN has for the dropout between the layers of recurrent networks stays as it is in a step, "
+    "so a graph would draw the same numbers in each replay",
+    fix="Make a module of each layer, with nn.Dropout between them, or set torch.backends.cudnn.enabled to False",
+)
 OUT_OF_MEMORY = Problem(
     "out of memory during the capture", fix="Use a smaller batch, so that the graph's memory fits"
 )
 ANOMALY = Problem(
     "anomaly detection reads every gradient on the host", fix="Turn anomaly detection off (detect_anomaly)"
 )
+
+
+def draws_unseen(why: str) -> Problem:
+    """Nobody can put cuDNN's generator back."""
+    return Problem(
+        "cuDNN draws for the dropout between the layers of recurrent networks, and this build of torch does not show "
+        f"from where ({why})",
+        fix=COUNTED_ELSEWHERE.fix,
+    )
 
 
 def history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:
@@ -133,16 +156,28 @@ def _is_of_batch_object(guard: str, frame: dict[str, Any]) -> bool:
 
 
 def unsupported_leaf(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaves: Sequence[Any],
+    gives_gradients: bool,
 ) -> Problem | None:
     """The first of `unsupported_leaves`."""
-    return next(unsupported_leaves(fn, args, kwargs, leaves), None)
+    return next(unsupported_leaves(fn, args, kwargs, leaves, gives_gradients), None)
 
 
 def unsupported_leaves(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaves: Sequence[Any],
+    gives_gradients: bool = False,
 ) -> Iterator[Problem]:
-    """Arguments that cannot be kept in a static buffer. The line is that of the step's function, which gets them."""
+    """Arguments that cannot be kept in a static buffer. The line is that of the step's function, which gets them.
+
+    Args:
+        gives_gradients: whether those that require a gradient get it after a replay.
+    """
     paths = leaf_paths(args, kwargs, ("args", "kwargs"))
     where = _definition(fn)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -157,7 +192,7 @@ def unsupported_leaves(
         if type(leaf) is not Tensor or leaf.is_nested:
             told = f"{path} is a {type(leaf).__name__}, and a graph would treat it as a plain tensor"
             yield Problem(told, where)
-        elif leaf.requires_grad:
+        elif leaf.requires_grad and not (gives_gradients and may_be_given_gradients(leaf)):
             yield Problem(
                 f"{path} requires a gradient, and a graph would write the gradient to a copy of this tensor",
                 where,

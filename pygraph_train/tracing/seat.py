@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.tracing.counters import Counters
 from pygraph_train.tracing.writes import maybe_written
-from pygraph_train.verification import HostCopy, ScratchState
 
 __all__ = ["Seat"]
 
@@ -89,7 +89,8 @@ class FailedRuns:
 
     def before(self, inputs: Sequence[Any]) -> ScratchState | HostCopy:
         """What a run may change, as it is now. Parameters are large."""
-        written = [inputs[i] for i in self._places]
+        # sizes are inputs as well, where a trace is for several shapes
+        written = [inputs[i] for i in self._places if isinstance(inputs[i], Tensor)]
         kind = HostCopy if any(isinstance(tensor, nn.Parameter) for tensor in written) else ScratchState
         return kind(self._device, written)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train.dropout_of_layers import DropoutOfLayers
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamic_shapes import sizes_are_symbols
 from pygraph_train.torch_private.dynamo import (
@@ -127,6 +128,7 @@ class Trace:
         """What is known of a step before it is made."""
         self.host = HostTables(takes=self.may_read)
         """What the graph has of tensors of the host."""
+        self.layers: DropoutOfLayers | None = None  # what recurrent networks of the step draw from
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
         self._read: Read = lambda L, G: ((), (), ())
@@ -330,9 +332,10 @@ class Trace:
             self.made_once = constants.told
         if self.problem is None:
             host = on_host(graph, self.device, self._fn, constants.nodes)
-            drawn = draws_of_cudnn(graph, self.device)
             values = decided_by_values(graph, constants.nodes)
-            self.problem = next(chain(self._written(), copies_that_stay(), host, drawn, values), None)
+            self.problem = next(chain(self._written(), copies_that_stay(), host, values), None)
+        if draws_of_cudnn(graph, self.device):
+            self.layers = DropoutOfLayers.on(self.device)
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem

@@ -65,11 +65,12 @@ class Loop:
         self.model, self.optimizer = model, optimizer
 
     def after(self, i: int, result: Any, batch: Any) -> None:
-        """Note what a step left: its results, the batch, parameters, gradients, buffers, random state."""
+        """Note what a step left: results, the batch and its gradients, those of parameters, buffers, random state."""
         place = f"step {i}: "
         self.note(place + "result", result)
         self.note(place + "kind of result", self._looks(result, batch))
         self.note(place + "batch", batch)
+        self.note(place + "gradients of the batch", [t.grad for t in tensors_of(batch) if t.is_leaf])
         self.note_model(place)
         self._kept.append(_detached(result))  # without its graph, as loops should keep it
         if i % 6 == 5:

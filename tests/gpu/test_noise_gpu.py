@@ -51,6 +51,21 @@ class Resized(nn.Module):
         return self.last(larger.square().mean((2, 3)))
 
 
+class Generated(nn.Module):
+    """As the generator of a DCGAN: noise moves activations to the other side of zero now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Linear(32, 64 * 16), nn.Unflatten(1, (64, 4, 4)), nn.BatchNorm2d(64), nn.ReLU()),
+            *(nn.ConvTranspose2d(64, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
+            *(nn.ConvTranspose2d(32, 3, 4, 2, 1, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 256, 8)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 8))
 
@@ -91,7 +106,7 @@ def train(make: Callable[[], nn.Module], **config: Any) -> StepReport:
         return step.report()
 
 
-@pytest.mark.parametrize("make", [Scattered, Resized])
+@pytest.mark.parametrize("make", [Scattered, Resized, Generated])
 def test_a_step_with_atomic_additions_is_replayed(make: Any) -> None:
     report = train(make, compile=False)
     assert report.steps_replayed >= STEPS - 15 and report.plan == "{F B O}", str(report)

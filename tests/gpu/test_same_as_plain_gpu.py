@@ -355,3 +355,31 @@ def test_tables_of_the_host_are_copied_where_they_have_changed(changes: bool) ->
         return [*seen, *(p.detach() for p in model.parameters())]
 
     both(script, replays=80, plan="{F B O}", forward="on")
+
+
+@pytest.mark.parametrize("count", [4, STEPS])
+def test_tensors_of_the_batch_get_their_gradients(count: int) -> None:
+    """Those that come again add them up."""
+
+    def script(make: Make) -> list[Any]:
+        model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+        def step_fn(x: Tensor, t: Tensor) -> Tensor:
+            u = model(torch.cat([x, t], 1))
+            u_x, u_t = (torch.autograd.grad(u.sum(), by, create_graph=True)[0] for by in (x, t))
+            (u_xx,) = torch.autograd.grad(u_x.sum(), x, create_graph=True)
+            return (u_t + u * u_x - 0.01 * u_xx).square().mean()
+
+        step = make(step_fn, model, optimizer)
+        g = torch.Generator().manual_seed(1)
+        points = [
+            [torch.rand(256, 1, generator=g).cuda().requires_grad_() for _ in "xt"] for _ in range(count)
+        ]
+        found: list[Any] = []
+        for index in range(STEPS):
+            x, t = points[index % count]
+            found += [step(x, t).clone(), x.grad.clone(), t.grad.clone()]
+        return [*found, *(p.detach().clone() for p in model.parameters())]
+
+    both(script, replays=80, plan="{F B O}")

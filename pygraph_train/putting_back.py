@@ -1,0 +1,59 @@
+"""Putting back what a run that does not count has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pygraph_train.dropout_of_layers import DropoutOfLayers
+from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.cudnn_dropout import set_random_state
+from pygraph_train.torch_private.sharding import local_tensor
+
+__all__ = ["HostCopy", "ScratchState"]
+
+
+class ScratchState:
+    """Random state and tensors that a run without consequences may change; `restore` puts them back.
+
+    Args:
+        device: whose generators are kept, torch's and cuDNN's, besides those of the host.
+        tensors: kept by value, on the device: buffers are small.
+    """
+
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._device = device
+        self._host_random = HostRandomState()
+        self._layers = DropoutOfLayers.known_on(device)
+        self._place = None if self._layers is None else self._layers.place()
+        self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._tensors = [local_tensor(t.detach()) for t in tensors]
+        self._values = [t.clone() for t in self._tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        self._host_random.restore()
+        if self._random is not None:
+            set_random_state(self._device, self._random)
+        if self._layers is not None:
+            self._layers.put_back(self._place)
+        for tensor, value in zip(self._tensors, self._values, strict=True):
+            tensor.copy_(value)
+
+
+class HostCopy:
+    """Like `ScratchState`, but kept in host memory: parameters and optimizer state are large."""
+
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._random = ScratchState(device, ())
+        self._tensors = [local_tensor(t.detach()) for t in tensors]
+        self._values = [t.to("cpu", copy=True) for t in self._tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        self._random.restore()
+        for tensor, value in zip(self._tensors, self._values, strict=True):
+            tensor.copy_(value)
