@@ -162,7 +162,14 @@ def test_rows_add_up() -> None:
 def test_never_slower(tmp_path: Path) -> None:
     path = tmp_path / "never.json"
     command = [sys.executable, "-m", "benchmarks.never_slower", "--scale", "tiny", "--device", "cpu"]
-    options = ["--names", "case: PPO", "--modes", "eager,graphed,accelerate,accelerate-eager", "--json", str(path)]
+    options = [
+        "--names",
+        "case: PPO",
+        "--modes",
+        "eager,graphed,accelerate,accelerate-eager",
+        "--json",
+        str(path),
+    ]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "NO TIMING CLAIM" in done.stdout, done.stderr
     record = json.loads(path.read_text())
