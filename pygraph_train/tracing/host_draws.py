@@ -71,11 +71,13 @@ class Ahead:
         matches: whether it takes the way that was traced.
         path: the answers so far; the last one is another one than was traced, if it does not match.
         end: where the generators are after that way. None where it does not match.
+        taken: what tensors of the graph get, in the order of `HostDraws.taken`.
     """
 
     matches: bool
     path: tuple[Any, ...]
     end: HostRandomState | None = None
+    taken: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,13 @@ class HostDraws:
         steps: what they are.
         generators: those that they draw from.
         where: `file:line` of the first question.
+        taken: slots of tensors of the host whose values get into tensors of the graph.
     """
 
     steps: tuple[Given | Made | Asked, ...]
     generators: frozenset[str]
     where: str | None = None
+    taken: tuple[int, ...] = ()
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -116,6 +120,10 @@ class HostDraws:
         made = [step for step in self.steps if not isinstance(step, Asked)]
         asked = [made[step.slot] for step in self.steps if isinstance(step, Asked)]
         return [call.key if isinstance(call, Made) else None for call in asked]
+
+    def same_as(self, other: HostDraws) -> bool:
+        """Whether both draw, compute and ask the same in the same order, so that what one takes serves the other."""
+        return self.taken == other.taken and list(map(_told, self.steps)) == list(map(_told, other.steps))
 
     def another_way(self) -> Problem:
         """Why a step that takes another way is not for the graph."""
@@ -149,9 +157,15 @@ class HostDraws:
                     path.append(found)
                     if type(found) is not type(step.outcome) or found != step.outcome:
                         return Ahead(False, tuple(path))
-            return Ahead(True, tuple(path), HostRandomState(self.generators))
+            taken = tuple([values[slot] for slot in self.taken])
+            return Ahead(True, tuple(path), HostRandomState(self.generators), taken)
         finally:
             before.restore()
+
+
+def _told(step: Given | Made | Asked) -> tuple[Any, ...]:
+    """What can be compared of a step: arguments may be tensors."""
+    return (step.fn, step.generator, step.filled) if isinstance(step, Made) else tuple(step)
 
 
 def _result(call: Made, values: Sequence[Any], known: dict[int, Any]) -> Any:
