@@ -39,6 +39,23 @@ def in_place(x: Tensor) -> Tensor:
     return x[order % 4] + order[:, None]
 
 
+def changed_list(x: Tensor) -> Tensor:
+    order = random.sample(range(4), 3)
+    same, before = order, torch.tensor(order)
+    order.append(1)
+    same[0] = 2
+    order += [random.randint(0, 3)]
+    first, *_, last = same
+    return x[before[:2]] * len(same) + x[torch.tensor(order)[2:4]] * torch.tensor([first, last])[:, None]
+
+
+def items(x: Tensor) -> Tensor:
+    for k, number in enumerate(random.choices(range(4), k=2)):
+        x = x + torch.tensor(number) * (k + 1)
+    first, second = np.random.rand(2)
+    return x * float(first) + float(second)
+
+
 def jittered(x: Tensor) -> Tensor:
     for number in np.random.uniform(0.9, 1.1, size=3).tolist():
         x = x * number
@@ -91,6 +108,8 @@ MADE: dict[str, Make] = {
     "a sum": lambda x: x * float(np.random.rand(3).sum()),
     "a list of numbers": jittered,
     "a mask": masked,
+    "a list that is changed": changed_list,
+    "items": items,
     "changed in place": in_place,
     "a function of transformers": masks_of_transformers,
     "torch, a permutation": lambda x: x[torch.randperm(4).to(x.device)],

@@ -25,7 +25,7 @@ from pygraph_train.torch_private.drawn_numbers import (
 )
 from pygraph_train.torch_private.numbers_with_tensors import WITH_TENSORS, is_tensor, with_tensor
 
-__all__ = ["MAKERS", "DrawnTensors", "is_drawn_within", "tree_of", "value_class"]
+__all__ = ["MAKERS", "DrawnTensors", "as_it_is", "is_drawn_within", "tree_of", "value_class"]
 
 
 @functools.cache
@@ -33,7 +33,10 @@ def value_class() -> type:
     from torch._dynamo.variables.base import VariableTracker
 
     class DrawnValue(VariableTracker):
-        """A list, a tuple or an array that was drawn, or computed from what was drawn."""
+        """A list, a tuple or an array that was drawn, or computed from what was drawn.
+
+        A list may be changed: from then on `opened` stands for it, a list of Dynamo's.
+        """
 
         def __init__(
             self, slot: CallResult, hooks: Any, refuse: Callable[[], NoReturn], **kwargs: Any
@@ -42,6 +45,7 @@ def value_class() -> type:
             self.slot = slot
             self.hooks = hooks
             self.refuse = refuse
+            self.opened: Any = None
 
         def python_type(self) -> type:
             return type(self.hooks.recorder.value(self.slot))
@@ -50,15 +54,22 @@ def value_class() -> type:
             return self.hooks.exact_value(present(), self).as_proxy()
 
         def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if self.opened is not None:
+                return self.opened.call_method(tx, name, args, kwargs)
             return self.hooks.method_of_value(tx, self, name, args, kwargs)
 
         def var_getattr(self, tx: Any, name: str) -> Any:
-            return self.hooks.attribute_of_value(tx, self, name)
+            if self.opened is not None:
+                return self.opened.var_getattr(tx, name)
+            found = self.hooks.attribute_of_value(tx, self, name)
+            return self.hooks.exact_value(tx, self).var_getattr(tx, name) if found is None else found
 
         def has_unpack_var_sequence(self, tx: Any) -> bool:
             return True
 
         def unpack_var_sequence(self, tx: Any) -> list[Any]:
+            if self.opened is not None:
+                return list(self.opened.items)
             return self.hooks.items_of_value(tx, self)  # type: ignore[no-any-return]
 
         def force_unpack_var_sequence(self, tx: Any) -> list[Any]:
@@ -86,6 +97,12 @@ def value_class() -> type:
     return DrawnValue
 
 
+def as_it_is(variable: Any) -> Any:
+    """A list of Dynamo's in the place of one that was changed after it was drawn."""
+    opened = variable.opened if isinstance(variable, value_class()) else None  # type: ignore[attr-defined]
+    return variable if opened is None else opened
+
+
 def _is_drawn(variable: Any) -> bool:
     """Whether a variable of Dynamo's was drawn, or follows from what was."""
     return isinstance(variable, (number_class(), value_class()))
@@ -95,6 +112,7 @@ def is_drawn_within(variable: Any) -> bool:
     """Whether that is so of a variable, or of one in a list or tuple."""
     from torch._dynamo.variables.lists import BaseListVariable
 
+    variable = as_it_is(variable)
     if isinstance(variable, BaseListVariable):
         return any(map(is_drawn_within, variable.items))
     return _is_drawn(variable)
@@ -104,6 +122,7 @@ def tree_of(variable: Any) -> Any:
     """A constant, a slot, or a list or tuple of these; `NO_VALUE` for anything else."""
     from torch._dynamo.variables.lists import ListVariable, TupleVariable
 
+    variable = as_it_is(variable)
     if isinstance(variable, value_class()):
         return variable.slot  # type: ignore[attr-defined]
     if type(variable) in (ListVariable, TupleVariable) and is_drawn_within(variable):

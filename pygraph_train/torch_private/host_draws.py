@@ -37,7 +37,7 @@ from pygraph_train.torch_private.drawn_numbers import (
     refuse_torch,
     value_of,
 )
-from pygraph_train.torch_private.drawn_values import is_drawn_within, tree_of, value_class
+from pygraph_train.torch_private.drawn_values import as_it_is, is_drawn_within, tree_of, value_class
 from pygraph_train.torch_private.jumps import conditional_jumps
 from pygraph_train.torch_private.numbers_with_tensors import is_tensor
 from pygraph_train.torch_private.value_hooks import ValueHooks
@@ -241,7 +241,7 @@ class _Hooks(ValueHooks):
                     return self._number(tx, self.recorder.make(fn, [slot], {}), refuse_torch)
             if fn in _OF_TYPES or not any(map(is_drawn_within, args)):
                 return call_function(variable, tx, args, kwargs)
-            args = [x.realize() for x in args]
+            args = [as_it_is(x.realize()) for x in args]
             if fn in (operator.getitem, operator.setitem) and is_tensor(args[0]):
                 args = [args[0], self.index_of_tensor(tx, args[1]), *args[2:]]
             if any(isinstance(x, value_class()) for x in args):

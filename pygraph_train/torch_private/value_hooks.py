@@ -23,6 +23,7 @@ from pygraph_train.torch_private.drawn_numbers import (
 from pygraph_train.torch_private.drawn_values import (
     MAKERS,
     DrawnTensors,
+    as_it_is,
     is_drawn_within,
     tree_of,
     value_class,
@@ -171,8 +172,16 @@ class ValueHooks:
         refuse()
 
     def exact_value(self, tx: Any, variable: Any) -> Any:
-        """What a list is, as a constant of the trace."""
+        """What a number, a text or a tuple is, as a constant of the trace. A list that may be changed is opened."""
+        from torch._dynamo.variables.base import ValueMutationNew
+        from torch._dynamo.variables.lists import ListVariable
+
         value = self.recorder.value(variable.slot)
+        if isinstance(value, list):
+            if variable.opened is None:
+                items = self.items_of_value(tx, variable)
+                variable.opened = ListVariable(items, mutation_type=ValueMutationNew())
+            return variable.opened
         if not isinstance(value, (np.number, np.bool_)) and not is_plain_list(value):
             variable.refuse()
         return as_constant(tx, self.recorder.ask(variable.slot, place_in(tx)))
@@ -189,7 +198,7 @@ class ValueHooks:
         return self.exact_value(tx, variable).call_method(tx, name, args, kwargs)
 
     def attribute_of_value(self, tx: Any, variable: Any, name: str) -> Any:
-        """An attribute of an array. The trace depends on its shape."""
+        """An attribute of an array, or a method; None for another one. The trace depends on the shape of an array."""
         value = self.recorder.value(variable.slot)
         if isinstance(value, np.ndarray) and name in ("shape", "size", "ndim"):
             slot = self.recorder.make(getattr, [variable.slot, name], {})
@@ -197,11 +206,11 @@ class ValueHooks:
         if isinstance(value, np.ndarray) and name == "T":
             slot = self.recorder.make(getattr, [variable.slot, name], {})
             return self.wrapped(tx, slot, variable.refuse)
-        if name in _PURE_METHODS and hasattr(value, name):
+        if hasattr(value, name) and (name in _PURE_METHODS or isinstance(value, list)):
             from torch._dynamo.variables.misc import GetAttrVariable
 
             return GetAttrVariable(variable, name)
-        return self.exact_value(tx, variable).var_getattr(tx, name)
+        return None
 
     def items_of_value(self, tx: Any, variable: Any) -> list[Any]:
         """The items, of which there have to be as many in each step."""
@@ -237,6 +246,7 @@ class ValueHooks:
         """An index with tensors in the place of lists and arrays of whole numbers: torch makes such of them."""
         from torch._dynamo.variables.lists import TupleVariable
 
+        index = as_it_is(index)
         if type(index) is TupleVariable:
             return TupleVariable([self.index_of_tensor(tx, x) for x in index.items])
         if not isinstance(index, value_class()):

@@ -88,7 +88,7 @@ def _is_number_for(node: fx.Node, example: Tensor) -> bool:
     number = node.meta.get("example_value")
     return (
         isinstance(number, Tensor)
-        and number.dim() == 0 < example.dim()
+        and number.dim() == 0
         and number.dtype == example.dtype
         and number.dtype in (torch.float32, torch.float64)
     )
