@@ -12,7 +12,10 @@ import pytest
 import torch
 from test_host_draws import train
 from torch import Tensor, nn
-from training import Diary, adamw, both
+from training import Diary, adamw, both, differs
+
+from pygraph_train.random_state import HostRandomState
+from pygraph_train.tracing.reproducing import ReproducingTrace
 
 Make = Callable[[Tensor], Tensor]
 """What a step makes of its batch of 4 rows with 6 columns."""
@@ -349,3 +352,69 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types(dtype: torch.dtype) -> None:
     train(lambda net: lambda x: net(x), model=lambda: Halves(dtype), whole=25, compile=False, plan="{F B O}")
+
+
+def drawn_twice() -> Tensor:
+    numbers = torch.rand(6)
+    numbers.mul_(2)
+    return numbers
+
+
+ON_META: dict[str, tuple[Make, Callable[[], list[Tensor]]]] = {
+    "a permutation": (lambda x: x[torch.randperm(4).to(x.device)], lambda: [torch.randperm(4)]),
+    "an index": (lambda x: x[:, torch.randint(0, 6, (3,))], lambda: [torch.randint(0, 6, (3,))]),
+    "a number": (lambda x: x * torch.rand(()), lambda: [torch.rand(())]),
+    "computed on the host": (lambda x: x * drawn_twice().to(x), lambda: [drawn_twice()]),
+    "a sample": (
+        lambda x: x[torch.tensor(random.sample(range(4), 3)).to(x.device)],
+        lambda: [torch.tensor(random.sample(range(4), 3))],
+    ),
+    "a sample as an index": (
+        lambda x: x[random.sample(range(4), 3)],
+        lambda: [torch.tensor(random.sample(range(4), 3))],
+    ),
+    "an array": (
+        lambda x: x + torch.from_numpy(np.random.rand(6)).float().to(x.device),
+        lambda: [torch.from_numpy(np.random.rand(6)).float()],
+    ),
+    "made on the device": (
+        lambda x: x + torch.tensor(np.random.rand(6), device=x.device, dtype=x.dtype),
+        lambda: [torch.tensor(np.random.rand(6), dtype=torch.float32)],
+    ),
+    "a fraction": (lambda x: random.random() * x, lambda: [torch.tensor(random.random())]),
+    "two": (
+        lambda x: x[torch.randperm(4).to(x.device)] * np.random.beta(1, 1),
+        lambda: [torch.randperm(4), torch.tensor(np.random.beta(1, 1))],
+    ),
+}
+
+
+@pytest.mark.passes_without_graphs("a device without values computes nothing")
+@pytest.mark.parametrize("name", ON_META)
+def test_a_graph_of_a_device_reads_what_the_host_draws(name: str) -> None:
+    make, drawn = ON_META[name]
+    trace, x = ReproducingTrace(torch.device("meta")), torch.empty(4, 6, device="meta")
+    given: tuple[Any, ...] = (lambda x: 2 * make(x), (x,), {})
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(5)
+    for _ in range(3):
+        before = HostRandomState()
+        expected, after = drawn(), states()
+        before.restore()
+        if trace.traced:
+            assert trace.holds(*given)
+            assert differs(expected, list(trace.ahead.look({"args": (x,)}).taken)) is None
+        result = trace(*given)
+        assert trace.problem is None and trace.reproduces, trace.problem
+        assert differs(states(), after) is None
+        assert result.shape == make(x).shape
+        before.restore()
+        drawn()
+
+
+@pytest.mark.passes_without_graphs("a device without values computes nothing")
+def test_a_quotient_of_the_host_stays_in_the_step() -> None:
+    """A device divides by such a number in another way than by a tensor of its own."""
+    trace, x = ReproducingTrace(torch.device("meta")), torch.empty(4, 6, device="meta")
+    trace(lambda x: x / torch.rand(()), (x,), {})
+    assert trace.problem is not None and "makes a tensor on cpu" in trace.problem.reason
