@@ -418,3 +418,96 @@ def test_a_quotient_of_the_host_stays_in_the_step() -> None:
     trace, x = ReproducingTrace(torch.device("meta")), torch.empty(4, 6, device="meta")
     trace(lambda x: x / torch.rand(()), (x,), {})
     assert trace.problem is not None and "makes a tensor on cpu" in trace.problem.reason
+
+
+def test_three_shapes() -> None:
+    def step_fn(model: nn.Module, x: Tensor) -> Tensor:
+        order = torch.tensor(random.sample(range(len(x)), 3)).to(x.device)
+        return model(x[order] * random.random()).square().mean()
+
+    trained(step_fn, rows(120, 4, 5, 6), least=40)
+
+
+def test_numbers_of_torch_between_dropouts() -> None:
+    """On a CPU the graph draws from the same generator."""
+
+    def step_fn(model: nn.Module, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.3)
+        share = torch.rand(()).item()
+        x = nn.functional.dropout(model(x) * share, 0.3)
+        if torch.rand(()) < 0.3:
+            x = x * 2
+        return (x[torch.randperm(4)] * torch.rand(()).item() * random.random()).square().mean()
+
+    trained(step_fn, rows(80, 4), least=30)
+
+
+def test_a_checkpoint_beside_what_is_drawn() -> None:
+    def step_fn(model: nn.Module, x: Tensor) -> Tensor:
+        order = torch.tensor(random.sample(range(4), 3))
+        scale = torch.tensor(np.random.rand(6)).float()
+
+        def part(y: Tensor) -> Tensor:
+            return model(y[order] * scale).tanh()
+
+        found: Tensor = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)  # type: ignore[attr-defined]
+        return found.square().mean()
+
+    trained(step_fn, rows(40, 4), least=20)
+
+
+def test_draws_inside_of_a_checkpoint_stay_in_the_step() -> None:
+    def step_fn(model: nn.Module, x: Tensor) -> Tensor:
+        def part(y: Tensor) -> Tensor:
+            return model(y[torch.tensor(random.sample(range(4), 3))]).tanh() * random.random()
+
+        found: Tensor = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)  # type: ignore[attr-defined]
+        return found.square().mean()
+
+    def script(diary: Diary) -> None:
+        random.seed(1)
+        model = nn.Linear(6, 6)
+        optimizer = adamw(model)
+        step = diary.step(lambda x: step_fn(model, x), model=model, optimizer=optimizer)
+        for x in rows(20, 4):
+            diary.write("loss", step(x))
+            diary.write("random", states())
+        diary.write_state(model, optimizer)
+
+    assert both(script, replays=1, compile=False).steps_replayed == 0
+
+
+def test_a_batch_that_is_read_ahead_beside_what_is_drawn() -> None:
+    def step_fn(model: nn.Module, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        share = np.random.beta(0.4, 0.4)
+        if x.sum() > 0:
+            x = x * share
+        return (model(x)[torch.tensor(random.sample(range(4), 2))] * share).square().mean()
+
+    inputs = rows(80, 4)
+    inputs[33] = inputs[33] * float("nan")
+    trained(step_fn, inputs, least=35)
+
+
+def test_what_is_drawn_and_not_used() -> None:
+    def step_fn(model: nn.Module, x: Tensor) -> Tensor:
+        torch.tensor(random.sample(range(4), 2))
+        kept = np.random.permutation(9)[:3]
+        _ = torch.from_numpy(kept) + 1, kept[random.randint(0, 3) % 3]
+        np.random.rand(2, 3)
+        return model(x).square().mean()
+
+    trained(step_fn, rows(40, 4), least=25)
+
+
+def test_an_error_of_what_is_drawn_and_not_used() -> None:
+    """It is the step's own, at the place where it is."""
+
+    def step_fn(model: nn.Module, x: Tensor) -> Tensor:
+        kept = np.random.permutation(3)
+        _ = kept[random.choices([0, 7], weights=[9, 1])[0]]
+        return model(x).square().mean() * np.random.rand()
+
+    trained(step_fn, rows(60, 4), least=25)
