@@ -511,3 +511,40 @@ def test_an_error_of_what_is_drawn_and_not_used() -> None:
         return model(x).square().mean() * np.random.rand()
 
     trained(step_fn, rows(60, 4), least=25)
+
+
+def test_masks_of_features_of_wav2vec2() -> None:
+    """Masks in time are an index of another size in each step: those stay in the step."""
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.Wav2Vec2ForSequenceClassification
+    config = kind.config_class(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        conv_dim=(8,) * 2,
+        conv_kernel=(10, 3),
+        conv_stride=(5, 4),
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        mask_time_prob=0.0,
+        mask_feature_prob=0.3,
+        mask_feature_length=2,
+        layerdrop=0.2,
+        num_labels=3,
+    )
+
+    def script(diary: Diary) -> None:
+        np.random.seed(2)
+        model = kind(config).train()
+        optimizer = adamw(model)
+        step = diary.step(lambda x: model(x, labels=labels).loss, model=model, optimizer=optimizer)
+        numbers = torch.Generator().manual_seed(3)
+        labels = torch.tensor([0, 2])
+        for _ in range(24):
+            diary.write("loss", step(torch.randn(2, 400, generator=numbers)))
+            diary.write("random", states())
+        diary.write_state(model, optimizer)
+
+    both(script, replays=10, plan="{F B O}", compile=False)
