@@ -3,7 +3,8 @@
 Dynamo ends a graph at `if torch.rand([]) < p`, at `random.random()` and at `numpy.random.rand()`. Here the calls are
 made, and told to a recorder. A number of Python or NumPy is a value of its own kind, from which Python's arithmetic
 makes others; a number of torch is in the graph. A condition asks for an answer, and the trace goes on with it. A whole
-number that is used in another way is asked for itself. A fraction must not get into tensors: the graph ends there.
+number that is used in another way is asked for itself. `drawn_values` says how fractions, lists and arrays get into
+tensors. Where they are used in another way, the graph ends.
 
 A recorder may also know what a tensor of the graph holds that was not drawn. A condition asks for that in the same way.
 Where more than a decision follows from it, the recorder leaves it to the step, and Dynamo ends the graph as usual.

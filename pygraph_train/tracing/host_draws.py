@@ -5,6 +5,8 @@ lead to, and a graph holds that way. So the trace notes the calls that draw, wha
 answers to the questions of Python's conditions. Before a step is replayed, the same calls are made with the generators
 as they are: the graph is for this step only where all answers are the same.
 
+What a step draws may also get into tensors of its graph: these are filled with the numbers of the step before a replay.
+
 A step that does `if labels.max() >= classes: raise ...` reads a number of its batch. What it computes the number from
 is noted in the same way, and computed from the batch at hand before a step is replayed.
 """
