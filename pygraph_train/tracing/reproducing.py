@@ -50,7 +50,7 @@ class ReproducingTrace(Trace):
     """A `Trace` whose function may write to Python where Dynamo's code can make the writes.
 
     Lists that the function only appends to are not guarded, and integers that reach nothing but writes are inputs.
-    Values of given tensors may decide about its way: they are read ahead, and the graph that `silently` runs reads none.
+    Values of given tensors may decide about its way: they are read ahead, and the graph of `silently` reads none.
 
     Args: see `Trace`.
 
