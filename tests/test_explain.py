@@ -73,7 +73,7 @@ def counter(model: nn.Module, x: Tensor) -> Any:
 
 def drawn(model: nn.Module, x: Tensor) -> Any:
     loss = model(x).square().mean()
-    return loss * random.uniform(0.5, 1.5)  # here: draws random numbers in Python
+    return loss ** random.uniform(0.5, 1.5)  # here: draws random numbers in Python
 
 
 def numpys(model: nn.Module, x: Tensor) -> Any:
@@ -83,7 +83,7 @@ def numpys(model: nn.Module, x: Tensor) -> Any:
 
 
 def drawn_by_numpy(model: nn.Module, x: Tensor) -> Any:
-    return model(x).square().mean() * np.random.rand()  # here: numpy.rand runs on the host
+    return model(x).square().mean() ** np.random.rand()  # here: numpy.rand runs on the host
 
 
 def growing(model: nn.Module, x: Tensor) -> Any:
@@ -198,7 +198,7 @@ def several(model: nn.Module, x: Tensor) -> Any:
     loss = y.square().mean()
     print(loss)  # here: print() reads
     memory.count += 1  # here: memory.count is written
-    loss = loss * random.random()  # here: draws random numbers
+    loss = loss ** random.random()  # here: draws random numbers
     loss = loss + y[y > 0].sum()  # here: shape of a tensor depends
     if loss.item() > 3:  # here: read on the host
         memory.losses.append(loss)  # here: memory.losses is written

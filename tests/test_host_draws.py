@@ -284,16 +284,15 @@ def test_no_ways_without_end() -> None:
 
 
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "python": lambda loss: loss * random.random(),
-    "python, computed": lambda loss: loss * (1 + random.uniform(0, 1)),
-    "python, a beta number": lambda loss: loss * random.betavariate(1, 1),
-    "numpy": lambda loss: loss * np.random.rand(),
-    "numpy, an array": lambda loss: loss * float(np.random.rand(3).sum()),
-    "torch, a number": lambda loss: loss * torch.rand(()).item(),
+    "python, a power": lambda loss: loss ** random.random(),
+    "python, a limit": lambda loss: loss.clamp(max=random.betavariate(1, 1)),
+    "python, a text": lambda loss: loss * len(f"{random.random()}"),
+    "numpy, an array": lambda loss: loss * torch.tensor(np.linalg.norm(np.random.rand(3))),
+    "numpy, in place": lambda loss: loss * added_in_place(np.random.rand(3)),
+    "numpy, shuffled": lambda loss: loss * shuffled([1, 2, 3])[0],
     "torch, decided and computed": lambda loss: loss * used_twice(torch.rand(())),
     "torch, a generator": lambda loss: loss if torch.rand((), generator=GENERATOR) < 0.5 else 2 * loss,
     "python, a generator": lambda loss: loss if OWN.random() < 0.5 else 2 * loss,
-    "python, shuffled": lambda loss: loss * shuffled([1, 2, 3])[0],
     "python, seeded": lambda loss: loss if seeded() < 0.5 else 2 * loss,
 }
 GENERATOR, OWN = torch.Generator().manual_seed(0), random.Random(0)
@@ -304,8 +303,14 @@ def used_twice(number: Tensor) -> Any:
 
 
 def shuffled(numbers: list[int]) -> list[int]:
-    random.shuffle(numbers)
+    np.random.shuffle(numbers)
     return numbers
+
+
+def added_in_place(numbers: np.ndarray) -> Tensor:
+    found = torch.from_numpy(numbers)
+    found += 1
+    return torch.tensor(numbers.sum())
 
 
 def seeded() -> float:

@@ -318,8 +318,8 @@ def test_python_random_numbers():
 
         return step_fn
 
-    report = train(make, prepare=lambda *_: random.seed(3), replays=120)
-    assert report.steps_replayed == 0
+    report = train(make, prepare=lambda *_: random.seed(3), replays=20)
+    assert report.steps_replayed >= 20
 
 
 def test_numpy_random_numbers():
@@ -329,8 +329,8 @@ def test_numpy_random_numbers():
 
         return step_fn
 
-    report = train(make, prepare=lambda *_: np.random.seed(3), replays=120)
-    assert report.steps_replayed == 0
+    report = train(make, prepare=lambda *_: np.random.seed(3), replays=20)
+    assert report.steps_replayed >= 20
 
 
 def test_own_generator():

@@ -33,7 +33,7 @@ from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.refusals import BATCH_IN_STATE, check_copies, history, problem_of
-from pygraph_train.tracing.reproducing import SilentCall
+from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
 from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, PlainRuns
@@ -192,6 +192,8 @@ class CaptureMaker:
                     traced = trace if isinstance(trace, Trace) else variant.trace
                     given = program.function(), static_args, static_kwargs, static_leaves
                     check_copies(traced, *given, plain=traced is not trace)
+                    if isinstance(traced, ReproducingTrace) and traced.ahead.takes:
+                        traced.fill(*given[:3])
             expected, reference, started = None, variant.last_comparison(), time.perf_counter()
             if verify:
                 run = functools.partial(
@@ -212,7 +214,7 @@ class CaptureMaker:
                 self._context(),
                 watched,
                 replication.capturing(),
-                undrawn(variant.trace, self._engine),
+                undrawn(variant.trace, traced, self._engine),
             ):
                 graph, (loss, outputs) = self._engine.capture(body)
             places = [place for place, _ in variant.anchored]

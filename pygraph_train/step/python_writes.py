@@ -37,7 +37,7 @@ class PythonWrites:
         """
         trace, fn = variant.trace, self._program.function()
         if capture is not None and capture.writer is not None:
-            capture.writer.fill(fn, args, kwargs)
+            capture.writer.fill(fn, args, kwargs, variant.ahead)
         if not trace.carried:
             return leaves
         assert isinstance(trace, ReproducingTrace)

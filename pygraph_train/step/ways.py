@@ -118,14 +118,18 @@ class Ways:
 
 
 @contextmanager
-def undrawn(trace: Trace, engine: Engine) -> Iterator[None]:
-    """Around a capture: what the step draws on the host is drawn, and the generators stay where they are."""
+def undrawn(trace: Trace, captured: Trace, engine: Engine) -> Iterator[None]:
+    """Around a capture: what the step draws on the host is drawn, and the generators stay where they are.
+
+    Args:
+        captured: whose graph is run. Its tensors hold what is drawn.
+    """
     if trace.host_draws is None:
         yield
         return
     before = HostRandomState()
     try:
-        with engine.host_draws():
+        with engine.host_draws(), captured.ahead.keeping():
             yield
     finally:
         before.restore()

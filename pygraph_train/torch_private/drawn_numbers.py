@@ -11,15 +11,25 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 import torch
 
+from pygraph_train.torch_private import host_numbers
+
 __all__ = [
     "DRAWS",
     "NO_VALUE",
     "CallResult",
     "DrawRecorder",
     "DrawingHooks",
+    "any_missing",
+    "as_constant",
     "drawing_function_class",
     "generator_of",
+    "graph_of",
+    "is_plain_list",
     "number_class",
+    "place_in",
+    "present",
+    "refuse_draw",
+    "refuse_torch",
     "value_of",
 ]
 
@@ -65,6 +75,26 @@ class DrawRecorder(Protocol):
     def leave(self, slot: CallResult) -> bool:
         """Whether something that was read ahead went into a result. It is left to the step from now on."""
 
+    def was_read(self, slot: CallResult) -> bool:
+        """Whether something that was read ahead went into a result."""
+
+    @property
+    def takes(self) -> bool:
+        """Whether what is drawn may get into tensors of the graph."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the step."""
+
+    def take(self, slot: CallResult, device: torch.device | None) -> torch.Tensor:
+        """A tensor that holds what is in a slot: a graph may read it, and it is filled before each run."""
+
+    def make_number(self, slot: CallResult, dtype: torch.dtype, *, inverse: bool) -> CallResult:
+        """A number, or its reciprocal, as a tensor of the host without dimensions."""
+
+    def hold(self, node: torch.fx.Node, slot: CallResult, *, shared: bool) -> None:
+        """Say where the graph goes on with such a tensor, and whether an array may have its memory."""
+
 
 class DrawingHooks(Protocol):
     """What numbers ask."""
@@ -100,7 +130,7 @@ def number_class() -> type:
             return type(self.hooks.recorder.value(self.slot))
 
         def as_proxy(self) -> Any:
-            return self.hooks.exactly(_present(), self).as_proxy()
+            return self.hooks.exactly(present(), self).as_proxy()
 
         def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
             return self.hooks.exactly(tx, self).call_method(tx, name, args, kwargs)
@@ -197,6 +227,7 @@ DRAWS = {
                 "exponential",
                 "gamma",
                 "geometric",
+                "permutation",
                 "poisson",
                 "standard_normal",
                 "triangular",
@@ -233,7 +264,47 @@ def value_of(variable: Any) -> Any:
         return NO_VALUE
 
 
-def _present() -> Any:
+def any_missing(values: Sequence[Any]) -> bool:
+    return any(value is NO_VALUE for value in values)
+
+
+def is_plain_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        type(x) in (int, bool, str) or is_plain_list(x) for x in value
+    )
+
+
+def as_constant(tx: Any, value: Any) -> Any:
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    if isinstance(value, (list, tuple)):
+        return VariableTracker.build(tx, value)
+    return ConstantVariable.create(value)
+
+
+def graph_of(tx: Any) -> Any:
+    return tx.output.root_tracer.graph
+
+
+def place_in(tx: Any) -> str | None:
+    """`file:line` of the user's that is being traced."""
+    from pygraph_train.torch_private.past_obstacles import user_place
+
+    return user_place(tx)
+
+
+def refuse_draw(generator: str, fn: Any) -> NoReturn:
+    if generator == "numpy":
+        host_numbers.end_graph(f"numpy.{fn.__name__} runs on the host")
+    host_numbers.end_graph("Python's random module draws a number on the host")
+
+
+def refuse_torch() -> NoReturn:
+    host_numbers.end_graph("torch draws a number on the host, which gets into tensors or out of the step")
+
+
+def present() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx()

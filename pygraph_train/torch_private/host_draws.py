@@ -3,7 +3,8 @@
 Dynamo ends a graph at `if torch.rand([]) < p`, at `random.random()` and at `numpy.random.rand()`. Here the calls are
 made, and told to a recorder. A number of Python or NumPy is a value of its own kind, from which Python's arithmetic
 makes others; a number of torch is in the graph. A condition asks for an answer, and the trace goes on with it. A whole
-number that is used in another way is asked for itself. A fraction must not get into tensors: the graph ends there.
+number that is used in another way is asked for itself. `drawn_values` says how fractions, lists and arrays get into
+tensors. Where they are used in another way, the graph ends.
 
 A recorder may also know what a tensor of the graph holds that was not drawn. A condition asks for that in the same way.
 Where more than a decision follows from it, the recorder leaves it to the step, and Dynamo ends the graph as usual.
@@ -16,7 +17,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from pygraph_train.torch_private import checks, host_numbers, selections, texts
@@ -26,12 +26,22 @@ from pygraph_train.torch_private.drawn_numbers import (
     NO_VALUE,
     CallResult,
     DrawRecorder,
+    any_missing,
+    as_constant,
     drawing_function_class,
     generator_of,
+    graph_of,
+    is_plain_list,
     number_class,
+    place_in,
+    refuse_draw,
+    refuse_torch,
     value_of,
 )
+from pygraph_train.torch_private.drawn_values import as_it_is, is_drawn_within, tree_of, value_class
 from pygraph_train.torch_private.jumps import conditional_jumps
+from pygraph_train.torch_private.numbers_with_tensors import is_tensor
+from pygraph_train.torch_private.value_hooks import ValueHooks
 
 __all__ = ["changes"]
 
@@ -43,6 +53,7 @@ _ARITHMETIC = frozenset(
     getattr(operator, name)
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs")
 ) | {int, float, abs, round, min, max}
+_ITERATING = frozenset({iter, enumerate, zip, reversed})
 _OF_TYPES = frozenset({isinstance, type, issubclass, callable, hasattr, id})
 
 
@@ -53,6 +64,7 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
     from torch._dynamo.variables import lists
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.misc import NumpyVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -86,6 +98,7 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         (TensorVariable, "method_item", hooks.reading(TensorVariable.method_item)),
         (TensorVariable, "method_tolist", hooks.listing(TensorVariable.method_tolist)),
         (TorchInGraphFunctionVariable, "call_function", Around(hooks.ranging)),
+        (UserFunctionVariable, "call_function", Around(hooks.calling)),
         (dynamo_utils, "iter_contains", contains),  # `1 in numbers`
         (lists, "iter_contains", contains),
         *hooks.comparing_symbols(),
@@ -95,11 +108,8 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
     )
 
 
-class _Hooks:
+class _Hooks(ValueHooks):
     """What Dynamo calls in the place of its own functions."""
-
-    def __init__(self, recorder: DrawRecorder) -> None:
-        self.recorder = recorder
 
     # -- draws ------------------------------------------------------------------------------------------
 
@@ -120,7 +130,8 @@ class _Hooks:
         def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             if generator_of(variable.value) == "numpy":
                 return self.draw(tx, variable.value, "numpy", args, kwargs)
-            return call_function(variable, tx, args, kwargs)
+            made = self.of_numpy(tx, variable.value, args, kwargs)
+            return call_function(variable, tx, args, kwargs) if made is None else made
 
         return called
 
@@ -128,28 +139,25 @@ class _Hooks:
         """A call that draws."""
         from torch._dynamo.variables.builtin import BuiltinVariable
 
-        if not self._begins(tx):
-            _refuse(generator, fn)
+        if not self.begins(tx):
+            refuse_draw(generator, fn)
         if generator == "python" and fn.__name__ == "choice" and len(args) == 1 and not kwargs:
             count = BuiltinVariable(len).call_function(tx, [args[0]], {})  # draws what `choice` draws
             if not count.is_python_constant() or not count.as_python_constant():
-                _refuse(generator, fn)
+                refuse_draw(generator, fn)
             place = self.recorder.make(fn, [range(count.as_python_constant())], {}, generator)
-            index = _constant(tx, self.recorder.ask(place, _place(tx)))
+            index = as_constant(tx, self.recorder.ask(place, place_in(tx)))
             return BuiltinVariable(operator.getitem).call_function(tx, [args[0], index], {})
-        given = [value_of(x) for x in args]
-        named = {name: value_of(x) for name, x in kwargs.items()}
-        if fn.__name__ not in DRAWS[generator] or _any_missing((*given, *named.values())):
-            _refuse(generator, fn)
-        return self._wrapped(tx, self.recorder.make(fn, given, named, generator), fn, generator)
-
-    def _wrapped(self, tx: Any, slot: CallResult, fn: Any, generator: str) -> Any:
-        value = self.recorder.value(slot)
-        if isinstance(value, (int, float)) and not isinstance(value, np.generic):
-            return number_class()(slot, self, lambda: _refuse(generator, fn))
-        if isinstance(value, (str, np.number, np.bool_)) or _is_plain_list(value):
-            return _constant(tx, self.recorder.ask(slot, _place(tx)))
-        _refuse(generator, fn)
+        if fn.__name__ == "shuffle" and generator == "python" and len(args) == 1 and not kwargs:
+            made = self.shuffle(tx, fn, args[0])
+            if made is not None:
+                return made
+        given = [tree_of(x) for x in args]
+        named = {name: tree_of(x) for name, x in kwargs.items()}
+        if fn.__name__ not in DRAWS[generator] or any_missing((*given, *named.values())):
+            refuse_draw(generator, fn)
+        slot = self.recorder.make(fn, given, named, generator)
+        return self.wrapped(tx, slot, lambda: refuse_draw(generator, fn))
 
     # -- questions --------------------------------------------------------------------------------------
 
@@ -157,11 +165,11 @@ class _Hooks:
         """What the recorder has for a variable of Dynamo's; None for one that is not drawn on the host."""
         from torch._dynamo.variables.tensor import TensorVariable
 
-        if isinstance(variable, number_class()):
+        if isinstance(variable, (number_class(), value_class())):
             return variable.slot  # type: ignore[attr-defined, no-any-return]
-        if type(variable) is TensorVariable and self._begins(tx):
+        if type(variable) is TensorVariable and self.begins(tx):
             node = variable.as_proxy().node
-            return self.recorder.slot_of(node) if node.graph is _graph(tx) else None
+            return self.recorder.slot_of(node) if node.graph is graph_of(tx) else None
         return None
 
     def read(self, tx: Any, variable: Any) -> CallResult | None:
@@ -169,10 +177,10 @@ class _Hooks:
         from torch._dynamo.variables.tensor import TensorVariable
 
         slot = self.slot_of(tx, variable)
-        if slot is not None or type(variable) is not TensorVariable or not self._begins(tx):
+        if slot is not None or type(variable) is not TensorVariable or not self.begins(tx):
             return slot
         node = variable.as_proxy().node
-        return self.recorder.read(node, _place(tx)) if node.graph is _graph(tx) else None
+        return self.recorder.read(node, place_in(tx)) if node.graph is graph_of(tx) else None
 
     def _given(self, tx: Any, variable: Any) -> Any:
         """An argument of a function of numbers: its value or its slot, `NO_VALUE` if it has neither."""
@@ -180,11 +188,11 @@ class _Hooks:
         slot = self.slot_of(tx, variable) if value is NO_VALUE else None
         return value if slot is None else slot
 
-    def _begins(self, tx: Any) -> bool:
+    def begins(self, tx: Any) -> bool:
         """Tell the recorder which trace this is. False inside of a checkpoint, which may be computed twice."""
         if tx.output.current_tracer is not tx.output.root_tracer:
             return False
-        self.recorder.begin(_graph(tx))
+        self.recorder.begin(graph_of(tx))
         return True
 
     def answer(self, tx: Any, slot: CallResult, *, negated: bool = False) -> bool:
@@ -194,7 +202,7 @@ class _Hooks:
     def _asked(self, tx: Any, slot: CallResult) -> int:
         if not self.recorder.may_ask(slot):
             self._refuse_read(slot)
-        return self.recorder.ask(slot, _place(tx))  # type: ignore[no-any-return]
+        return self.recorder.ask(slot, place_in(tx))  # type: ignore[no-any-return]
 
     def exactly(self, tx: Any, number: Any) -> Any:
         """A whole number as a constant of the trace."""
@@ -203,7 +211,7 @@ class _Hooks:
             number.refuse()
         if type(value) is not bool or not self.recorder.may_ask(number.slot):
             self._refuse_read(number.slot)
-        return _constant(tx, self.recorder.ask(number.slot, _place(tx)))
+        return as_constant(tx, self.recorder.ask(number.slot, place_in(tx)))
 
     def _refuse_read(self, slot: CallResult) -> None:
         """End the graph where something that was read ahead went into a result."""
@@ -212,7 +220,7 @@ class _Hooks:
 
     def _number(self, tx: Any, slot: CallResult, otherwise: Callable[[], NoReturn]) -> Any:
         if self.recorder.is_constant(slot) and type(self.recorder.value(slot)) in (int, float, bool):
-            return _constant(tx, self.recorder.value(slot))
+            return as_constant(tx, self.recorder.value(slot))
         if not isinstance(self.recorder.value(slot), (int, float)):  # "%d" % number
             self._refuse_read(slot)
 
@@ -234,29 +242,56 @@ class _Hooks:
                 slot = self.read(tx, args[0]) if len(args) == 1 and not kwargs else None
                 if slot is not None:
                     if fn in _ANSWERS:
-                        return _constant(tx, self.answer(tx, slot, negated=fn is operator.not_))
-                    return self._number(tx, self.recorder.make(fn, [slot], {}), _refuse_torch)
+                        return as_constant(tx, self.answer(tx, slot, negated=fn is operator.not_))
+                    return self._number(tx, self.recorder.make(fn, [slot], {}), refuse_torch)
+            if fn in _OF_TYPES or not any(map(is_drawn_within, args)):
+                return call_function(variable, tx, args, kwargs)
+            args = [as_it_is(x.realize()) for x in args]
+            if fn in (operator.getitem, operator.setitem) and is_tensor(args[0]):
+                args = [args[0], self.index_of_tensor(tx, args[1]), *args[2:]]
+            if any(isinstance(x, value_class()) for x in args):
+                return self._of_values(variable, tx, args, kwargs, call_function)
             drawn = [x for x in args if isinstance(x, number)]
-            if not drawn or fn in _OF_TYPES:
+            if not drawn:
                 return call_function(variable, tx, args, kwargs)
             values = [self._given(tx, x) for x in args]
-            if not _any_missing(values) and not kwargs:
+            if not any_missing(values) and not kwargs:
                 if any(type(x) is TensorVariable for x in args) and fn in _COMPARISONS | _ARITHMETIC:
                     return self._number(tx, self.recorder.make(fn, values, {}), drawn[0].refuse)
                 if fn in _COMPARISONS | _IDENTITIES:
-                    return _constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
+                    return as_constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
                 if fn in _ARITHMETIC:
                     return self._number(tx, self.recorder.make(fn, values, {}), drawn[0].refuse)
+            if (
+                not kwargs
+                and self.begins(tx)
+                and (made := self.tensors.with_number(tx, fn, args)) is not None
+            ):
+                return made
             exact = [self.exactly(tx, x) if isinstance(x, number) else x for x in args]
             return call_function(variable, tx, exact, kwargs)
 
         return computed
 
+    def _of_values(self, variable: Any, tx: Any, args: Any, kwargs: Any, call_function: Any) -> Any:
+        """A function of Python of lists and arrays that are drawn."""
+        from torch._dynamo.variables.lists import ListVariable
+
+        fn = variable.fn
+        if not kwargs and (made := self.value_computed(tx, fn, args)) is not None:
+            return made
+        if fn in _ITERATING:
+            drawn = value_class()
+            items = [ListVariable(self.items_of_value(tx, x)) if isinstance(x, drawn) else x for x in args]
+            return call_function(variable, tx, items, kwargs)
+        exact = [self.exact_value(tx, x) if isinstance(x, value_class()) else x for x in args]
+        return call_function(variable, tx, exact, kwargs)
+
     def compared(self, tx: Any, fn: Any, number: Any, other: Any) -> Any:
         """A comparison in a list or tuple: the answer decides about the answer for all of it."""
         values = [self._given(tx, number), self._given(tx, other)]
-        if not _any_missing(values):
-            return _constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
+        if not any_missing(values):
+            return as_constant(tx, self.answer(tx, self.recorder.make(fn, values, {})))
         from torch._dynamo.variables.builtin import BuiltinVariable
 
         return BuiltinVariable(fn).call_function(tx, [self.exactly(tx, number), other], {})
@@ -280,7 +315,7 @@ class _Hooks:
                 return iter_contains(exact, search, tx, *args, **kwargs)
             equal = BuiltinVariable(operator.eq)
             found = any(equal.call_function(tx, [x, search], {}).as_python_constant() for x in items)
-            return _constant(tx, found)
+            return as_constant(tx, found)
 
         return contains
 
@@ -305,7 +340,7 @@ class _Hooks:
             slot = self.read(tx, variable)
             if slot is None:
                 return method_item(variable, tx, *args, **kwargs)
-            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), _refuse_torch)
+            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), refuse_torch)
 
         return item
 
@@ -317,9 +352,12 @@ class _Hooks:
             slot = self.read(tx, bound) if type(bound) is TensorVariable else None
             if slot is None or not self.recorder.is_constant(slot):
                 return bound
-            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), _refuse_torch)
+            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), refuse_torch)
 
         def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            made = self.making_tensors(tx, variable.value, args, kwargs)
+            if made is not None:
+                return made
             if variable.value is torch.arange:
                 args = [read(tx, bound) for bound in args]
             return call_function(variable, tx, args, kwargs)
@@ -328,9 +366,9 @@ class _Hooks:
 
     def counting(self, tx: Any, node: torch.fx.Node, fn: Callable[..., int]) -> int | None:
         """How many elements a selection has, by which the trace goes on; None where the step has to find out."""
-        if not self._begins(tx) or node.graph is not _graph(tx):
+        if not self.begins(tx) or node.graph is not graph_of(tx):
             return None
-        slot = self.recorder.read(node, _place(tx), trained=False)
+        slot = self.recorder.read(node, place_in(tx), trained=False)
         return None if slot is None else self._asked(tx, self.recorder.make(fn, [slot], {}))
 
     def listing(self, method_tolist: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,9 +379,9 @@ class _Hooks:
             if slot is None:
                 return method_tolist(variable, tx, *args, **kwargs)
             listed = self.recorder.make(torch.Tensor.tolist, [slot], {})
-            if not _is_plain_list(self.recorder.value(listed)):
-                _refuse_torch()
-            return _constant(tx, self.recorder.ask(listed, _place(tx)))
+            if not is_plain_list(self.recorder.value(listed)):
+                refuse_torch()
+            return as_constant(tx, self.recorder.ask(listed, place_in(tx)))
 
         return tolist
 
@@ -354,47 +392,7 @@ class _Hooks:
         return None if slot is None else self.answer(tx, slot)
 
 
-def _any_missing(values: Sequence[Any]) -> bool:
-    return any(value is NO_VALUE for value in values)
-
-
-def _is_plain_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(
-        type(x) in (int, bool, str) or _is_plain_list(x) for x in value
-    )
-
-
-def _constant(tx: Any, value: Any) -> Any:
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.constant import ConstantVariable
-
-    if isinstance(value, (list, tuple)):
-        return VariableTracker.build(tx, value)
-    return ConstantVariable.create(value)
-
-
 def _is_of_assert(tx: Any) -> bool:
     """Whether a jump that is under way belongs to an assert statement."""
     following = tx.instructions[tx.instruction_pointer : tx.instruction_pointer + 1]
     return any(inst.opname in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT") for inst in following)
-
-
-def _graph(tx: Any) -> Any:
-    return tx.output.root_tracer.graph
-
-
-def _place(tx: Any) -> str | None:
-    """`file:line` of the user's that is being traced."""
-    from pygraph_train.torch_private.past_obstacles import user_place
-
-    return user_place(tx)
-
-
-def _refuse(generator: str, fn: Any) -> NoReturn:
-    if generator == "numpy":
-        host_numbers.end_graph(f"numpy.{fn.__name__} runs on the host")
-    host_numbers.end_graph("Python's random module draws a number on the host")
-
-
-def _refuse_torch() -> NoReturn:
-    host_numbers.end_graph("torch draws a number on the host, which gets into tensors or out of the step")

@@ -2,15 +2,7 @@
 
 Such a number is a value of its own kind. Python's arithmetic on it makes others of that kind, and a comparison is
 answered and noted. An operation with a tensor gets the number as a tensor without dimensions, which is filled before
-each run. The results are the same bits as those of the operation with the number:
-
-- A kernel takes a number in the type that it computes in: a float32 number for float32 and smaller types, a float64
-  number for float64. A product, sum or difference of float32 numbers has one rounding, whoever holds them. Products and
-  quotients of bfloat16 and float16 are made with float32 numbers, and rounded: the kernel does nothing else. Their
-  sums are rounded in another way on the CPU.
-- On CUDA a tensor is divided by a number by a multiplication with its reciprocal
-  (`tracing/live_numbers.py` has its rounding). On the CPU the tensor is divided.
-- A number is divided by a tensor as torch does it in Python: the reciprocal of the tensor, times the number.
+each run: see `numbers_with_tensors`.
 
 Everything else ends the graph: powers, `alpha=`, limits, fills. (2.11, 2.13)
 """
@@ -29,6 +21,7 @@ from torch import Tensor
 from pygraph_train.torch_private import host_numbers
 from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.jumps import conditional_jumps
+from pygraph_train.torch_private.numbers_with_tensors import MOST, WITH_TENSORS, is_tensor, with_tensor
 
 __all__ = ["MOST", "LiveRecorder", "changes", "is_live"]
 
@@ -84,18 +77,10 @@ _IN_PLACE = {
 }
 _OF_TYPES = frozenset({isinstance, type, issubclass, callable, hasattr, id})
 _STORES = frozenset({setattr, operator.setitem})
-_WITH_TENSORS = {
-    **{getattr(operator, name): name for name in ("add", "sub", "mul", "truediv")},
-    **{getattr(operator, f"i{name}"): f"i{name}" for name in ("add", "sub", "mul", "truediv")},
-    **{torch.add: "add", torch.sub: "sub", torch.mul: "mul", torch.div: "truediv"},
-    **{torch.subtract: "sub", torch.multiply: "mul", torch.divide: "truediv", torch.true_divide: "truediv"},
-}
 _METHODS = {
     **{"add": "add", "sub": "sub", "mul": "mul", "div": "truediv"},
     **{"add_": "iadd", "sub_": "isub", "mul_": "imul", "div_": "itruediv"},
 }
-MOST = 2**53
-"""Greater whole numbers are rounded when they become floats."""
 
 
 def is_live(variable: Any) -> bool:
@@ -242,8 +227,8 @@ class _Hooks:
             if not live or fn in _OF_TYPES or (fn in _STORES and live == [args[-1]]):
                 return call_function(variable, tx, args, kwargs)
             args = [x.realize() for x in args]
-            if not kwargs and len(args) == 2 and fn in _WITH_TENSORS and any(map(_is_tensor, args)):
-                return self._with_tensor(tx, _WITH_TENSORS[fn], *args)
+            if not kwargs and len(args) == 2 and fn in WITH_TENSORS and any(map(is_tensor, args)):
+                return self._with_tensor(tx, WITH_TENSORS[fn], *args)
             return self._of_numbers(tx, _IN_PLACE.get(fn, fn), args, kwargs, live[0])
 
         return computed
@@ -258,8 +243,8 @@ class _Hooks:
                 return call_function(variable, tx, args, kwargs)
             args = [x.realize() for x in args]
             fn = variable.value
-            if not kwargs and len(args) == 2 and fn in _WITH_TENSORS and any(map(_is_tensor, args)):
-                return self._with_tensor(tx, _WITH_TENSORS[fn], *args)
+            if not kwargs and len(args) == 2 and fn in WITH_TENSORS and any(map(is_tensor, args)):
+                return self._with_tensor(tx, WITH_TENSORS[fn], *args)
             if getattr(math, getattr(fn, "__name__", ""), None) is fn:
                 return self._of_numbers(tx, fn, args, kwargs, live[0])
             live[0].refuse()
@@ -310,35 +295,14 @@ class _Hooks:
 
     def _with_tensor(self, tx: Any, name: str, left: Any, right: Any) -> Any:
         """An operation of a tensor and a number."""
-        from torch._dynamo.variables.builtin import BuiltinVariable
-        from torch._dynamo.variables.constant import ConstantVariable
-
         first = isinstance(left, self._class)
         live, tensor = (left, right) if first else (right, left)
-        example = tensor.as_proxy().node.meta.get("example_value") if _is_tensor(tensor) else None
-        if (
-            not isinstance(example, Tensor)
-            or example.device.type != self._recorder.device.type
-            or example.dtype not in _COMPUTED_IN
-            or _is_rounded(self._recorder.value(live.number))
-        ):
+        made = with_tensor(
+            tx, name, tensor, live.number, self._recorder, functools.partial(self._built, tx), first=first
+        )
+        if made is None:
             live.refuse()
-            raise AssertionError("it has raised")
-        name, in_place = (name[1:], True) if name.startswith("i") else (name, False)
-        dtype = _COMPUTED_IN[example.dtype]
-        rounded = dtype is not example.dtype
-        if (in_place and first) or (rounded and (in_place or not _rounds_once(name, first=first))):
-            live.refuse()
-        inverse = name == "truediv" and not first and self._recorder.device.type == "cuda"
-        value = self._built(tx, self._recorder.tensor(live.number, dtype, inverse=inverse))
-        if inverse or (name == "truediv" and first):
-            name = "mul"
-            tensor = tensor if inverse else tensor.call_method(tx, "reciprocal", [], {})
-        if rounded:
-            tensor = tensor.call_method(tx, "to", [ConstantVariable.create(dtype)], {})
-        op = BuiltinVariable(getattr(operator, f"i{name}" if in_place else name))
-        made = op.call_function(tx, [value, tensor] if first else [tensor, value], {})
-        return made.call_method(tx, "to", [ConstantVariable.create(example.dtype)], {}) if rounded else made
+        return made
 
     def _built(self, tx: Any, tensor: Tensor) -> Any:
         """A tensor of the recorder's as an input of the graph."""
@@ -349,22 +313,6 @@ class _Hooks:
         return VariableBuilder(tx, GlobalSource(name))(tensor)
 
 
-def _is_rounded(number: Any) -> bool:
-    """Whether a float cannot hold a number exactly."""
-    return type(number) is int and abs(number) > MOST
-
-
-def _rounds_once(name: str, *, first: bool) -> bool:
-    """Whether a kernel of bfloat16 and float16 computes with the number in float32, and rounds the result."""
-    return name == "mul" or (name == "truediv" and not first)
-
-
-_COMPUTED_IN = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
 _NONE: Any = object()
 
 
@@ -374,12 +322,6 @@ def _constant(variable: Any) -> Any:
     except NotImplementedError:
         return _NONE
     return value if type(value) in (int, float, bool, type(None)) else _NONE
-
-
-def _is_tensor(variable: Any) -> bool:
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    return type(variable) is TensorVariable
 
 
 def _looked_at(variable: Any, recorder: LiveRecorder) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,14 @@ from pygraph_train.torch_private.dispatch import (
     no_fake_mode,
 )
 from pygraph_train.torch_private.drawn_numbers import CallResult
+from pygraph_train.tracing.drawn_tensors import (
+    copied_by,
+    hold_copy,
+    is_drawn_on_device,
+    is_read,
+    static_tensor,
+    was_written,
+)
 from pygraph_train.tracing.graph_calls import (
     alike,
     draws,
@@ -29,12 +36,12 @@ from pygraph_train.tracing.graph_calls import (
     zeros,
 )
 from pygraph_train.tracing.host_draws import Asked, Given, HostDraws, Made, filled
+from pygraph_train.tracing.live_numbers import in_tensor
+from pygraph_train.tracing.needed_calls import needed
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recompute import RandomDraws
 
 __all__ = ["Recording"]
-
-_DIVISIONS = (operator.truediv, operator.floordiv, operator.mod, operator.pow)
 
 MOST_CALLS = 4096
 """Calls of one step that are made before each replay."""
@@ -51,14 +58,18 @@ class Recording:
         where: `file:line` of the first question.
         end: where the generators are after what was drawn so far; None before.
         has_read: whether anything was read ahead.
+        takes: whether what is drawn may get into tensors: somebody has to fill them before each run.
+        tensors: those tensors, once the trace has ended. They hold the values of the traced call.
     """
 
     has_read = False
+    takes = False
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.where: str | None = None
         self.end: HostRandomState | None = None
-        self._on_cpu = device.type == "cpu"
+        self._on_cpu = is_drawn_on_device(device)
         self._begin(None)
 
     def _begin(self, trace: Any) -> None:
@@ -72,6 +83,13 @@ class Recording:
         self._drawn: set[int] = set()
         self._drawn_memory: set[Any] = set()
         self._lost = False  # an operation before may have drawn nobody knows how many numbers
+        self.tensors: list[Tensor] = []
+        self._taken: list[tuple[CallResult, Tensor]] = []  # tensors that were made for the graph to read
+        self._held: dict[tuple[int, torch.dtype, bool], CallResult] = {}  # numbers as tensors
+        self._copied: dict[
+            tuple[fx.Node, fx.Node | None], CallResult
+        ] = {}  # what the graph copies to the device
+        self._shared: list[fx.Node] = []  # what arrays of NumPy have the memory of
 
     # -- what Dynamo's hooks call: see `torch_private.host_draws.DrawRecorder` -----------------------------
 
@@ -113,6 +131,10 @@ class Recording:
         """Whether something that was read ahead went into a result. It is left to the step from now on."""
         return False
 
+    def was_read(self, slot: CallResult) -> bool:
+        """Whether something that was read ahead went into a result: nothing is read ahead here."""
+        return False
+
     def slot_of(self, node: fx.Node) -> CallResult | None:
         """What a node of the graph computes, made now, if it follows from random numbers of the host alone."""
         self._catch_up(node.graph)
@@ -121,6 +143,33 @@ class Recording:
             return None
         self._asked_of.add(node)
         return slot
+
+    def make_number(self, slot: CallResult, dtype: torch.dtype, *, inverse: bool) -> CallResult:
+        """A number, or its reciprocal, as a tensor of the host without dimensions."""
+        key = slot.place, dtype, inverse
+        if key not in self._held:
+            self._held[key] = self.make(in_tensor, [slot, dtype, inverse, self.device], {})
+        return self._held[key]
+
+    def take(self, slot: CallResult, device: torch.device | None) -> Tensor:
+        """A tensor that holds what is in a slot: a graph may read it, and it is filled before each run."""
+        known = next((t for s, t in self._taken if s == slot and not t.dim() and t.device == device), None)
+        if known is not None:
+            return known
+        tensor = static_tensor(self._values[slot.place], device=device)
+        self._taken.append((slot, tensor))
+        return tensor
+
+    def hold(self, node: fx.Node, slot: CallResult, *, shared: bool) -> None:
+        """Say where the graph has such a tensor, and where what it goes on with: whose memory may be an array's."""
+        if shared:
+            self._shared.append(node)
+        if self._on_cpu or node.meta["example_value"].device.type != "cpu":
+            return
+        self._slots[node] = slot
+        self._looked_at.add(node)
+        self._drawn.add(slot.place)
+        self._drawn_memory.add(memory_of(self._values[slot.place]))
 
     # -- at the end of a trace ---------------------------------------------------------------------------
 
@@ -140,60 +189,34 @@ class Recording:
             )
         if not self._on_cpu:
             self._catch_up(graph.graph)
+        taken = self._take_copies(graph)
         for node in self._asked_of:
             self._refuse_other_uses(node)
         if not self._on_cpu:
             self._take_out(graph)
+        taken += [(slot, tensor) for slot, tensor in self._taken if is_read(graph, tensor)]
         generators = frozenset(s.generator for s in self._steps if type(s) is Made and s.generator)
         if generators and len(self._steps) > MOST_CALLS:
             raise NotLegal(Problem("the step draws thousands of numbers on the host", self.where))
-        found = HostDraws(self._needed(), generators, self.where)
+        self.tensors = [tensor for _, tensor in taken]
+        steps, places = needed(self._steps, self._values, {slot.place for slot, _ in taken})
+        found = HostDraws(steps, generators, self.where, tuple(places[slot.place] for slot, _ in taken))
         return found if generators or found.inputs else None
 
-    def _needed(self) -> tuple[Given | Made | Asked, ...]:
-        """Without calls that nothing follows from. Slots are numbered anew."""
-        wanted: set[int] = set()
-        keep: set[int] = set()
-        index = len(self._values)
-        for at in reversed(range(len(self._steps))):
-            step = self._steps[at]
-            if type(step) is Asked:
-                wanted.add(step.slot)
-                keep.add(at)
-                continue
-            index -= 1
-            if type(step) is Given:
-                keep |= {at} if index in wanted else set()
-                continue
-            assert type(step) is Made
-            if step.generator or index in wanted or is_write(step.fn) or self._may_raise(step):
-                keep.add(at)
-                wanted |= slots_in((step.args, step.kwargs))
-        places: dict[int, int] = {}
-        kept: list[Given | Made | Asked] = []
-        index = 0
-        for at, step in enumerate(self._steps):
-            if type(step) is Asked:
-                kept.append(Asked(places[step.slot], step.outcome))
-                continue
-            if at in keep:
-                places[index] = len(places)
-                slots = {old: CallResult(new) for old, new in places.items()}
-                if type(step) is Made:
-                    args, kwargs = filled((step.args, dict(step.kwargs)), slots)  # type: ignore[arg-type]
-                    step = step._replace(args=args, kwargs=kwargs)
-                kept.append(step)
-            index += 1
-        return tuple(kept)
+    def _take_copies(self, graph: fx.GraphModule) -> list[tuple[CallResult, Tensor]]:
+        """Let the graph read what it copies to the device of what is drawn on the host.
 
-    def _may_raise(self, call: Made) -> bool:
-        """Whether Python raises an error at other numbers: nothing else need follow from the call."""
-        if call.fn in _DIVISIONS:
-            return type(call.args[-1]) is CallResult
-        if call.fn not in (int, round) or type(call.args[0]) is not CallResult:
-            return False
-        value = self._values[call.args[0].place]
-        return value.is_floating_point() if isinstance(value, Tensor) else type(value) is float
+        Raises:
+            NotLegal: an array has the memory of a tensor that the step changes.
+        """
+        for node in filter(was_written, self._shared):
+            text = "the step changes a tensor in place that shares memory with an array of random numbers"
+            raise NotLegal(Problem(text, line_of(node), "Make the tensor with torch.tensor(...)"))
+        taken: list[tuple[CallResult, Tensor]] = []
+        for (node, read), slot in self._copied.items():
+            tensor = hold_copy(graph, len(taken), node, read, self._values[slot.place])
+            taken += [] if tensor is None else [(slot, tensor)]
+        return taken
 
     def _take_out(self, graph: fx.GraphModule) -> None:
         """Remove what is drawn on the host, and what follows from that alone, from the graph.
@@ -267,10 +290,23 @@ class Recording:
             self._looked_at.add(node)
             if node.op not in ("call_function", "call_method"):
                 continue
+            if not self._on_cpu and self._notes_copies(node):
+                continue
             if self._is_of_host(node):
                 self._compute(node)
             elif self._on_cpu:
                 self._pass_over(node)
+
+    def _notes_copies(self, node: fx.Node) -> bool:
+        """Whether an operation of the device copies there what was drawn: noted as it is now."""
+        copied = copied_by(node, self.device) if self.takes and not self._lost else []
+        sources = [(read, node.args[0] if read is None else read) for read in copied]
+        drawn = [(read, x) for read, x in sources if isinstance(x, fx.Node) and self._is_drawn(x)]
+        for read, source in drawn:
+            slot, _ = self._made(torch.clone, (self._slots[source],), {}, None)
+            self._drawn.add(slot.place)
+            self._copied[node, read] = slot
+        return bool(drawn)
 
     def _is_of_host(self, node: fx.Node) -> bool:
         example = node.meta.get("example_value")

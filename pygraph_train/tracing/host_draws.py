@@ -5,6 +5,8 @@ lead to, and a graph holds that way. So the trace notes the calls that draw, wha
 answers to the questions of Python's conditions. Before a step is replayed, the same calls are made with the generators
 as they are: the graph is for this step only where all answers are the same.
 
+What a step draws may also get into tensors of its graph: these are filled with the numbers of the step before a replay.
+
 A step that does `if labels.max() >= classes: raise ...` reads a number of its batch. What it computes the number from
 is noted in the same way, and computed from the batch at hand before a step is replayed.
 """
@@ -72,11 +74,13 @@ class Ahead:
         matches: whether it takes the way that was traced.
         path: the answers so far; the last one is another one than was traced, if it does not match.
         end: where the generators are after that way. None where it does not match.
+        taken: what tensors of the graph get, in the order of `HostDraws.taken`.
     """
 
     matches: bool
     path: tuple[Any, ...]
     end: HostRandomState | None = None
+    taken: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,13 @@ class HostDraws:
         steps: what they are.
         generators: those that they draw from.
         where: `file:line` of the first question.
+        taken: slots of tensors of the host whose values get into tensors of the graph.
     """
 
     steps: tuple[Given | Made | Asked, ...]
     generators: frozenset[str]
     where: str | None = None
+    taken: tuple[int, ...] = ()
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -136,6 +142,10 @@ class HostDraws:
     def _asked_keys(self) -> list[int | None]:
         return [call.key if isinstance(call, Made) else None for call in self._asked_of()]
 
+    def same_as(self, other: HostDraws) -> bool:
+        """Whether both draw, compute and ask the same in the same order, so that what one takes serves the other."""
+        return self.taken == other.taken and list(map(_told, self.steps)) == list(map(_told, other.steps))
+
     def another_way(self) -> Problem:
         """Why a step that takes another way is not for the graph."""
         return Problem(f"{self.told} lead to another way than was traced", self.where)
@@ -168,9 +178,15 @@ class HostDraws:
                     path.append(found)
                     if type(found) is not type(step.outcome) or found != step.outcome:
                         return Ahead(False, tuple(path))
-            return Ahead(True, tuple(path), HostRandomState(self.generators))
+            taken = tuple([values[slot] for slot in self.taken])
+            return Ahead(True, tuple(path), HostRandomState(self.generators), taken)
         finally:
             before.restore()
+
+
+def _told(step: Given | Made | Asked) -> tuple[Any, ...]:
+    """What can be compared of a step: arguments may be tensors."""
+    return (step.fn, step.generator, step.filled) if isinstance(step, Made) else tuple(step)
 
 
 def _result(call: Made, values: Sequence[Any], known: dict[int, Any]) -> Any:

@@ -57,7 +57,8 @@ class HostTables:
         nodes = {
             node: value
             for node in graph.graph.find_nodes(op="placeholder")
-            if type(value := placeholder_value(node)) is Tensor
+            if node.users
+            and type(value := placeholder_value(node)) is Tensor
             and is_on_host(value)
             and _may_be_compared(value)
         }

@@ -22,7 +22,7 @@ from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.live_numbers import MOST, changes
 from pygraph_train.tracing.reading import Read, reader
 
-__all__ = ["FLOAT", "OTHER_DECISION", "CallNumbers"]
+__all__ = ["FLOAT", "OTHER_DECISION", "CallNumbers", "in_tensor"]
 
 OTHER_DECISION = Problem(
     "a number that changes with each step leads to another decision than in the traced step"
@@ -81,11 +81,31 @@ class _Slot:
 
     def value(self, number: Any) -> float:
         """What it has to hold. Raises OverflowError for a number that a float cannot hold exactly."""
-        if type(number) is int and abs(number) > MOST:
-            raise OverflowError(number)
-        kind = np.float64 if self.tensor.dtype is torch.float64 else np.float32
-        with np.errstate(all="ignore"):
-            return float(kind(self.divided_in(1) / self.divided_in(number) if self.inverse else number))
+        return _held(number, self.tensor.dtype, self.divided_in if self.inverse else None)
+
+
+def _held(number: Any, dtype: torch.dtype, divided_in: type[np.floating[Any]] | None) -> float:
+    """What a tensor holds for a number, or for its reciprocal, which is computed in the type that is given.
+
+    Raises:
+        OverflowError: a float cannot hold the number exactly.
+    """
+    if type(number) is int and abs(number) > MOST:
+        raise OverflowError(number)
+    kind = np.float64 if dtype is torch.float64 else np.float32
+    with np.errstate(all="ignore"):
+        return float(kind(number if divided_in is None else divided_in(1) / divided_in(number)))
+
+
+def _divided_in(dtype: torch.dtype, device: torch.device) -> type[np.floating[Any]]:
+    """The type in which torch computes the reciprocal of a number that a tensor is divided by."""
+    exact = dtype is torch.float64 or _reciprocals_are_rounded_once(device)
+    return np.float64 if exact else np.float32
+
+
+def in_tensor(number: float, dtype: torch.dtype, inverse: bool, device: torch.device) -> Tensor:
+    """A number, or its reciprocal, in a tensor of the host as an operation on the device takes it."""
+    return torch.tensor(_held(number, dtype, _divided_in(dtype, device) if inverse else None), dtype=dtype)
 
 
 class CallNumbers:
@@ -265,9 +285,8 @@ class CallNumbers:
             if slot.number is number and slot.tensor.dtype is dtype and slot.inverse is inverse:
                 return slot.tensor
         with torch.inference_mode(False), torch.no_grad():
-            exact = not inverse or dtype is torch.float64 or _reciprocals_are_rounded_once(self.device)
-            divided_in = np.float64 if exact else np.float32
-            made = _Slot(torch.zeros((), dtype=dtype, device=self.device), number, inverse, divided_in)
+            kind = _divided_in(dtype, self.device) if inverse else np.float64
+            made = _Slot(torch.zeros((), dtype=dtype, device=self.device), number, inverse, kind)
             made.tensor.fill_(made.value(number.now))
         self._slots.append(made)
         return made.tensor

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pygraph_train.graphs.memory import Storages
 from pygraph_train.problems import NotLegal, Problem
@@ -14,6 +16,7 @@ from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_v
 from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.draw_recording import Recording
+from pygraph_train.tracing.drawn_tensors import fill
 from pygraph_train.tracing.host_draws import Ahead, HostDraws
 from pygraph_train.tracing.read_ahead import ReadingAhead
 from pygraph_train.tracing.reading import Read, reader
@@ -51,6 +54,9 @@ class LookingAhead:
         self._read_written: Read = lambda L, G: ((),)
         self._shared: frozenset[tuple[int, int]] = frozenset()  # of `_shares`, in the call that was traced
         self._globals: dict[str, Any] = {}
+        self._tensors: list[Tensor] = []  # of the graph, for what is drawn
+        self._keeps = False
+        self._follows: LookingAhead | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -81,7 +87,49 @@ class LookingAhead:
         """
         if not self._is_known:
             self.draws, self.leaves_out = self._recording.finish(graph), self._recording.has_read
+            self._tensors = self._recording.tensors if self.draws is not None else []
+            self._check_leader()
             self._is_known = True
+
+    def _check_leader(self) -> None:
+        if (other := self._follows) is None or not (self.takes or other.takes):
+            return
+        if self.draws is None or other.draws is None or not self.draws.same_as(other.draws):
+            raise NotLegal(
+                Problem("the compiled step draws other numbers on the host than the step without it")
+            )
+
+    @property
+    def takes(self) -> bool:
+        """Whether tensors of the graph hold what is drawn."""
+        return bool(self._tensors)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether such tensors have to be filled before a run."""
+        return bool(self._tensors) and not self._keeps
+
+    def fill(self, ahead: Ahead) -> None:
+        """Before a run: let tensors of the graph hold what the step draws. Hot path.
+
+        Raises:
+            NotLegal: the step takes another way.
+        """
+        if not self.is_due:
+            return
+        if not ahead.matches:
+            assert self.draws is not None
+            raise NotLegal(self.draws.another_way())
+        fill(self._tensors, ahead.taken)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Around a capture: what tensors of the graph hold stays as it is."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
 
     @property
     def reads(self) -> bool:
@@ -96,7 +144,11 @@ class LookingAhead:
         return [placeholder_value(n) for n in placeholders if placeholder_source(n) in self.draws.inputs]
 
     def ask_no_more_than(self, other: LookingAhead) -> None:
-        """Before the first call: the way may depend on no values of given tensors but those of another trace's."""
+        """Before the first call: the way may depend on no values of given tensors but those of another trace's.
+
+        What tensors of the graph get has to be what those of the other one get, too.
+        """
+        self._follows = other
         self.among = frozenset() if other.draws is None else other.draws.questions
 
     @property
@@ -161,4 +213,5 @@ class LookingAhead:
         ahead = self.look(frame)
         if not ahead.matches:
             raise NotLegal(self.draws.another_way())
+        self.fill(ahead)
         return ahead.end

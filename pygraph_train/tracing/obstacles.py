@@ -99,7 +99,7 @@ def on_host(
         value = node.meta.get("example_value")
         if node.op == "placeholder":
             if isinstance(value, Tensor):
-                if value.device.type != device.type and node not in constants:
+                if value.device.type != device.type and node.users and node not in constants:
                     name = readable(placeholder_source(node) or node.name, fn)
                     yield Problem(
                         f"{name} is a tensor on {value.device.type}: its value would be baked into the graph",

@@ -38,6 +38,8 @@ class ReadingAhead(Recording):
         of_buffers: returns whether buffers are before the step what the step finds: processes may exchange them.
     """
 
+    takes = True
+
     def __init__(
         self,
         device: torch.device,
@@ -118,6 +120,10 @@ class ReadingAhead(Recording):
         self._left |= places
         return bool(places)
 
+    def was_read(self, slot: CallResult) -> bool:
+        """See `Recording.was_read`."""
+        return bool(self._read_at.get(slot.place))
+
     # -- at the end of a trace ----------------------------------------------------------------------------
 
     def finish(self, graph: fx.GraphModule) -> HostDraws | None:
@@ -138,6 +144,8 @@ class ReadingAhead(Recording):
 
     def _may_be_given(self, node: fx.Node) -> bool:
         """Whether a tensor is before the step what the step finds, if the node is one that it is given."""
+        if node.op == "placeholder" and any(placeholder_value(node) is tensor for _, tensor in self._taken):
+            return False
         if node.op != "placeholder" or self._of_buffers() or _requires_gradient(node):
             return True
         return str(placeholder_source(node)).startswith(ARGUMENTS)

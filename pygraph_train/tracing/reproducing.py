@@ -32,6 +32,7 @@ from pygraph_train.torch_private.side_effects import (
     hooks_in_frame,
 )
 from pygraph_train.tracing.counters import counters, without_counters
+from pygraph_train.tracing.host_draws import Ahead
 from pygraph_train.tracing.live_numbers import FLOAT, OTHER_DECISION, CallNumbers
 from pygraph_train.tracing.obstacles import problem_of_write, side_effects
 from pygraph_train.tracing.reading import Read, reader
@@ -49,7 +50,7 @@ class ReproducingTrace(Trace):
     """A `Trace` whose function may write to Python where Dynamo's code can make the writes.
 
     Lists that the function only appends to are not guarded, and integers that reach nothing but writes are inputs.
-    Values of given tensors may decide about its way: they are read ahead, and `silently` reads nothing.
+    Values of given tensors may decide about its way: they are read ahead, and the graph of `silently` reads none.
 
     Args: see `Trace`.
 
@@ -182,8 +183,8 @@ class ReproducingTrace(Trace):
             return OTHER_DECISION
         return super()._why(frame)
 
-    def fill(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a run of the graph: let tensors have the numbers of the call.
+    def fill(self, fn: Callable[..., Any], args: Any, kwargs: Any, ahead: Ahead | None = None) -> None:
+        """Before a run of the graph: let tensors have the numbers of the call, and those that it draws (`ahead`).
 
         Raises:
             NotLegal: the numbers lead to other decisions. Nothing was executed.
@@ -194,10 +195,13 @@ class ReproducingTrace(Trace):
                 raise NotLegal(OTHER_DECISION)
             self.live.fill()
         self.host.fill(frame, self._code.__globals__)
+        if self.ahead.is_due and self.traced:
+            self.ahead.fill(ahead or self.ahead.look(frame))
 
-    def carried_tensors(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
+    def _is_filled(self) -> bool:
+        return self.live.used or self.host.used or self.ahead.takes
+
+    def carried_tensors(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, ...]:
         """The tensors behind `carried`, read now."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         tensors: tuple[Tensor, ...] = self._read_carried(frame, self._code.__globals__)[0]
@@ -300,7 +304,7 @@ class ReproducingTrace(Trace):
         seat.graph = super()._backend(graph, example_inputs)
         if self._compiles == 1:
             writes = bool(effects) or appends_in_frame()
-            self.reproduces = (writes or self.live.used or self.host.used) and self.problem is None
+            self.reproduces = (writes or self._is_filled()) and self.problem is None
             self._lists.clear()
             if self._compiler is None and (writes or self.host_draws is not None) and not self.rebound:
                 seat.undoes = FailedRuns(graph, self.device)
@@ -357,11 +361,10 @@ class ReproducingTrace(Trace):
             self._guards = None
             return
         if self.reproduces:
-            self.loads = bool(self.carried) or self.live.used or self.host.used
+            self.loads = bool(self.carried) or self._is_filled()
+            self._first = [inputs[place] for place in self._argument_places]
         if self.reproduces or self.ahead.leaves_out:
             self._resume = types.FunctionType(entries[0].code, self._code.__globals__)
-        if self.reproduces:
-            self._first = [inputs[place] for place in self._argument_places]
 
     def _moved(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem | None:
         """Another tensor than before is where the step has read one, and `carried` does not have it."""

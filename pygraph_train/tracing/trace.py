@@ -32,6 +32,7 @@ from pygraph_train.torch_private.side_effects import SideEffect
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing.branches import Branches
 from pygraph_train.tracing.decided_by_values import decided_by_values
+from pygraph_train.tracing.drawn_tensors import is_drawn_on_device
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.host_draws import HostDraws
 from pygraph_train.tracing.host_tables import HostTables
@@ -122,7 +123,7 @@ class Trace:
         self.effects: list[SideEffect] = []
         """What the function writes to Python, and a replay reproduces."""
         self.branches = Branches(plain=compiler is None and self.runs_graph)
-        self.draws_in_graph: tuple[str, ...] = ("torch",) if device.type == "cpu" else ()
+        self.draws_in_graph: tuple[str, ...] = ("torch",) if is_drawn_on_device(device) else ()
         """Generators whose numbers are drawn where the graph runs, and not before."""
         self.ahead = LookingAhead(device, draws=self.may_draw, reads=self.may_read and not self.dynamic)
         """What is known of a step before it is made."""
@@ -382,10 +383,9 @@ class Trace:
         for guard, where in failures:
             if not (found and is_of_tensor(guard)):  # the watch says it better
                 found.insert(0, problem_of_guard(guard, where, frame["fn"]))
-        if not found:
-            return None
+        reason = ", and ".join(problem.reason for problem in found)
         fix = ". ".join(problem.fix for problem in found)
-        return Problem(", and ".join(problem.reason for problem in found), found[0].where, fix)
+        return Problem(reason, found[0].where, fix) if found else None
 
     def _what_changed(self, frame: dict[str, Any], *, by_itself: bool) -> list[Problem]:
         """The module or tensor that is not as it was, if any. There is one where no guard failed (`by_itself`)."""

@@ -124,9 +124,70 @@ def test_what_no_graph_can_hold(where: str) -> None:
         result: Tensor = net(x)
         if where == "device":
             return result if torch.rand((), device="cuda") < 0.5 else 2 * result
-        return result * torch.rand(())
+        return result / torch.rand(
+            ()
+        )  # a device divides by a number of the host in another way than by its own
 
     both(lambda: LayerDrop(0.0), loss, inputs(30), whole=0)
+
+
+def mixed(x: Tensor) -> Tensor:
+    share = np.random.beta(0.4, 0.4)
+    return share * x + (1 - share) * x[torch.randperm(len(x)).to(x.device)]
+
+
+def masked(x: Tensor) -> Tensor:
+    mask = np.random.rand(*x.shape) < 0.3
+    return x.masked_fill(torch.tensor(mask, device=x.device), 0.0)
+
+
+def of_two_draws(x: Tensor) -> Tensor:
+    numbers = torch.empty(4)
+    numbers.uniform_()
+    return x * numbers[torch.randperm(4)].to(x)[:, None] + torch.normal(0.0, 1.0, (6,)).cuda()
+
+
+def shuffled(x: Tensor) -> Tensor:
+    order = list(range(len(x)))
+    random.shuffle(order)
+    return x[torch.tensor(order).to(x.device)] + x[random.sample(range(4), 4)]
+
+
+INTO_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch, a permutation": lambda x: x[torch.randperm(4).to(x.device)],
+    "torch, an index of the host": lambda x: x[:, torch.randint(0, 6, (6,))],
+    "torch, a number": lambda x: x * torch.rand(()) + torch.rand(()),
+    "torch, a number that is read": lambda x: x * torch.rand(()).item(),
+    "torch, of another type": lambda x: x + (3 * torch.rand(4, 6)).to(x.device, torch.long),
+    "torch, of two draws": of_two_draws,
+    "a fraction": lambda x: x * random.random() / (1 + random.random()) - random.gauss(0, 1),
+    "an array": lambda x: x + torch.from_numpy(np.random.randn(4, 6)).float().to(x.device),
+    "a permutation": lambda x: x[torch.from_numpy(np.random.permutation(4)).to(x.device)],
+    "a mixture": mixed,
+    "a mask": masked,
+    "shuffled": shuffled,
+}
+
+
+@pytest.mark.parametrize("name", INTO_TENSORS)
+def test_what_is_drawn_gets_into_tensors(name: str) -> None:
+    make = INTO_TENSORS[name]
+    report = both(lambda: WithDropout(0.0), lambda net, x: net(make(x)), inputs(60), whole=40)
+    assert not report.fallbacks, str(report)
+
+
+@pytest.mark.parametrize("name", ["torch, a permutation", "a mixture", "a mask"])
+def test_what_is_drawn_gets_into_tensors_of_compiled_steps(name: str) -> None:
+    make = INTO_TENSORS[name]
+    both(lambda: LayerDrop(0.0), lambda net, x: net(make(x)), inputs(60), whole=30, close=2e-2, compile=True)
+
+
+def test_half_precision_takes_fractions_of_the_host() -> None:
+    def loss(net: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return net(random.random() * x[torch.randperm(4).to(x.device)])  # type: ignore[no-any-return]
+
+    both(lambda: LayerDrop(0.0), loss, inputs(60), whole=40)
 
 
 _SMALL: dict[str, Any] = {
