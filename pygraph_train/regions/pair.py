@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -103,6 +104,10 @@ class Pair:
         self._asked = self._indirection = indirection
         if indirection == "auto" and not measure:
             self._asked = self._indirection = "copy"
+
+    def run_others(self, kernels: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Run these kernels in the place of the backward: some gradients are not there that mostly are."""
+        return kernels(inputs) if self.backward is None else self.backward.run_others(kernels, inputs)
 
     def prefer_for(self, nbytes: int) -> Literal["device", "host"] | None:
         """What should rewrite the addresses of inputs of that size; None copies them."""

@@ -41,6 +41,7 @@ SHAPES = 1024  # sets of shapes remembered
 NUMBERS = 32  # values of the numbers that a region computes with, and no graph for any of them
 BLOCKED = 32  # runs in a row that no version could make, before they make room for others
 PATIENCE = 3  # runs without a graph that wait for gradients in the way to be emptied
+OTHERWISE = 8  # runs with other kernels after which a region that has no graph gets none
 MISSES = 2  # runs with an input elsewhere before it counts as one that moves
 
 RegionPhase = Literal["forward", "backward", "inference"]
@@ -131,6 +132,7 @@ class Region:
         self.last: RegionCapture | None = None  # what the last run replayed, if it did
         self._in_place = True  # gradients and large outputs are handed out where the graph writes them
         self.standing: tuple[torch.Tensor, ...] = ()  # inputs that are where they are for good
+        self._otherwise = 0  # runs with other kernels
         self._waited = 0  # for gradients to be emptied
         self._lasting = False  # its memory comes from another pool than a forward's
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
@@ -293,6 +295,20 @@ class Region:
         if key is None or not in_question or not self.measurements.wants(key.shapes, key.runs):
             return self._run_compiled(inputs)
         return self.measurements.time_plain(key.shapes, lambda: self._run_compiled(inputs))
+
+    def run_others(self, kernels: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Run other kernels once, without a graph."""
+        self.record.plain_runs += 1
+        self.last = None
+        self._otherwise += 1
+        if self._otherwise > OTHERWISE and not self.record.captures and not self.plain_only:
+            self.give_up("other gradients of its results are there than in the run that it was compiled for")
+        saved = set(storages([inputs[i] for i in self.spec.static]))
+        outputs = list(kernels(inputs))
+        forward = self._pair.forward
+        if forward is None or not forward.record.captures:
+            return outputs
+        return [x.clone() if saved.intersection(storages([x])) else x for x in outputs]
 
     def _run_compiled(self, inputs: list[Any]) -> Any:
         """As compiled. What a backward hands on of that which a forward's graph saved is copied.

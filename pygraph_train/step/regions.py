@@ -12,14 +12,13 @@ With `compile=False` regions hold eager kernels: see `exact_regions`.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
@@ -27,7 +26,7 @@ from pygraph_train.problems import NotLegal, Problem, PyGraphError, first_line, 
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.backend_report import RegionRecord, RegionRuns
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.exact_regions import ExactSteps, lies_as
+from pygraph_train.step.exact_regions import ExactSteps
 from pygraph_train.step.program import Call, StepProgram
 from pygraph_train.step.region_kernels import (
     LATE_LEAVES,
@@ -37,23 +36,17 @@ from pygraph_train.step.region_kernels import (
     refuse_watched_checkpoint,
 )
 from pygraph_train.step.region_levels import Backend, Level, Modules, WholeFunction
-from pygraph_train.step.region_proof import ProvedPart, Told
-from pygraph_train.torch_private.aot import suggest_memory_format
+from pygraph_train.step.region_proof import FirstRun, ProvedPart, Told
+from pygraph_train.step.region_watch import BackwardWatch
 from pygraph_train.torch_private.autograd import (
-    backward_ends_at,
-    backward_keeps_graph,
     backwards_called_again,
     compiled_kernels_refuse,
-    nodes_behind,
 )
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.dynamo import (
     dynamo_restart,
     tracing_notes,
-    untraced,
 )
-from pygraph_train.torch_private.hooks import gradient_hooks
-from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
 from pygraph_train.tracing.counters import baked_numbers
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
@@ -150,10 +143,9 @@ class Regions:
         self._note = report.note
         self._report_comparison = report.compared
         report.began(engine.name, regions=functools.partial(list, self.records))
-        self._retains = False  # a backward was seen that may be called again
         self._leaves = False  # inputs were seen whose gradient is wanted, though they are no parameters
         self._kernels = RegionKernels(report.note, compile=config.compile is True)
-        self._activations: list[list[Tensor]] = []  # one in each, for the hooks of the present step
+        self._watch = BackwardWatch(held_weakly(self._refuse_backward), exact=self._exact is not None)
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[Backend], Level]] = iter((WholeFunction, self._modules))
         self._kind = next(self._levels)
@@ -188,9 +180,7 @@ class Regions:
             if exact is not None:
                 exact.end()
             forget_notes(self._notes)
-            for held in self._activations:  # else it would hold its hook, and the hook it, for good
-                held.clear()
-            self._activations.clear()
+            self._watch.forget()
         if failures:
             self.problem = self.problem or compiler_failed(failures[0])
             for failure in failures:
@@ -205,6 +195,10 @@ class Regions:
         elif exact is not None and 0 < self._compiled == len(exact.left) and self._quiet:
             self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {exact.nothing_left(self.records)}")
         return result
+
+    def _refuse_backward(self, why: str, where: str | None) -> None:
+        why = f"{_NO_GRAPHS}: {why}"
+        self.problem = self.problem or Problem(str(Problem(why, where)))  # a note has nothing but the reason
 
     def _refuse_order(self, why: str) -> None:
         self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")
@@ -263,58 +257,18 @@ class Regions:
         def run(*args: Any) -> Any:
             numbers, known = tuple([args[i] for i in baked]), len(seen)
             seen.add(numbers)  # others need another graph, as if it were traced anew
-            return run_watched(graph.forward, args, anew=bool(baked) and len(seen) > known)[0]
+            return run_watched(graph.forward, args, anew=bool(baked) and len(seen) > known).outputs
 
         return run
 
     def _run_watched(
         self, forward: Callable[..., Any], inputs: Sequence[Any], *, anew: bool = False
-    ) -> tuple[Any, Sequence[int]]:
+    ) -> FirstRun:
         """Run a part with eager kernels, and look at it; with `compile=False`, which inputs it uses more than once."""
         self._traced += anew
         run = self._exact.run if self._exact is not None else lambda forward, inputs: (forward(*inputs), ())
         outputs, several = run(forward, inputs)
-        self._look_at_backward(inputs, outputs)
-        return outputs, several
-
-    def _look_at_backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note what eager kernels allow between a forward and the end of its backward, and compiled ones do not."""
-        exact, parameters = self._exact, [x for x in inputs if isinstance(x, nn.Parameter)]
-        versions = list(map(tensor_version, parameters))
-        results = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
-        thread = threading.get_ident()
-        for result in results:
-            others = [x.grad_fn for x in results if x is not result]
-            activation = [result] if any(node is result.grad_fn for node in nodes_behind(*others)) else []
-            self._activations.append(activation)
-            hooks = len(gradient_hooks(result) or ()) + 1  # and the one that is registered here
-            layout = suggest_memory_format(result)
-
-            @untraced
-            def look(
-                gradient: Tensor | None,
-                activation: list[Tensor] = activation,
-                hooks: int = hooks,
-                layout: torch.memory_format = layout,
-            ) -> None:
-                why = None
-                self._retains |= backward_keeps_graph()
-                if torch.is_grad_enabled():
-                    why = "the backward is differentiated itself (create_graph=True)"
-                elif versions != list(map(tensor_version, parameters)):
-                    why = "parameters are changed between forward and backward"
-                elif activation and _is_asked_for(activation[0], hooks):
-                    why = "the gradient of an activation is asked for, and compiled code has no such gradient"
-                elif gradient is None:
-                    why = "only some results of an operation have a gradient" if exact else None
-                elif exact is not None and self.problem is None and not lies_as(gradient, layout):
-                    why = "a gradient comes in another layout than compiled code has for it"
-                if why is not None:
-                    why = f"{_NO_GRAPHS}: {why}"
-                    where = user_location(thread=thread)
-                    self.problem = Problem(str(Problem(why, where)))  # a note has nothing but the reason
-
-            result.register_hook(look)
+        return FirstRun(outputs, several, self._watch.look(inputs, outputs))
 
     def _refuse(self, graph: torch.fx.GraphModule) -> None:
         try:
@@ -358,7 +312,7 @@ class Regions:
             mine.append(record)
             everywhere.append(record)
 
-        retains = self._retains or self._program.acts_before_backward() is not None
+        retains = self._watch.retains or self._program.acts_before_backward() is not None
         try:
             with backwards_called_again() if retains else nullcontext():
                 options = BackendOptions.of(self._options)
@@ -380,16 +334,6 @@ class Regions:
             told = Told(watched, self._exact.ran_compiled, compared, self._exact.left.append)
             compiled = ProvedPart(compiled, eager.forward, mine, written, self._verify, told)
         return self._kernels.either(compiled, eager.forward)
-
-
-def _is_asked_for(activation: Tensor, hooks: int) -> bool:
-    """Whether somebody wants the gradient of what is just a step on the way.
-
-    Args:
-        hooks: number of those that are not for that.
-    """
-    watched = activation.retains_grad or len(gradient_hooks(activation) or ()) > hooks
-    return watched or backward_ends_at(activation)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
