@@ -17,7 +17,7 @@ from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
 from pygraph_train.regions.options import BackendOptions
-from pygraph_train.regions.pair import Pair, Tangent
+from pygraph_train.regions.pair import Bounds, Pair, Tangent
 from pygraph_train.regions.partial import refuse_mixtures
 from pygraph_train.regions.passes.draft import copy_module, in_one_line
 from pygraph_train.regions.region import Region, RegionSpec
@@ -49,7 +49,7 @@ from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.counters import counters, numbers_that_are_no_sizes
 from pygraph_train.tracing.recompute import as_eager
 
-__all__ = ["compile_graph", "compile_whole", "report", "reset"]
+__all__ = ["close_graphs", "compile_graph", "compile_whole", "report", "reset"]
 
 _arenas: dict[tuple[str, torch.device], Arena] = {}
 _records: list[RegionRecord] = []
@@ -61,6 +61,7 @@ def compile_graph(
     example_inputs: Sequence[Any],
     options: BackendOptions,
     made: Callable[[RegionRecord], None] = lambda record: None,
+    bounds: Bounds | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph into a callable whose forwards and backwards are regions.
 
@@ -68,6 +69,7 @@ def compile_graph(
         gm, example_inputs: from Dynamo.
         options: of the backend.
         made: gets the record of each region when the region is made. Some are made when a backward runs first.
+        bounds: of captures.
     """
 
     def note(record: RegionRecord) -> None:
@@ -85,7 +87,7 @@ def compile_graph(
             compile_truly,
             gm,
             example_inputs,
-            lambda gm, look: _compile_regions(gm, example_inputs, options, number, look, note),
+            lambda gm, look: _compile_regions(gm, example_inputs, options, number, look, note, bounds),
         )
         return plain_where_shared(gm, example_inputs, compiling)
     except Unfit as unfit:
@@ -101,9 +103,10 @@ def _compile_regions(
     number: int,
     look: Callable[[], None],
     note: Callable[[RegionRecord], None],
+    bounds: Bounds | None,
 ) -> Callable[..., Any]:
     measure = options.selection and options.engine != "emulated"  # which is slower by nature
-    pair = Pair(options.indirection, measure)
+    pair = Pair(options.indirection, measure, bounds)
     if pair.way is None:
         pair.worth = BreakEven(options.warmup_runs)
     region = functools.partial(_region, pair=pair, number=number, options=options, note=note)
@@ -136,11 +139,7 @@ def _looked_at(build: BuildRegion, look: Callable[[], None]) -> BuildRegion:
 
 
 def _with_absent(build: BuildRegion, absent: Absent, exact: Pair | None = None) -> BuildRegion:
-    """`build`, with backwards that return None where there is no gradient.
-
-    Args:
-        exact: regions of eager kernels, whose backwards compute as autograd does where some gradients are not there.
-    """
+    """`build`, with backwards that return None where there is no gradient; those of `exact` compute nothing of it."""
 
     def learning(
         compile_kernels: CompileKernels,
@@ -371,6 +370,23 @@ def _arena(options: BackendOptions, device: torch.device) -> Arena | None:
         _arenas[name, device] = arena = Arena(engine)
         watch_for_unused_memory(arena)
     return _arenas[name, device]
+
+
+def close_graphs(records: Sequence[RegionRecord], why: str | None = None) -> None:
+    """Close the graphs of these regions, and give back memory that no other graph uses.
+
+    Args:
+        records: of the regions.
+        why: they get no graphs again; None: they are captured again when they run.
+    """
+    mine = set(map(id, records))
+    for arena in _arenas.values():
+        with arena.lock:
+            regions = [r for r in arena.owners() if isinstance(r, Region) and id(r.record) in mine]
+            for region in regions:
+                region.capture_again() if why is None else region.give_up(why)
+            arena.give_back_unused()
+            arena.engine.trim()
 
 
 def report() -> BackendReport:

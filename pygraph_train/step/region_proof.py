@@ -21,6 +21,7 @@ from pygraph_train.torch_private.dispatch import no_autocast
 from pygraph_train.verification import Fingerprint, PlainRuns, ScratchState
 
 if TYPE_CHECKING:
+    from pygraph_train.regions.pair import Bounds
     from pygraph_train.report.backend_report import RegionRecord
 
 __all__ = ["FirstRun", "ProvedPart", "Told"]
@@ -55,6 +56,7 @@ class Told(NamedTuple):
     Attributes:
         first: makes the first run with this function and these inputs.
         ran: gets those inputs of a run through regions, and its results.
+        make_way: closes the graphs of these regions if a run with eager kernels needs their memory.
         compared: gets the seconds of each comparison.
         left: gets the reason when the part runs with eager kernels from then on; None if no graph paid or was
             possible, which the records say.
@@ -62,6 +64,7 @@ class Told(NamedTuple):
 
     first: Callable[[Callable[..., Any], Sequence[Any]], FirstRun]
     ran: Callable[[Sequence[Any], Sequence[Any]], None]
+    make_way: Callable[[Sequence[RegionRecord]], None]
     compared: Callable[[float], None]
     left: Callable[[str | None], None]
 
@@ -78,6 +81,8 @@ class ProvedPart:
         records: of its regions. The list grows.
         written: positions of inputs that the part changes.
         verify: see `PyGraphConfig`.
+        bounds: of captures. The first one is made within a comparison: beside its graph a run with eager kernels would
+            need the part's memory twice.
         told: what happens is told to the step.
     """
 
@@ -88,6 +93,7 @@ class ProvedPart:
         records: Sequence[RegionRecord],
         written: Sequence[int],
         verify: Literal["off", "first", "sample", "always"],
+        bounds: Bounds,
         told: Told,
     ) -> None:
         self._compiled: Callable[..., Any] | None = compiled
@@ -95,6 +101,7 @@ class ProvedPart:
         self._records = records
         self._written = written
         self._verify = verify
+        self._bounds = bounds
         self._told = told
         self._first: FirstRun | None = None  # without the outputs
         self._kernels_proved = verify == "off"
@@ -117,6 +124,7 @@ class ProvedPart:
             return self._eager(*args)
         if self._compiled is None:
             return self._eager(*args)
+        self._bounds.open = self._may_capture()
         outputs = self._compiled(*args)
         self._told.ran([args[i] for i in first.several], outputs)
         return outputs
@@ -124,10 +132,16 @@ class ProvedPart:
     def _is_due(self) -> bool:
         if self._verify in ("off", "always"):
             return self._verify == "always"
-        if not self._kernels_proved:
+        if not self._kernels_proved or (self._bounds.wanted and not self._may_capture()):
             return True
         ran = all(r.replays for r in self._records if r.decision != "plain")
         return ran and self._count() >= self._captures
+
+    def _may_capture(self) -> bool:
+        """Whether there may be captures outside of comparisons."""
+        if self._verify in ("off", "always") or self._attempts > _ATTEMPTS:
+            return True
+        return self._captures > 1
 
     def _count(self) -> int:
         return sum(r.captures for r in self._records)
@@ -144,6 +158,8 @@ class ProvedPart:
         if any(isinstance(args[i], Tensor) and args[i].requires_grad for i in self._written):
             self._leave("it changes tensors that require a gradient, and cannot be run for a comparison")
             return False
+        if self._captures > 1:
+            self._told.make_way(self._records)
         replays, started = [r.replays for r in self._records], time.perf_counter()
         try:
             why = self._difference(args)
@@ -191,6 +207,7 @@ class ProvedPart:
             raise
         except Exception as error:
             raise _Raised from error
+        self._bounds.open, self._bounds.wanted = self._kernels_proved, False
         looks_here, found = run(self._compiled)
         if looks_here != looks:
             return "its results, or random numbers, are others than those of eager kernels"

@@ -24,6 +24,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, first_line, user_line_in, user_location
 from pygraph_train.regions.options import BackendOptions
+from pygraph_train.regions.pair import Bounds
 from pygraph_train.report.backend_report import RegionRecord, RegionRuns
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.exact_regions import ExactSteps
@@ -36,6 +37,8 @@ from pygraph_train.step.region_kernels import (
     refuse_watched_checkpoint,
 )
 from pygraph_train.step.region_levels import Backend, Level, Modules, WholeFunction
+from pygraph_train.step.region_memory import RegionMemory
+from pygraph_train.step.region_price import RegionPrice
 from pygraph_train.step.region_proof import FirstRun, ProvedPart, Told
 from pygraph_train.step.region_watch import BackwardWatch
 from pygraph_train.torch_private.autograd import (
@@ -145,6 +148,9 @@ class Regions:
         report.began(engine.name, regions=functools.partial(list, self.records))
         self._leaves = False  # inputs were seen whose gradient is wanted, though they are no parameters
         self._kernels = RegionKernels(report.note, compile=config.compile is True)
+        self._memory = RegionMemory(engine, self.records) if config.compile is False else None
+        asked = "on" in (config.forward, config.backward)
+        self._price = RegionPrice(counts=engine.name == "cuda" and config.compile is False and not asked)
         self._watch = BackwardWatch(held_weakly(self._refuse_backward), exact=self._exact is not None)
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[Backend], Level]] = iter((WholeFunction, self._modules))
@@ -157,7 +163,8 @@ class Regions:
         Args:
             watched: whether `as_planned` will be asked for.
         """
-        before = self._traced
+        before, captures = self._traced, sum(r.captures for r in self.records)
+        self._price.begin()
         self._before = {id(r): _work(r) for r in self.records} if watched else {}
         level, exact = self._level, self._exact
         if exact is not None:
@@ -189,12 +196,39 @@ class Regions:
         if level is _NOTHING:
             self._quiet = 0
             return result
+        compared = exact is not None and exact.compared
+        quiet = self._quiet > 0 and not compared and captures == sum(r.captures for r in self.records)
+        why = self._price.end(quiet=quiet)
+        if self._memory is not None and (watched or not quiet):
+            why = why or self._memory.why_not()
+        if why is not None:
+            self._give_up(why)
         if not self.found:
             self._probes += 1
             self._judge()
         elif exact is not None and 0 < self._compiled == len(exact.left) and self._quiet:
             self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {exact.nothing_left(self.records)}")
         return result
+
+    def _give_up(self, why: str) -> None:
+        self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")
+        if self._memory is not None:
+            self._memory.give_up(why)
+
+    def make_way(self, call: Call, *, for_long: bool) -> Call:
+        """`call` of a step without regions, which may need the memory of their graphs.
+
+        Args:
+            for_long: no step with regions is to come.
+        """
+        if (memory := self._memory) is None or not self.records:
+            return call
+
+        def made_way(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            memory.make_way(for_long=for_long)  # now that gradients are gone
+            return call(fn, args, kwargs)
+
+        return made_way
 
     def _refuse_backward(self, why: str, where: str | None) -> None:
         why = f"{_NO_GRAPHS}: {why}"
@@ -207,6 +241,11 @@ class Regions:
         assert self._exact is not None
         self._exact.compared = self._verify != "always"  # whose steps all take that long
         self._report_comparison(seconds, audit=False)
+
+    @property
+    def has_to_pay(self) -> bool:
+        """Whether nothing is traced for regions before the steps that were made could have paid for it."""
+        return self._price.counts
 
     def as_planned(self) -> bool:
         """Whether the last step, a watched one, ran from graphs that were there, wherever a graph pays."""
@@ -224,6 +263,8 @@ class Regions:
         """After a probe: is what was traced the same on every step?"""
         if self._quiet >= _QUIET and self._level.called:
             self.found = True
+            if (why := self._price.why_not()) is not None:
+                self.problem = Problem(f"{_NO_GRAPHS}: {why}")
             self._level = self._kind(held_weakly(self._compile))
             return
         if self._probes < _MOST_PROBES and self._quiet < _QUIET:
@@ -249,6 +290,7 @@ class Regions:
         self._traced += 1
         self._notes += tracing_notes(graph)
         self._level.called = True
+        self._price.traced(graph.graph)
         self._leaves |= any(map(is_leaf, example_inputs))
         baked = baked_numbers(graph)
         graph, seen = as_eager(graph), set[tuple[Any, ...]]()
@@ -307,6 +349,10 @@ class Regions:
             self._exact.left.append("they hold a checkpoint, or a function with a backward of its own")
             return as_eager(graph).forward
         written, mine = changed_inputs(graph), list[RegionRecord]()
+        bounds = Bounds()
+        if self._memory is not None:
+            self._memory.begin()
+            bounds.most = self._memory.most
 
         def made(record: RegionRecord, everywhere: list[RegionRecord] = self.records) -> None:
             mine.append(record)
@@ -316,7 +362,7 @@ class Regions:
         try:
             with backwards_called_again() if retains else nullcontext():
                 options = BackendOptions.of(self._options)
-                compiled = compile_graph(graph, example_inputs, options, made)
+                compiled = compile_graph(graph, example_inputs, options, made, bounds)
                 compiled = counted_as_eager(compiled, places)
         except dynamo_restart():  # not a failure: Dynamo traces once more
             raise
@@ -331,8 +377,10 @@ class Regions:
             return compiled
         if self._exact is not None:
             watched, compared = held_weakly(self._run_watched), held_weakly(self._has_compared)
-            told = Told(watched, self._exact.ran_compiled, compared, self._exact.left.append)
-            compiled = ProvedPart(compiled, eager.forward, mine, written, self._verify, told)
+            assert self._memory is not None
+            make_way, left = self._memory.make_way_beside, self._exact.left.append
+            told = Told(watched, self._exact.ran_compiled, make_way, compared, left)
+            compiled = ProvedPart(compiled, eager.forward, mine, written, self._verify, bounds, told)
         return self._kernels.either(compiled, eager.forward)
 
 
