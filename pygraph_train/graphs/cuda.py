@@ -307,6 +307,20 @@ class CudaEngine:
         idle = reserved - torch.cuda.memory_allocated(self.device)
         return MemoryUse(reserved, torch.cuda.max_memory_reserved(self.device), idle, free)
 
+    @contextmanager
+    def bounded(self, most: int | None) -> Iterator[None]:
+        """See `graphs.engine.Engine.bounded`."""
+        if most is None:
+            yield
+            return
+        _, total = torch.cuda.mem_get_info(self.device)
+        before = torch.cuda.get_per_process_memory_fraction(self.device)
+        torch.cuda.set_per_process_memory_fraction(min(before, most / total), self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, self.device)
+
     def close(self) -> None:
         """Release the pools."""
         if self._pool is None:

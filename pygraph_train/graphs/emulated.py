@@ -221,6 +221,10 @@ class EmulatedEngine:
         """The CPU has as much as anybody wants."""
         return MemoryUse(0, 0, 0, 1)
 
+    def bounded(self, most: int | None) -> AbstractContextManager[None]:
+        """See `memory`."""
+        return nullcontext()
+
     def close(self) -> None:
         """Refuse further captures. Raises RuntimeError while a graph is open, as its pool would be."""
         if any(not graph.closed for graph in self._graphs):

@@ -252,5 +252,12 @@ class Engine(Protocol):
     def memory(self) -> MemoryUse:
         """How much memory is in use."""
 
+    def bounded(self, most: int | None) -> AbstractContextManager[None]:
+        """Context in which no more than so many bytes are reserved: beyond, `torch.OutOfMemoryError` is raised.
+
+        Args:
+            most: None for as many as there are.
+        """
+
     def close(self) -> None:
         """Release the pool. Every graph must have been closed."""

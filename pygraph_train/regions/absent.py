@@ -3,6 +3,8 @@
 A compiled backward computes the gradients of all inputs from the gradients of all outputs. AOTAutograd puts zeros for
 those of outputs that nothing was made of (the head of another task, an auxiliary loss), and gets zeros for the
 parameters behind them. An optimizer tells zero from None: with zeros, decay and momentum move a parameter.
+
+Where eager kernels run, nothing is added to a gradient that is there either, see `partial`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pygraph_train.regions.partial import Backwards, Kernels, sources_in
 from pygraph_train.torch_private.aot import compiled_function, compiled_function_of, tangent_places
 from pygraph_train.torch_private.autograd import autograd_is_traced, backward_keeps_graph
 from pygraph_train.torch_private.dynamo import untraced
@@ -41,9 +44,11 @@ class Absent:
     Attributes:
         sources: by output of the backward, the gradients of outputs that it is computed from.
         saved: results of the function that its backward reads.
+        backwards: where eager kernels run, for each combination of gradients; None where there is nothing to choose.
     """
 
     def __init__(self) -> None:
+        self.backwards: Backwards | None = None
         self.sources: tuple[frozenset[int], ...] = ()
         self.saved: tuple[int, ...] = ()
         self._places: tuple[int, ...] | None = None
@@ -60,18 +65,25 @@ class Absent:
 
     def learn_backward(self, gm: fx.GraphModule) -> None:
         """Look at the graph of the backward, before anything is rewritten."""
-        depends: dict[fx.Node, frozenset[int]] = {}
-        count = 0
-        for node in gm.graph.nodes:
-            if node.op == "placeholder" and node.name.startswith("tangents"):
-                depends[node] = frozenset([count])
-                count += 1
-            elif node.op != "output":
-                depends[node] = frozenset().union(*(depends[read] for read in node.all_input_nodes))
+        depends = sources_in(gm.graph)
         outputs: Any = gm.graph.output_node().args[0]
-        self._count = count
+        self._count = sum(x.op == "placeholder" and bool(sources) for x, sources in depends.items())
         self.sources = tuple(depends.get(x, frozenset()) for x in outputs)
         self._without.clear()
+
+    def choose_backwards(
+        self, gm: fx.GraphModule, compile_kernels: Callable[[fx.GraphModule, Sequence[Any]], Kernels]
+    ) -> None:
+        """Let the backward compute no gradients of what is missing in the run that it is compiled for."""
+        self.learn_backward(gm)
+        missing = frozenset(getattr(self._now, "missing", ()))
+        if self._count > 1:
+            none = len(missing) == self._count  # such a run needs no backward
+            self.backwards = Backwards(gm, compile_kernels, () if none else missing)
+
+    def others(self, missing: Collection[int]) -> Kernels | None:
+        """What runs in the place of the backward's region, where these gradients are not there."""
+        return None if self.backwards is None else self.backwards.others(missing)
 
     def without(self, missing: Collection[int]) -> frozenset[int]:
         """Outputs of the backward that are None where these gradients of outputs are.
@@ -177,20 +189,27 @@ class Backward:
     Args:
         compiled: computes all gradients.
         absent: knows which gradients it got.
+        run_others: runs other kernels in its place.
     """
 
-    def __init__(self, compiled: Callable[[list[Any]], Any], absent: Absent) -> None:
+    def __init__(
+        self,
+        compiled: Callable[[list[Any]], Any],
+        absent: Absent,
+        run_others: Callable[[Kernels, list[Any]], Any] = lambda kernels, inputs: kernels(inputs),
+    ) -> None:
         self._boxed_call = True
         self._compiled = compiled
         self._absent = absent
+        self._run_others = run_others
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the backward once; the list is emptied."""
         missing = self._absent.take()
-        if not missing:
-            return self._compiled(inputs)
-        gone = self._absent.without(missing)
-        if len(gone) == len(self._absent.sources):
+        gone = self._absent.without(missing) if missing else frozenset[int]()
+        if missing and len(gone) == len(self._absent.sources):
             inputs.clear()
             return [None] * len(gone)
-        return [None if i in gone else x for i, x in enumerate(self._compiled(inputs))]
+        others = self._absent.others(missing)
+        outputs = self._compiled(inputs) if others is None else self._run_others(others, inputs)
+        return [None if i in gone else x for i, x in enumerate(outputs)] if gone else outputs

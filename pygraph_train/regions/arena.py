@@ -240,9 +240,11 @@ class Arena:
         if further:
             self._grown += grown
 
-    def roomy(self) -> bool:
-        """Whether a capture finds memory without what is cached elsewhere."""
-        return self.engine.memory().free >= 2 * self._largest
+    def roomy(self, most: int | None) -> bool:
+        """Whether a capture finds memory without what is cached elsewhere, where so much may be reserved."""
+        memory = self.engine.memory()
+        free = memory.free if most is None else min(memory.free, most - memory.reserved)
+        return free >= 2 * self._largest
 
     def crowded(self) -> bool:
         """Whether graphs of further shapes have all the memory that they may have."""

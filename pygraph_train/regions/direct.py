@@ -8,6 +8,7 @@ long way: what went into the regions must be what the caller gave, and what he g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
@@ -205,18 +206,23 @@ class _Regions(torch.autograd.Function):
         ]
         inputs = list(route.arrange([*saved, *tangents]))
         del saved, tangents, gradients
+        others = route.absent.others(missing)
         if not torch.is_grad_enabled():
-            return _differentiated(route, inputs, pick)
+            return _differentiated(route, inputs, pick, others)
         differentiated = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
         with torch.no_grad():
-            found = _differentiated(route, inputs, pick)
+            found = _differentiated(route, inputs, pick, others)
         return refuse_second_backward(found) if differentiated else found
 
 
 def _differentiated(
-    route: Route, inputs: list[Any], pick: Callable[[Sequence[Any]], Sequence[Any]]
+    route: Route,
+    inputs: list[Any],
+    pick: Callable[[Sequence[Any]], Sequence[Any]],
+    others: Callable[[list[Any]], Any] | None,
 ) -> Sequence[Any]:
-    outputs = _run(route.backward, inputs)
+    run = route.backward if others is None else functools.partial(route.backward.run_others, others)
+    outputs = _run(run, inputs)
     route.zeros.look(outputs)
     return pick([None, *outputs])
 
@@ -224,7 +230,7 @@ def _differentiated(
 _apply: Any = super(torch.autograd.Function, _Regions).apply  # below what functorch adds
 
 
-def _run(region: Region, inputs: list[Any]) -> list[Any]:
+def _run(region: Callable[[list[Any]], Any], inputs: list[Any]) -> list[Any]:
     """A region's own kernels have their types already."""
     if not autocast_enabled():
         return list(region(inputs))

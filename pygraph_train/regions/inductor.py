@@ -11,13 +11,14 @@ import torch
 
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs.devices import give_back_unused, make_engine, watch_for_unused_memory
-from pygraph_train.problems import Problem, user_line_in
+from pygraph_train.problems import Problem
 from pygraph_train.regions.absent import Absent, Backward, Noting
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
 from pygraph_train.regions.options import BackendOptions
-from pygraph_train.regions.pair import Pair, Tangent
+from pygraph_train.regions.pair import Bounds, Pair, Tangent
+from pygraph_train.regions.partial import refuse_mixtures
 from pygraph_train.regions.passes.draft import copy_module, in_one_line
 from pygraph_train.regions.region import Region, RegionSpec
 from pygraph_train.regions.replaced import Replacing, without_replacements
@@ -25,6 +26,7 @@ from pygraph_train.regions.sharing import plain_where_shared
 from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed, batched, transform
 from pygraph_train.regions.unfit import Unfit, compile_truly, leave_recurrent_networks
+from pygraph_train.regions.where import device_of, first_user_line
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.selection.break_even import BreakEven
 from pygraph_train.torch_private.aot import (
@@ -47,7 +49,7 @@ from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.counters import counters, numbers_that_are_no_sizes
 from pygraph_train.tracing.recompute import as_eager
 
-__all__ = ["compile_graph", "compile_whole", "report", "reset"]
+__all__ = ["close_graphs", "compile_graph", "compile_whole", "report", "reset"]
 
 _arenas: dict[tuple[str, torch.device], Arena] = {}
 _records: list[RegionRecord] = []
@@ -59,6 +61,7 @@ def compile_graph(
     example_inputs: Sequence[Any],
     options: BackendOptions,
     made: Callable[[RegionRecord], None] = lambda record: None,
+    bounds: Bounds | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph into a callable whose forwards and backwards are regions.
 
@@ -66,6 +69,7 @@ def compile_graph(
         gm, example_inputs: from Dynamo.
         options: of the backend.
         made: gets the record of each region when the region is made. Some are made when a backward runs first.
+        bounds: of captures.
     """
 
     def note(record: RegionRecord) -> None:
@@ -83,11 +87,11 @@ def compile_graph(
             compile_truly,
             gm,
             example_inputs,
-            lambda gm, look: _compile_regions(gm, example_inputs, options, number, look, note),
+            lambda gm, look: _compile_regions(gm, example_inputs, options, number, look, note, bounds),
         )
         return plain_where_shared(gm, example_inputs, compiling)
     except Unfit as unfit:
-        where, reason = _first_user_line(gm), str(unfit)
+        where, reason = first_user_line(gm), str(unfit)
         note(RegionRecord(f"function {number}", "function", where, "plain", reason))
         return as_eager(gm).forward
 
@@ -99,16 +103,19 @@ def _compile_regions(
     number: int,
     look: Callable[[], None],
     note: Callable[[RegionRecord], None],
+    bounds: Bounds | None,
 ) -> Callable[..., Any]:
     measure = options.selection and options.engine != "emulated"  # which is slower by nature
-    pair = Pair(options.indirection, measure)
+    pair = Pair(options.indirection, measure, bounds)
     if pair.way is None:
         pair.worth = BreakEven(options.warmup_runs)
     region = functools.partial(_region, pair=pair, number=number, options=options, note=note)
-    build = _looked_at(_with_absent(region, pair.absent), look)
+    exact = not options.compile
+    build = _looked_at(_with_absent(region, pair.absent, pair if exact else None), look)
     pair.direct = options.direct and not compiled_autograd_wanted()
     if options.engine == "emulated" or not options.compile:
-        compiled = compile_with_aten(gm, example_inputs, build)
+        look_at_both = (lambda joint: refuse_mixtures(joint.graph)) if exact else None
+        compiled = compile_with_aten(gm, example_inputs, build, look_at_both)
     else:
         compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
     compiled = Noting(without_second_wrapper(compiled), pair.absent)
@@ -131,8 +138,8 @@ def _looked_at(build: BuildRegion, look: Callable[[], None]) -> BuildRegion:
     return looking
 
 
-def _with_absent(build: BuildRegion, absent: Absent) -> BuildRegion:
-    """`build`, with backwards that return None where there is no gradient."""
+def _with_absent(build: BuildRegion, absent: Absent, exact: Pair | None = None) -> BuildRegion:
+    """`build`, with backwards that return None where there is no gradient; those of `exact` compute nothing of it."""
 
     def learning(
         compile_kernels: CompileKernels,
@@ -145,8 +152,11 @@ def _with_absent(build: BuildRegion, absent: Absent) -> BuildRegion:
             absent.saved = _returned_and_saved(gm, traced)
         if traced.phase != "backward":
             return build(compile_kernels, gm, example_inputs, traced)
-        absent.learn_backward(gm)
-        return Backward(build(compile_kernels, gm, example_inputs, traced), absent)
+        if exact is None:
+            absent.learn_backward(gm)
+            return Backward(build(compile_kernels, gm, example_inputs, traced), absent)
+        absent.choose_backwards(gm, compile_kernels)
+        return Backward(build(compile_kernels, gm, example_inputs, traced), absent, exact.run_others)
 
     return learning
 
@@ -163,9 +173,9 @@ def _region(
     note: Callable[[RegionRecord], None],
 ) -> Callable[[list[Any]], Any]:
     """Compile one forward or backward graph and make a region of it."""
-    record = RegionRecord(f"{traced.phase} {number}", traced.phase, _first_user_line(gm))
+    record = RegionRecord(f"{traced.phase} {number}", traced.phase, first_user_line(gm))
     note(record)
-    device, reason = _device(gm)
+    device, reason = device_of(gm)
     arena = _arena(options, device) if device is not None else None
     if device is None or arena is None:
         why = "no CUDA device: engine='emulated' shows the mechanism"
@@ -226,7 +236,7 @@ def compile_whole(
         example_inputs: Sequence[Any],
         traced: TracedGraph,
     ) -> Callable[[list[Any]], Any]:
-        device, _ = _device(gm)
+        device, _ = device_of(gm)
         if device is None:
             return compile_kernels(gm, example_inputs)
         gm, failures = batched(gm, device)
@@ -349,31 +359,6 @@ def _memory(node: Any) -> Any:
     return storage_key(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
 
-def _device(gm: torch.fx.GraphModule) -> tuple[torch.device | None, str]:
-    """The one device that the graph works on, besides the CPU."""
-    found = _devices_in(gm)
-    accelerators = {d for d in found if d.type == "cuda"}
-    if len(accelerators) > 1:
-        return None, f"it works on several devices: {', '.join(sorted(map(str, accelerators)))}"
-    return next(iter(accelerators or found), None), "it works on no tensors"
-
-
-def _devices_in(gm: torch.fx.GraphModule) -> set[torch.device]:
-    """Devices of all tensors that the graph computes."""
-    found = set()
-    for node in gm.graph.nodes:
-        value = node.meta.get("val", node.meta.get("tensor_meta"))
-        for tensor in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(tensor, torch.Tensor):
-                found.add(tensor.device)
-    return found
-
-
-def _first_user_line(gm: torch.fx.GraphModule) -> str | None:
-    """`file:line` of the first operation whose stack names user code."""
-    return next((where for n in gm.graph.nodes if (where := user_line_in(n.meta.get("stack_trace")))), None)
-
-
 def _arena(options: BackendOptions, device: torch.device) -> Arena | None:
     """All regions of one device share one arena: they share memory."""
     name = "off" if options.engine == "auto" and device.type != "cuda" else options.engine
@@ -385,6 +370,23 @@ def _arena(options: BackendOptions, device: torch.device) -> Arena | None:
         _arenas[name, device] = arena = Arena(engine)
         watch_for_unused_memory(arena)
     return _arenas[name, device]
+
+
+def close_graphs(records: Sequence[RegionRecord], why: str | None = None) -> None:
+    """Close the graphs of these regions, and give back memory that no other graph uses.
+
+    Args:
+        records: of the regions.
+        why: they get no graphs again; None: they are captured again when they run.
+    """
+    mine = set(map(id, records))
+    for arena in _arenas.values():
+        with arena.lock:
+            regions = [r for r in arena.owners() if isinstance(r, Region) and id(r.record) in mine]
+            for region in regions:
+                region.capture_again() if why is None else region.give_up(why)
+            arena.give_back_unused()
+            arena.engine.trim()
 
 
 def report() -> BackendReport:

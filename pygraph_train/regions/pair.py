@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from pygraph_train.selection.break_even import BreakEven
 if TYPE_CHECKING:
     from pygraph_train.regions.region import Region
 
-__all__ = ["Pair", "Tangent"]
+__all__ = ["Bounds", "Pair", "Tangent"]
 
 WORTH_POINTING = 1 << 20  # bytes copied per step from which rewriting addresses may be cheaper
 EVEN = 1.003  # what differs by less takes the same time
@@ -59,12 +61,33 @@ class Tangent(NamedTuple):
         return extent(self.size, self.stride) * int(self.dtype.itemsize)
 
 
+@dataclass
+class Bounds:
+    """What keeps the regions of one function from being captured.
+
+    Attributes:
+        most: bytes that may be reserved when a capture has ended; None for as many as there are.
+        open: whether there may be captures now.
+        wanted: whether there would have been one.
+    """
+
+    most: int | None = None
+    open: bool = True
+    wanted: bool = False
+
+    def allow(self) -> bool:
+        """Whether a capture may be made now. If not, it is noted that it would have been."""
+        self.wanted |= not self.open
+        return self.open
+
+
 class Pair:
     """A forward and its backward, or an inference region alone.
 
     Args:
         indirection: "auto", "device", "host" or "copy": how moving inputs are served.
         measure: whether ways of running are compared.
+        bounds: of captures.
 
     Attributes:
         worth: tells which further shapes get graphs.
@@ -82,7 +105,13 @@ class Pair:
         direct: whether nothing comes between the caller and the regions (see `direct.Direct`), as far as known.
     """
 
-    def __init__(self, indirection: Literal["auto", "device", "host", "copy"], measure: bool) -> None:
+    def __init__(
+        self,
+        indirection: Literal["auto", "device", "host", "copy"],
+        measure: bool,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self.bounds = bounds or Bounds()
         self.forward: Region | None = None
         self.backward: Region | None = None
         self.lasting: frozenset[str] = frozenset()
@@ -103,6 +132,10 @@ class Pair:
         self._asked = self._indirection = indirection
         if indirection == "auto" and not measure:
             self._asked = self._indirection = "copy"
+
+    def run_others(self, kernels: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Run these kernels in the place of the backward: some gradients are not there that mostly are."""
+        return kernels(inputs) if self.backward is None else self.backward.run_others(kernels, inputs)
 
     def prefer_for(self, nbytes: int) -> Literal["device", "host"] | None:
         """What should rewrite the addresses of inputs of that size; None copies them."""

@@ -41,6 +41,8 @@ SHAPES = 1024  # sets of shapes remembered
 NUMBERS = 32  # values of the numbers that a region computes with, and no graph for any of them
 BLOCKED = 32  # runs in a row that no version could make, before they make room for others
 PATIENCE = 3  # runs without a graph that wait for gradients in the way to be emptied
+NO_ROOM = "with its graph the step would need more memory than without graphs"
+OTHERWISE = 8  # runs with other kernels after which a region that has no graph gets none
 MISSES = 2  # runs with an input elsewhere before it counts as one that moves
 
 RegionPhase = Literal["forward", "backward", "inference"]
@@ -131,6 +133,7 @@ class Region:
         self.last: RegionCapture | None = None  # what the last run replayed, if it did
         self._in_place = True  # gradients and large outputs are handed out where the graph writes them
         self.standing: tuple[torch.Tensor, ...] = ()  # inputs that are where they are for good
+        self._otherwise = 0  # runs with other kernels
         self._waited = 0  # for gradients to be emptied
         self._lasting = False  # its memory comes from another pool than a forward's
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
@@ -184,7 +187,7 @@ class Region:
                 if not blocked:
                     key.blocked = 0
                     return self._replay(capture, inputs, key)
-        if self._may_capture(key, inputs, blocked):
+        if self._may_capture(key, inputs, blocked) and self._pair.bounds.allow():
             new = self._capture(key, inputs)
             if new is not None:
                 return self._replay(new, inputs, key)
@@ -293,6 +296,20 @@ class Region:
         if key is None or not in_question or not self.measurements.wants(key.shapes, key.runs):
             return self._run_compiled(inputs)
         return self.measurements.time_plain(key.shapes, lambda: self._run_compiled(inputs))
+
+    def run_others(self, kernels: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Run other kernels once, without a graph."""
+        self.record.plain_runs += 1
+        self.last = None
+        self._otherwise += 1
+        if self._otherwise > OTHERWISE and not self.record.captures and not self.plain_only:
+            self.give_up("other gradients of its results are there than in the run that it was compiled for")
+        saved = set(storages([inputs[i] for i in self.spec.static]))
+        outputs = list(kernels(inputs))
+        forward = self._pair.forward
+        if forward is None or not forward.record.captures:
+            return outputs
+        return [x.clone() if saved.intersection(storages([x])) else x for x in outputs]
 
     def _run_compiled(self, inputs: list[Any]) -> Any:
         """As compiled. What a backward hands on of that which a forward's graph saved is copied.
@@ -463,12 +480,13 @@ class Region:
         if not further:
             arena.engine.tidy()
         started = self.measurements.clock()
-        if further and not arena.roomy():
+        if further and not arena.roomy(self._pair.bounds.most):
             arena.engine.tidy()
         if further and arena.crowded():
             self._make_room(sum(1 for other in self._keys.values() if other.captures) - 1)
         try:
             with arena.allocating(self._lasting), arena.growing(further), ExitStack() as stack:
+                stack.enter_context(arena.engine.bounded(self._pair.bounds.most))
                 owned = consumed is not None and consumed.owned
                 keeps = arena.before_capture(consumed, self._lasting)
                 if consumed is not None:  # the graph may hold what it reads
@@ -493,7 +511,8 @@ class Region:
                 self._most = max(1, sum(1 for other in self._keys.values() if other.captures))
                 self._evict(key)
             else:
-                self._failed("the device has no memory left for the capture", error)
+                bounded = self._pair.bounds.most is not None
+                self._failed(NO_ROOM if bounded else "the device has no memory left for the capture", error)
         except Exception as error:  # the run without a graph shows whether it is the user's
             self._failed(f"{type(error).__name__} during capture: {error}", error)
         else:

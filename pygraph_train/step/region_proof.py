@@ -22,9 +22,10 @@ from pygraph_train.torch_private.dispatch import no_autocast
 from pygraph_train.verification import Fingerprint, PlainRuns
 
 if TYPE_CHECKING:
+    from pygraph_train.regions.pair import Bounds
     from pygraph_train.report.backend_report import RegionRecord
 
-__all__ = ["ProvedPart", "Told"]
+__all__ = ["FirstRun", "ProvedPart", "Told"]
 
 _ATTEMPTS = 8
 """Comparisons that came to nothing: the part raised an exception, or its graphs did not run."""
@@ -36,20 +37,35 @@ _PATIENCE = 32
 """Runs without a capture after which a part goes on without regions: its shapes do not come back, mostly."""
 
 
+class FirstRun(NamedTuple):
+    """What the first run of a part has shown.
+
+    Attributes:
+        outputs: its results.
+        several: which inputs it uses more than once.
+        there: which results have got a gradient; filled by the backward.
+    """
+
+    outputs: Any
+    several: Sequence[int]
+    there: set[int]
+
+
 class Told(NamedTuple):
     """What the step is told of a part.
 
     Attributes:
-        first: makes the first run with this function and these inputs, and returns its results, and which inputs the
-            part uses more than once.
+        first: makes the first run with this function and these inputs.
         ran: gets those inputs of a run through regions, and its results.
+        make_way: closes the graphs of these regions if a run with eager kernels needs their memory.
         compared: gets the seconds of each comparison.
         left: gets the reason when the part runs with eager kernels from then on; None if no graph paid or was
             possible, which the records say.
     """
 
-    first: Callable[[Callable[..., Any], Sequence[Any]], tuple[Any, Sequence[int]]]
+    first: Callable[[Callable[..., Any], Sequence[Any]], FirstRun]
     ran: Callable[[Sequence[Any], Sequence[Any]], None]
+    make_way: Callable[[Sequence[RegionRecord]], None]
     compared: Callable[[float], None]
     left: Callable[[str | None], None]
 
@@ -66,6 +82,8 @@ class ProvedPart:
         records: of its regions. The list grows.
         written: positions of inputs that the part changes.
         verify: see `PyGraphConfig`.
+        bounds: of captures. The first one is made within a comparison: beside its graph a run with eager kernels would
+            need the part's memory twice.
         told: what happens is told to the step.
     """
 
@@ -76,6 +94,7 @@ class ProvedPart:
         records: Sequence[RegionRecord],
         written: Sequence[int],
         verify: Literal["off", "first", "sample", "always"],
+        bounds: Bounds,
         told: Told,
     ) -> None:
         self._compiled: Callable[..., Any] | None = compiled
@@ -83,17 +102,19 @@ class ProvedPart:
         self._records = records
         self._written = written
         self._verify = verify
+        self._bounds = bounds
         self._told = told
-        self._several: Sequence[int] | None = None  # inputs that it uses more than once
+        self._first: FirstRun | None = None  # without the outputs
         self._kernels_proved = verify == "off"
         self._captures = 1  # from which on graphs are compared
         self._attempts = self._runs = 0
 
     def __call__(self, *args: Any) -> Any:
         """Run the part once."""
-        if self._several is None:
-            outputs, self._several = self._told.first(self._eager, args)
-            return outputs
+        if (first := self._first) is None:
+            first = self._told.first(self._eager, args)
+            self._first = first._replace(outputs=None)
+            return first.outputs
         if self._compiled is not None:
             self._runs += 1
             if self._runs > _COMPILED and all(r.decision == "plain" for r in self._records):
@@ -104,17 +125,24 @@ class ProvedPart:
             return self._eager(*args)
         if self._compiled is None:
             return self._eager(*args)
+        self._bounds.open = self._may_capture()
         outputs = self._compiled(*args)
-        self._told.ran([args[i] for i in self._several], outputs)
+        self._told.ran([args[i] for i in first.several], outputs)
         return outputs
 
     def _is_due(self) -> bool:
         if self._verify in ("off", "always"):
             return self._verify == "always"
-        if not self._kernels_proved:
+        if not self._kernels_proved or (self._bounds.wanted and not self._may_capture()):
             return True
         ran = all(r.replays for r in self._records if r.decision != "plain")
         return ran and self._count() >= self._captures
+
+    def _may_capture(self) -> bool:
+        """Whether there may be captures outside of comparisons."""
+        if self._verify in ("off", "always") or self._attempts > _ATTEMPTS:
+            return True
+        return self._captures > 1
 
     def _count(self) -> int:
         return sum(r.captures for r in self._records)
@@ -131,6 +159,8 @@ class ProvedPart:
         if any(isinstance(args[i], Tensor) and args[i].requires_grad for i in self._written):
             self._leave("it changes tensors that require a gradient, and cannot be run for a comparison")
             return False
+        if self._captures > 1:
+            self._told.make_way(self._records)
         replays, started = [r.replays for r in self._records], time.perf_counter()
         try:
             why = self._difference(args)
@@ -156,7 +186,8 @@ class ProvedPart:
         return True
 
     def _difference(self, args: tuple[Any, ...]) -> str | None:
-        assert self._compiled is not None
+        assert self._compiled is not None and self._first is not None
+        there = self._first.there
         devices = [x.device for x in args if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         written = [_alias(args[i]) for i in self._written]
@@ -164,7 +195,7 @@ class ProvedPart:
 
         def run(function: Callable[..., Any]) -> tuple[list[Any], Fingerprint]:
             try:
-                return _run(function, args, self._written, device)
+                return _run(function, args, self._written, there, device)
             finally:
                 state.restore()
                 with torch.no_grad():
@@ -177,6 +208,7 @@ class ProvedPart:
             raise
         except Exception as error:
             raise _Raised from error
+        self._bounds.open, self._bounds.wanted = self._kernels_proved, False
         looks_here, found = run(self._compiled)
         if looks_here != looks:
             return "its results, or random numbers, are others than those of eager kernels"
@@ -201,12 +233,22 @@ def _stand_in(value: Any) -> Any:
 
 
 def _run(
-    function: Callable[..., Any], args: Sequence[Any], written: Sequence[int], device: torch.device
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    written: Sequence[int],
+    there: set[int],
+    device: torch.device,
 ) -> tuple[list[Any], Fingerprint]:
-    """One forward and backward: what results look like, and what tells their values from others."""
+    """One forward and backward: what results look like, and what tells their values from others.
+
+    Args:
+        there: which results get a gradient.
+    """
     given = [_stand_in(x) for x in args]
-    outputs = [x for x in function(*given) if isinstance(x, Tensor)]
-    ends = [x for x in outputs if x.requires_grad]
+    results = dict(enumerate(function(*given)))
+    outputs = [x for x in results.values() if isinstance(x, Tensor)]
+    ends = [x for i, x in results.items() if isinstance(x, Tensor) and x.requires_grad and i in there]
+    results.clear()
     wanted = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
     gradients: Sequence[Tensor | None] = ()
     if ends and wanted:

@@ -12,22 +12,22 @@ With `compile=False` regions hold eager kernels: see `exact_regions`.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, first_line, user_line_in, user_location
 from pygraph_train.regions.options import BackendOptions
+from pygraph_train.regions.pair import Bounds
 from pygraph_train.report.backend_report import RegionRecord, RegionRuns
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.exact_regions import ExactSteps, lies_as
+from pygraph_train.step.exact_regions import ExactSteps
 from pygraph_train.step.program import Call, StepProgram
 from pygraph_train.step.region_kernels import (
     LATE_LEAVES,
@@ -37,23 +37,19 @@ from pygraph_train.step.region_kernels import (
     refuse_watched_checkpoint,
 )
 from pygraph_train.step.region_levels import Backend, Level, Modules, WholeFunction
-from pygraph_train.step.region_proof import ProvedPart, Told
-from pygraph_train.torch_private.aot import suggest_memory_format
+from pygraph_train.step.region_memory import RegionMemory
+from pygraph_train.step.region_price import RegionPrice
+from pygraph_train.step.region_proof import FirstRun, ProvedPart, Told
+from pygraph_train.step.region_watch import BackwardWatch
 from pygraph_train.torch_private.autograd import (
-    backward_ends_at,
-    backward_keeps_graph,
     backwards_called_again,
     compiled_kernels_refuse,
-    nodes_behind,
 )
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.dynamo import (
     dynamo_restart,
     tracing_notes,
-    untraced,
 )
-from pygraph_train.torch_private.hooks import gradient_hooks
-from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
 from pygraph_train.tracing.counters import baked_numbers
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
@@ -80,19 +76,12 @@ _MOST_VARIANTS = 64
 
 _NOTHING = Level(lambda graph, inputs: graph.forward)
 
-_ON_REQUEST = (
-    "compile=False is set: graphs of forward and backward alone may need more memory than the step had, and they are "
-    "made where forward='on' or backward='on' asks for them"
-)
 _NO_GRAPHS = "forward and backward get no graphs of their own"
 
 
-def why_no_regions(config: PyGraphConfig, engine: str) -> str | None:
+def why_no_regions(config: PyGraphConfig) -> str | None:
     """Why options leave forward and backward without graphs of their own, None where they do not."""
-    if config.region_phases == "none":
-        return "forward='off', backward='off' is set"
-    asked = "on" in (config.forward, config.backward)
-    return _ON_REQUEST if engine == "cuda" and config.compile is False and not asked else None
+    return "forward='off', backward='off' is set" if config.region_phases == "none" else None
 
 
 class Regions:
@@ -121,7 +110,7 @@ class Regions:
         announce: Callable[[str], None],
         compiled: Callable[[float], None],
     ) -> None:
-        reason = why_no_regions(config, engine.name)
+        reason = why_no_regions(config)
         replication = program.replication
         if reason is None and program.by_hand:
             reason = "the step makes its backwards and updates itself: it is one graph, or has none"
@@ -150,10 +139,12 @@ class Regions:
         self._note = report.note
         self._report_comparison = report.compared
         report.began(engine.name, regions=functools.partial(list, self.records))
-        self._retains = False  # a backward was seen that may be called again
         self._leaves = False  # inputs were seen whose gradient is wanted, though they are no parameters
         self._kernels = RegionKernels(report.note, compile=config.compile is True)
-        self._activations: list[list[Tensor]] = []  # one in each, for the hooks of the present step
+        self._memory = RegionMemory(engine, self.records) if config.compile is False else None
+        asked = "on" in (config.forward, config.backward)
+        self._price = RegionPrice(counts=engine.name == "cuda" and config.compile is False and not asked)
+        self._watch = BackwardWatch(held_weakly(self._refuse_backward), exact=self._exact is not None)
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[Backend], Level]] = iter((WholeFunction, self._modules))
         self._kind = next(self._levels)
@@ -165,7 +156,8 @@ class Regions:
         Args:
             watched: whether `as_planned` will be asked for.
         """
-        before = self._traced
+        before, captures = self._traced, sum(r.captures for r in self.records)
+        self._price.begin()
         self._before = {id(r): _work(r) for r in self.records} if watched else {}
         level, exact = self._level, self._exact
         if exact is not None:
@@ -188,9 +180,7 @@ class Regions:
             if exact is not None:
                 exact.end()
             forget_notes(self._notes)
-            for held in self._activations:  # else it would hold its hook, and the hook it, for good
-                held.clear()
-            self._activations.clear()
+            self._watch.forget()
         if failures:
             self.problem = self.problem or compiler_failed(failures[0])
             for failure in failures:
@@ -199,12 +189,43 @@ class Regions:
         if level is _NOTHING:
             self._quiet = 0
             return result
+        compared = exact is not None and exact.compared
+        quiet = self._quiet > 0 and not compared and captures == sum(r.captures for r in self.records)
+        why = self._price.end(quiet=quiet)
+        if self._memory is not None and (watched or not quiet):
+            why = why or self._memory.why_not()
+        if why is not None:
+            self._give_up(why)
         if not self.found:
             self._probes += 1
             self._judge()
         elif exact is not None and 0 < self._compiled == len(exact.left) and self._quiet:
             self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {exact.nothing_left(self.records)}")
         return result
+
+    def _give_up(self, why: str) -> None:
+        self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")
+        if self._memory is not None:
+            self._memory.give_up(why)
+
+    def make_way(self, call: Call, *, for_long: bool) -> Call:
+        """`call` of a step without regions, which may need the memory of their graphs.
+
+        Args:
+            for_long: no step with regions is to come.
+        """
+        if (memory := self._memory) is None or not self.records:
+            return call
+
+        def made_way(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            memory.make_way(for_long=for_long)  # now that gradients are gone
+            return call(fn, args, kwargs)
+
+        return made_way
+
+    def _refuse_backward(self, why: str, where: str | None) -> None:
+        why = f"{_NO_GRAPHS}: {why}"
+        self.problem = self.problem or Problem(str(Problem(why, where)))  # a note has nothing but the reason
 
     def _refuse_order(self, why: str) -> None:
         self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")
@@ -213,6 +234,11 @@ class Regions:
         assert self._exact is not None
         self._exact.compared = self._verify != "always"  # whose steps all take that long
         self._report_comparison(seconds, audit=False)
+
+    @property
+    def has_to_pay(self) -> bool:
+        """Whether nothing is traced for regions before the steps that were made could have paid for it."""
+        return self._price.counts
 
     def as_planned(self) -> bool:
         """Whether the last step, a watched one, ran from graphs that were there, wherever a graph pays."""
@@ -230,6 +256,8 @@ class Regions:
         """After a probe: is what was traced the same on every step?"""
         if self._quiet >= _QUIET and self._level.called:
             self.found = True
+            if (why := self._price.why_not()) is not None:
+                self.problem = Problem(f"{_NO_GRAPHS}: {why}")
             self._level = self._kind(held_weakly(self._compile))
             return
         if self._probes < _MOST_PROBES and self._quiet < _QUIET:
@@ -255,6 +283,7 @@ class Regions:
         self._traced += 1
         self._notes += tracing_notes(graph)
         self._level.called = True
+        self._price.traced(graph.graph)
         self._leaves |= any(map(is_leaf, example_inputs))
         baked = baked_numbers(graph)
         graph, seen = as_eager(graph), set[tuple[Any, ...]]()
@@ -263,58 +292,18 @@ class Regions:
         def run(*args: Any) -> Any:
             numbers, known = tuple([args[i] for i in baked]), len(seen)
             seen.add(numbers)  # others need another graph, as if it were traced anew
-            return run_watched(graph.forward, args, anew=bool(baked) and len(seen) > known)[0]
+            return run_watched(graph.forward, args, anew=bool(baked) and len(seen) > known).outputs
 
         return run
 
     def _run_watched(
         self, forward: Callable[..., Any], inputs: Sequence[Any], *, anew: bool = False
-    ) -> tuple[Any, Sequence[int]]:
+    ) -> FirstRun:
         """Run a part with eager kernels, and look at it; with `compile=False`, which inputs it uses more than once."""
         self._traced += anew
         run = self._exact.run if self._exact is not None else lambda forward, inputs: (forward(*inputs), ())
         outputs, several = run(forward, inputs)
-        self._look_at_backward(inputs, outputs)
-        return outputs, several
-
-    def _look_at_backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note what eager kernels allow between a forward and the end of its backward, and compiled ones do not."""
-        exact, parameters = self._exact, [x for x in inputs if isinstance(x, nn.Parameter)]
-        versions = list(map(tensor_version, parameters))
-        results = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
-        thread = threading.get_ident()
-        for result in results:
-            others = [x.grad_fn for x in results if x is not result]
-            activation = [result] if any(node is result.grad_fn for node in nodes_behind(*others)) else []
-            self._activations.append(activation)
-            hooks = len(gradient_hooks(result) or ()) + 1  # and the one that is registered here
-            layout = suggest_memory_format(result)
-
-            @untraced
-            def look(
-                gradient: Tensor | None,
-                activation: list[Tensor] = activation,
-                hooks: int = hooks,
-                layout: torch.memory_format = layout,
-            ) -> None:
-                why = None
-                self._retains |= backward_keeps_graph()
-                if torch.is_grad_enabled():
-                    why = "the backward is differentiated itself (create_graph=True)"
-                elif versions != list(map(tensor_version, parameters)):
-                    why = "parameters are changed between forward and backward"
-                elif activation and _is_asked_for(activation[0], hooks):
-                    why = "the gradient of an activation is asked for, and compiled code has no such gradient"
-                elif gradient is None:
-                    why = "only some results of an operation have a gradient" if exact else None
-                elif exact is not None and self.problem is None and not lies_as(gradient, layout):
-                    why = "a gradient comes in another layout than compiled code has for it"
-                if why is not None:
-                    why = f"{_NO_GRAPHS}: {why}"
-                    where = user_location(thread=thread)
-                    self.problem = Problem(str(Problem(why, where)))  # a note has nothing but the reason
-
-            result.register_hook(look)
+        return FirstRun(outputs, several, self._watch.look(inputs, outputs))
 
     def _refuse(self, graph: torch.fx.GraphModule) -> None:
         try:
@@ -353,16 +342,20 @@ class Regions:
             self._exact.left.append("they hold a checkpoint, or a function with a backward of its own")
             return as_eager(graph).forward
         written, mine = changed_inputs(graph), list[RegionRecord]()
+        bounds = Bounds()
+        if self._memory is not None:
+            self._memory.begin()
+            bounds.most = self._memory.most
 
         def made(record: RegionRecord, everywhere: list[RegionRecord] = self.records) -> None:
             mine.append(record)
             everywhere.append(record)
 
-        retains = self._retains or self._program.acts_before_backward() is not None
+        retains = self._watch.retains or self._program.acts_before_backward() is not None
         try:
             with backwards_called_again() if retains else nullcontext():
                 options = BackendOptions.of(self._options)
-                compiled = compile_graph(graph, example_inputs, options, made)
+                compiled = compile_graph(graph, example_inputs, options, made, bounds)
                 compiled = counted_as_eager(compiled, places)
         except dynamo_restart():  # not a failure: Dynamo traces once more
             raise
@@ -377,19 +370,11 @@ class Regions:
             return compiled
         if self._exact is not None:
             watched, compared = held_weakly(self._run_watched), held_weakly(self._has_compared)
-            told = Told(watched, self._exact.ran_compiled, compared, self._exact.left.append)
-            compiled = ProvedPart(compiled, eager.forward, mine, written, self._verify, told)
+            assert self._memory is not None
+            make_way, left = self._memory.make_way_beside, self._exact.left.append
+            told = Told(watched, self._exact.ran_compiled, make_way, compared, left)
+            compiled = ProvedPart(compiled, eager.forward, mine, written, self._verify, bounds, told)
         return self._kernels.either(compiled, eager.forward)
-
-
-def _is_asked_for(activation: Tensor, hooks: int) -> bool:
-    """Whether somebody wants the gradient of what is just a step on the way.
-
-    Args:
-        hooks: number of those that are not for that.
-    """
-    watched = activation.retains_grad or len(gradient_hooks(activation) or ()) > hooks
-    return watched or backward_ends_at(activation)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

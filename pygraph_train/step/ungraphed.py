@@ -70,7 +70,8 @@ class UngraphedSteps:
     def as_its_arm_says(self, step: StepInFlight, run: Callable[[Call], R]) -> R:
         """Make a step of a plan without a graph of both."""
         if not step.arm.plan.regions:
-            return self.plainly(run)
+            settled = self.choice is not None and self.choice.controller.settled
+            return self.plainly(lambda call: run(self._regions.make_way(call, for_long=settled)))
         return self._regions.run(run, watched=step.choice is not None)
 
     def with_the_best_plan(self, step: StepInFlight, run: Callable[[Call], R]) -> R:
@@ -80,7 +81,8 @@ class UngraphedSteps:
             return self.plainly(run)
         self._updates.prepare()
         if self.choice is None:
-            if self._regions.problem is None and not self._regions.found:
+            regions = self._regions
+            if regions.problem is None and not regions.found and not regions.has_to_pay:
                 return self._regions.run(run)
             if (problem := self._regions.problem) is not None:
                 self._training.report.note(f"{problem.reason}" if not problem.fix else str(problem))

@@ -158,12 +158,20 @@ def _dropout_backward(gradient: torch.Tensor, kept: torch.Tensor, scale: float) 
 
 
 def compile_with_aten(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], build: BuildRegion
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    build: BuildRegion,
+    look: Callable[[torch.fx.GraphModule], None] | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd over aten operations as eager runs them: their kernels, in their order. (2.11, 2.13)
 
     What is saved for the backward is what autograd saves: `default_partition` leaves to the backward all that was
     traced there. Each input is let go of after its last use, as autograd does with what it has saved.
+
+    Args:
+        gm, example_inputs: from Dynamo.
+        build: makes what runs a forward or backward graph.
+        look: is shown the graph of both, before it is taken apart.
     """
     from functorch.compile import default_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -199,6 +207,8 @@ def compile_with_aten(
         return compile
 
     def partition(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
+        if look is not None:
+            look(joint)
         _keep_checks_in_forward(joint)
         return default_partition(joint, *args, **options)
 
