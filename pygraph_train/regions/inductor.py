@@ -12,10 +12,11 @@ import torch
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs.devices import give_back_unused, make_engine, watch_for_unused_memory
 from pygraph_train.problems import Problem, user_line_in
-from pygraph_train.regions.absent import Absent, Backward, Noting
+from pygraph_train.regions.absent import Absent, Backward, noting
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
+from pygraph_train.regions.idle import handing_through
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.pair import Pair, Tangent
 from pygraph_train.regions.passes.draft import copy_module, in_one_line
@@ -78,6 +79,9 @@ def compile_graph(
         return compile_with_inductor(gm, example_inputs, None, options.inductor)
     start_untraced()
     number = next(_numbers)
+    if (idle := handing_through(gm)) is not None:
+        note(RegionRecord(f"function {number}", "function", None, "plain", "it computes nothing"))
+        return idle
     try:
         compiling = functools.partial(
             compile_truly,
@@ -111,7 +115,7 @@ def _compile_regions(
         compiled = compile_with_aten(gm, example_inputs, build)
     else:
         compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
-    compiled = Noting(without_second_wrapper(compiled), pair.absent)
+    compiled = noting(without_second_wrapper(compiled), pair.absent)
     return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
 
 
@@ -217,7 +221,6 @@ def compile_whole(
         Unfit: compiled, it would compute something else.
         NotLegal: it has a recurrent network.
     """
-
     leave_recurrent_networks(gm)
 
     def build(
@@ -239,7 +242,7 @@ def compile_whole(
             return compile_with_inductor(gm, example_inputs, looking, {}, cached=True)
         absent = Absent()
         looking = _with_absent(looking, absent)
-        return Noting(compile_with_inductor(gm, example_inputs, looking, {}), absent)
+        return noting(compile_with_inductor(gm, example_inputs, looking, {}), absent)
 
     return compile_truly(gm, example_inputs, compile_function)
 

@@ -135,6 +135,7 @@ class Region:
         self._lasting = False  # its memory comes from another pool than a forward's
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
         self.plain_only = False
+        self._given_up = False  # and nothing of what it returns has to be copied
         self.alone = spec.phase == "backward" and options.phases == "backward"  # no forward's graph feeds it
         if spec.phase == "backward":
             pair.backward = self
@@ -155,6 +156,9 @@ class Region:
         """
         if self.witness is not None:
             return self.witness(inputs, self._call)
+        if self._given_up and not self._arena.abandoned:  # as directly as the compiler calls it
+            self.record.plain_runs += 1
+            return self._compiled(inputs)
         return self._call(inputs)
 
     def _call(self, inputs: list[Any]) -> Any:
@@ -164,7 +168,9 @@ class Region:
             if self._arena.abandoned and not self._arena.engine.capturing():
                 with self._arena.lock:
                     self._arena.sweep()
-            return self._run_compiled(inputs)
+            outputs = self._run_compiled(inputs)
+            self._given_up = self.plain_only and self._copies_nothing()
+            return outputs
         with self._arena.lock:
             self._arena.follow_stream()
             if self._arena.abandoned:
@@ -293,6 +299,13 @@ class Region:
         if key is None or not in_question or not self.measurements.wants(key.shapes, key.runs):
             return self._run_compiled(inputs)
         return self.measurements.time_plain(key.shapes, lambda: self._run_compiled(inputs))
+
+    def _copies_nothing(self) -> bool:
+        """Whether `_run_compiled` is nothing but the compiled callable, now and later on."""
+        forward = self._pair.forward
+        if self.spec.phase != "backward" or forward is None or self._returned == []:
+            return True
+        return forward.plain_only and not forward.record.captures
 
     def _run_compiled(self, inputs: list[Any]) -> Any:
         """As compiled. What a backward hands on of that which a forward's graph saved is copied.
