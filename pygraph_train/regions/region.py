@@ -190,11 +190,16 @@ class Region:
                 if not blocked:
                     key.blocked = 0
                     return self._replay(capture, inputs, key)
+        failure = None
         if self._may_capture(key, inputs, blocked):
             new = self._capture(key, inputs)
-            if new is not None:
+            if isinstance(new, RegionCapture):
                 return self._replay(new, inputs, key)
-        return self._plain(inputs, key)
+            failure = new
+        outputs = self._plain(inputs, key)  # a batch that fails without a graph as well speaks against none
+        if failure is not None:
+            self._failed(f"{type(failure).__name__} during capture: {failure}", failure)
+        return outputs
 
     def _may_have_graph(self, inputs: list[Any]) -> bool:
         """Whether these shapes have a graph, or come back often enough to be looked at. Hot path of all others."""
@@ -466,7 +471,8 @@ class Region:
                 return capture
         return None
 
-    def _capture(self, key: _Key, inputs: list[Any]) -> RegionCapture | None:
+    def _capture(self, key: _Key, inputs: list[Any]) -> RegionCapture | Exception | None:
+        """A new graph; an exception if it may be the user's, which the run without a graph shows."""
         arena = self._arena
         source = self._source(inputs) if self.spec.phase == "backward" else None
         consumed = source.occupant if source is not None else None
@@ -507,8 +513,10 @@ class Region:
                 self._evict(key)
             else:
                 self._failed("the device has no memory left for the capture", error)
-        except Exception as error:  # the run without a graph shows whether it is the user's
-            self._failed(f"{type(error).__name__} during capture: {error}", error)
+        except Exception as error:
+            if self._options.on_failure == "raise":
+                raise
+            return error
         else:
             capture = RegionCapture(
                 work,

@@ -299,7 +299,7 @@ def dynamo_region_config(
     """Compile so that it is noticed when hooks of modules or methods of classes change later (torch 2.11, 2.13).
 
     A function for which Dynamo itself fails runs as it is, because half of the step may
-    have been made by then.
+    have been made by then. It stays so, but where the step raises: then the batch may be at fault.
 
     All of it is switched on when Dynamo traces, which few steps do.
 
@@ -312,14 +312,22 @@ def dynamo_region_config(
         These failures, for which torch would log pages.
     """
     failures: list[BaseException] = []
+    failed: list[types.CodeType] = []
     tracer, call, trace = _tracer()
 
-    def traced(self: Any, *args: Any) -> Any:
+    def traced(self: Any, frame: Any, *args: Any) -> Any:
+        before = len(failures)
         with _tracing_regions(failures, settings, plain=plain):
-            return trace(self, *args)
+            found = trace(self, frame, *args)
+        if len(failures) > before and found.guarded_code is None:
+            found.apply_to_code = False  # this call alone
+            failed.append(frame.f_code)
+        return found
 
     with autocast.backward_comes_here(backward), _changed([(tracer, call, traced)]):
         yield failures
+    for code in failed:
+        torch._dynamo.eval_frame.skip_code(code)
 
 
 @functools.cache
