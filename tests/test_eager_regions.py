@@ -37,6 +37,11 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(1)
 
 
+def of_activations(picked: Tensor, hidden: Tensor) -> Tensor:
+    """The same mask, which follows from activations now: nobody knows ahead of the step how many it picks."""
+    return picked & hidden.detach().isfinite().all()
+
+
 class Tagger(nn.Module):
     """Tokens, of which a mask picks those that the loss is made of."""
 
@@ -48,6 +53,7 @@ class Tagger(nn.Module):
 
     def loss(self, tokens: Tensor, picked: Tensor, labels: Tensor) -> Tensor:
         hidden = self.norm(self.layer(self.embedding(tokens)))
+        picked = of_activations(picked, hidden)
         return nn.functional.cross_entropy(self.head(hidden[picked]), labels[picked])
 
     @staticmethod
@@ -105,7 +111,7 @@ class Graph(nn.Module):
 
     def loss(self, x: Tensor, edges: Tensor, labels: Tensor) -> Tensor:
         for layer in self.layers:
-            others = edges[:, edges[0] != edges[1]]
+            others = edges[:, of_activations(edges[0] != edges[1], x)]
             nodes = torch.arange(len(x), device=x.device)
             sources, targets = torch.cat([others, nodes.expand(2, -1)], 1)
             degree = x.new_zeros(len(x)).scatter_add(0, targets, x.new_ones(len(targets)))
@@ -236,7 +242,8 @@ class Images(nn.Module):
         hidden = self.norm(self.first(x)).relu()
         hidden = nn.functional.interpolate(hidden, scale_factor=2, mode="bilinear")
         out = self.second(hidden).permute(0, 2, 3, 1)
-        return nn.functional.cross_entropy(out[labels >= 0], labels[labels >= 0])
+        picked = of_activations(labels >= 0, out)
+        return nn.functional.cross_entropy(out[picked], labels[picked])
 
     @staticmethod
     def batches(steps: int) -> list[tuple[Tensor, ...]]:
@@ -263,6 +270,7 @@ class Shared(nn.Module):
             hidden = self.first(x)
             for _ in range(self.early):
                 hidden = self.shared(hidden).tanh()
+            picked = of_activations(picked, hidden)
             hidden = hidden[picked]
             for _ in range(self.late):
                 hidden = self.shared(hidden).tanh()
@@ -462,7 +470,9 @@ def test_a_part_that_computes_other_bits_is_left_to_eager_kernels(
         optimizer = adamw(model)
 
         def step_fn(x: Tensor, picked: Tensor, labels: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(model(x)[picked], labels[picked])
+            found = model(x)
+            picked = of_activations(picked, found)
+            return nn.functional.cross_entropy(found[picked], labels[picked])
 
         step = diary.step(step_fn, model=model, optimizer=optimizer)
         for batch in Shared.batches(60):
@@ -619,6 +629,7 @@ def test_a_part_with_a_checkpoint_runs_as_it_is() -> None:
             hidden = checkpoint(
                 lambda x: nn.functional.dropout(model.first(x), 0.1).tanh(), x, use_reentrant=False
             )
+            picked = of_activations(picked, hidden)
             return nn.functional.cross_entropy(model.last(hidden[picked].tanh()), labels[picked])
 
         step = diary.step(step_fn, model=model, optimizer=optimizer)
@@ -643,8 +654,8 @@ def test_a_part_whose_sizes_never_come_back_runs_as_it_is() -> None:
 
         def step_fn(x: Tensor, labels: Tensor, count: int) -> Tensor:
             hidden = model[1](model[0](x)).tanh()
-            picked = hidden[labels < 10 * count]
-            return nn.functional.cross_entropy(model[2](picked.sin()), labels[labels < 10 * count] % CLASSES)
+            picked = of_activations(labels < 10 * count, hidden)
+            return nn.functional.cross_entropy(model[2](hidden[picked].sin()), labels[picked] % CLASSES)
 
         step = diary.step(step_fn, model=model, optimizer=optimizer)
         g = generator()
@@ -666,6 +677,7 @@ def test_parts_take_the_branches_of_plain_training() -> None:
 
         def step_fn(x: Tensor, picked: Tensor, labels: Tensor) -> Tensor:
             hidden = model.first(x).tanh() if torch.compiler.is_compiling() else model.first(x).sin()
+            picked = of_activations(picked, hidden)
             return nn.functional.cross_entropy(model.last(hidden[picked].tanh()), labels[picked])
 
         step = diary.step(step_fn, model=model, optimizer=optimizer)

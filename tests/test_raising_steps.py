@@ -131,3 +131,33 @@ def test_random_numbers_of_the_host_are_drawn_as_far_as_the_step_came(bad):
             diary.write("drawn", hash(random.getstate()))
 
     both(script, replays=15)
+
+
+def wider(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """With more features than the model takes."""
+    return torch.cat([batch[0], batch[0]], 1), batch[1]
+
+
+@pytest.mark.parametrize(("spoil", "bad"), [(spoiled, 8), (wider, 4)])
+def test_a_batch_that_fails_ends_no_regions(spoil, bad):
+    """Neither where Dynamo traces anew for it, nor in a capture."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+            found = model(batch[0])
+            if found.sum().item() > 1e9:  # one graph before, another one after it
+                found = found * 2
+            return nn.functional.cross_entropy(found, batch[1])
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(60)):
+            try:
+                diary.write("loss", step(spoil(batch) if index == bad else batch))
+            except (IndexError, RuntimeError) as error:
+                diary.write("error", type(error).__name__)
+            diary.write_state(model, optimizer)
+
+    both(script, replays=190, forward="on", backward="on")

@@ -19,9 +19,9 @@ from torch import fx
 from pygraph_train.regions.partial import Backwards, Kernels, sources_in
 from pygraph_train.torch_private.aot import compiled_function, compiled_function_of, tangent_places
 from pygraph_train.torch_private.autograd import autograd_is_traced, backward_keeps_graph
-from pygraph_train.torch_private.dynamo import untraced
+from pygraph_train.torch_private.dynamo import leave_to_python, untraced
 
-__all__ = ["Absent", "Backward", "Noting", "versions", "what_changed"]
+__all__ = ["Absent", "Backward", "noting", "versions", "what_changed"]
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -60,8 +60,14 @@ class Absent:
 
     def learn_forward(self) -> None:
         """Look at the forward that AOTAutograd compiles now."""
+        leave_to_python(Absent._note)  # in each backward, where `untraced` would be one more call
         self._places = tangent_places()
         self._name = compiled_function()
+
+    @property
+    def learnt(self) -> bool:
+        """Whether a forward was looked at."""
+        return self._places is not None
 
     def learn_backward(self, gm: fx.GraphModule) -> None:
         """Look at the graph of the backward, before anything is rewritten."""
@@ -131,7 +137,6 @@ class Absent:
                 left += [(source, depth - 1) for source, _ in node.next_functions if source is not None]
         return None
 
-    @untraced
     def _note(self, gradients: Sequence[Any]) -> None:
         assert self._places is not None
         missing = [i for i, place in enumerate(self._places) if gradients[place] is None]
@@ -165,22 +170,22 @@ def _unchanged(results: list[torch.Tensor]) -> Callable[[Any], None]:
     return look
 
 
-class Noting:
-    """A compiled function through AOTAutograd's runtime.
+def noting(compiled: Callable[..., Any], absent: Absent) -> Callable[..., Any]:
+    """A compiled function through AOTAutograd's runtime; what its backwards get is noted, if it has any.
 
     Args:
         compiled: the function.
         absent: gets what its backwards get.
     """
+    if not absent.learnt:
+        return compiled
 
-    def __init__(self, compiled: Callable[..., Any], absent: Absent) -> None:
-        self._compiled = compiled
-        self._absent = absent
-
-    def __call__(self, *args: Any) -> Any:
-        result = self._compiled(*args)
-        self._absent.look_at_backward_of(result)
+    def run(*args: Any) -> Any:
+        result = compiled(*args)
+        absent.look_at_backward_of(result)
         return result
+
+    return run
 
 
 class Backward:

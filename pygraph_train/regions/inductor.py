@@ -12,10 +12,11 @@ import torch
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs.devices import give_back_unused, make_engine, watch_for_unused_memory
 from pygraph_train.problems import Problem
-from pygraph_train.regions.absent import Absent, Backward, Noting
+from pygraph_train.regions.absent import Absent, Backward, noting
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
+from pygraph_train.regions.idle import handing_through
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.pair import Bounds, Pair, Tangent
 from pygraph_train.regions.partial import refuse_mixtures
@@ -25,7 +26,7 @@ from pygraph_train.regions.replaced import Replacing, without_replacements
 from pygraph_train.regions.sharing import plain_where_shared
 from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed, batched, transform
-from pygraph_train.regions.unfit import Unfit, compile_truly, leave_recurrent_networks
+from pygraph_train.regions.unfit import Unfit, compile_truly, leave_recurrent_networks, looked_at
 from pygraph_train.regions.where import device_of, first_user_line
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.selection.break_even import BreakEven
@@ -82,6 +83,9 @@ def compile_graph(
         return compile_with_inductor(gm, example_inputs, None, options.inductor)
     start_untraced()
     number = next(_numbers)
+    if (idle := handing_through(gm)) is not None:
+        note(RegionRecord(f"function {number}", "function", None, "plain", "it computes nothing"))
+        return idle
     try:
         compiling = functools.partial(
             compile_truly,
@@ -111,31 +115,15 @@ def _compile_regions(
         pair.worth = BreakEven(options.warmup_runs)
     region = functools.partial(_region, pair=pair, number=number, options=options, note=note)
     exact = not options.compile
-    build = _looked_at(_with_absent(region, pair.absent, pair if exact else None), look)
+    build = looked_at(_with_absent(region, pair.absent, pair if exact else None), look)
     pair.direct = options.direct and not compiled_autograd_wanted()
     if options.engine == "emulated" or not options.compile:
         look_at_both = (lambda joint: refuse_mixtures(joint.graph)) if exact else None
         compiled = compile_with_aten(gm, example_inputs, build, look_at_both)
     else:
         compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
-    compiled = Noting(without_second_wrapper(compiled), pair.absent)
+    compiled = noting(without_second_wrapper(compiled), pair.absent)
     return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
-
-
-def _looked_at(build: BuildRegion, look: Callable[[], None]) -> BuildRegion:
-    """`build`, after a look at what AOTAutograd has traced."""
-
-    def looking(
-        compile_kernels: CompileKernels,
-        gm: torch.fx.GraphModule,
-        example_inputs: Sequence[Any],
-        traced: TracedGraph,
-    ) -> Callable[[list[Any]], Any]:
-        if traced.phase != "backward":
-            look()
-        return build(compile_kernels, gm, example_inputs, traced)
-
-    return looking
 
 
 def _with_absent(build: BuildRegion, absent: Absent, exact: Pair | None = None) -> BuildRegion:
@@ -227,7 +215,6 @@ def compile_whole(
         Unfit: compiled, it would compute something else.
         NotLegal: it has a recurrent network.
     """
-
     leave_recurrent_networks(gm)
 
     def build(
@@ -244,12 +231,12 @@ def compile_whole(
         return _with_small_ends_together(compile_kernels, gm, example_inputs, left)
 
     def compile_function(gm: torch.fx.GraphModule, look: Callable[[], None]) -> Callable[..., Any]:
-        looking = _looked_at(build, look)
+        looking = looked_at(build, look)
         if not _has_several_gradients(gm):
             return compile_with_inductor(gm, example_inputs, looking, {}, cached=True)
         absent = Absent()
         looking = _with_absent(looking, absent)
-        return Noting(compile_with_inductor(gm, example_inputs, looking, {}), absent)
+        return noting(compile_with_inductor(gm, example_inputs, looking, {}), absent)
 
     return compile_truly(gm, example_inputs, compile_function)
 

@@ -29,8 +29,8 @@ from pygraph_train.regions.region_capture import Handing, RegionCapture
 from pygraph_train.report.backend_report import RegionRecord
 from pygraph_train.selection.break_even import Sightings
 from pygraph_train.torch_private.autograd import backward_keeps_graph
+from pygraph_train.torch_private.guards import parameters_go_unguarded
 from pygraph_train.torch_private.memory import storage_key, storages
-from pygraph_train.torch_private.tracing import parameters_go_unguarded
 
 __all__ = ["Region", "RegionSpec"]
 
@@ -138,6 +138,7 @@ class Region:
         self._lasting = False  # its memory comes from another pool than a forward's
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
         self.plain_only = False
+        self._given_up = False  # and nothing of what it returns has to be copied
         self.alone = spec.phase == "backward" and options.phases == "backward"  # no forward's graph feeds it
         if spec.phase == "backward":
             pair.backward = self
@@ -158,6 +159,9 @@ class Region:
         """
         if self.witness is not None:
             return self.witness(inputs, self._call)
+        if self._given_up and not self._arena.abandoned:  # as directly as the compiler calls it
+            self.record.plain_runs += 1
+            return self._compiled(inputs)
         return self._call(inputs)
 
     def _call(self, inputs: list[Any]) -> Any:
@@ -167,7 +171,9 @@ class Region:
             if self._arena.abandoned and not self._arena.engine.capturing():
                 with self._arena.lock:
                     self._arena.sweep()
-            return self._run_compiled(inputs)
+            outputs = self._run_compiled(inputs)
+            self._given_up = self.plain_only and self._copies_nothing()
+            return outputs
         with self._arena.lock:
             self._arena.follow_stream()
             if self._arena.abandoned:
@@ -187,11 +193,16 @@ class Region:
                 if not blocked:
                     key.blocked = 0
                     return self._replay(capture, inputs, key)
+        failure = None
         if self._may_capture(key, inputs, blocked) and self._pair.bounds.allow():
             new = self._capture(key, inputs)
-            if new is not None:
+            if isinstance(new, RegionCapture):
                 return self._replay(new, inputs, key)
-        return self._plain(inputs, key)
+            failure = new
+        outputs = self._plain(inputs, key)  # a batch that fails without a graph as well speaks against none
+        if failure is not None:
+            self._failed(f"{type(failure).__name__} during capture: {failure}", failure)
+        return outputs
 
     def _may_have_graph(self, inputs: list[Any]) -> bool:
         """Whether these shapes have a graph, or come back often enough to be looked at. Hot path of all others."""
@@ -310,6 +321,13 @@ class Region:
         if forward is None or not forward.record.captures:
             return outputs
         return [x.clone() if saved.intersection(storages([x])) else x for x in outputs]
+
+    def _copies_nothing(self) -> bool:
+        """Whether `_run_compiled` is nothing but the compiled callable, now and later on."""
+        forward = self._pair.forward
+        if self.spec.phase != "backward" or forward is None or self._returned == []:
+            return True
+        return forward.plain_only and not forward.record.captures
 
     def _run_compiled(self, inputs: list[Any]) -> Any:
         """As compiled. What a backward hands on of that which a forward's graph saved is copied.
@@ -470,7 +488,8 @@ class Region:
                 return capture
         return None
 
-    def _capture(self, key: _Key, inputs: list[Any]) -> RegionCapture | None:
+    def _capture(self, key: _Key, inputs: list[Any]) -> RegionCapture | Exception | None:
+        """A new graph; an exception if it may be the user's, which the run without a graph shows."""
         arena = self._arena
         source = self._source(inputs) if self.spec.phase == "backward" else None
         consumed = source.occupant if source is not None else None
@@ -514,7 +533,9 @@ class Region:
                 bounded = self._pair.bounds.most is not None
                 self._failed(NO_ROOM if bounded else "the device has no memory left for the capture", error)
         except Exception as error:  # the run without a graph shows whether it is the user's
-            self._failed(f"{type(error).__name__} during capture: {error}", error)
+            if self._options.on_failure == "raise":
+                raise
+            return error
         else:
             capture = RegionCapture(
                 work,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,14 +43,15 @@ def shared_otherwise(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[
     owners = _owners(inputs, written)
     expected = {i: owners.get(_key(inputs[i])) for i in tensors}
     changes, last = frozenset(written), list[int]()
+    pick: Callable[[Sequence[Any]], Sequence[Any]] = itemgetter(*tensors, tensors[0])  # two or more: a tuple
 
     def differs(given: Sequence[Any]) -> bool:
         nonlocal last, owners
-        now = [given[i].data_ptr() for i in tensors]
+        now = list(map(Tensor.data_ptr, pick(given)))
         if now == last:
             return False
         places = (
-            [i for i, old, new in zip(tensors, last, now, strict=True) if old != new] if last else tensors
+            [i for i, old, new in zip(tensors, last, now, strict=False) if old != new] if last else tensors
         )
         if not last or any(i in changes for i in places):
             owners, places = _owners(given, written), tensors

@@ -18,13 +18,14 @@ from torch import fx
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.regions.passes.draft import in_one_line, user_line
+from pygraph_train.torch_private.aot import BuildRegion, CompileKernels, TracedGraph
 from pygraph_train.torch_private.autocast import share_casts
 from pygraph_train.torch_private.dynamo import dynamo_restart
 from pygraph_train.torch_private.results import gets_other_memory, layout, offset, results_are_misplaced
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recurrent import recurrent_networks
 
-__all__ = ["Returning", "Unfit", "compile_truly", "leave_recurrent_networks"]
+__all__ = ["Returning", "Unfit", "compile_truly", "leave_recurrent_networks", "looked_at"]
 
 Compile = Callable[[fx.GraphModule, Callable[[], None]], Callable[..., Any]]
 
@@ -114,6 +115,22 @@ def compile_truly(
             raise
         line = replacements[0].line
         raise Unfit(f"`.data = ...`{line} could not be compiled: {in_one_line(error)}") from error
+
+
+def looked_at(build: BuildRegion, look: Callable[[], None]) -> BuildRegion:
+    """`build`, after a look at what AOTAutograd has traced."""
+
+    def looking(
+        compile_kernels: CompileKernels,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        traced: TracedGraph,
+    ) -> Callable[[list[Any]], Any]:
+        if traced.phase != "backward":
+            look()
+        return build(compile_kernels, gm, example_inputs, traced)
+
+    return looking
 
 
 def _with_all_results(

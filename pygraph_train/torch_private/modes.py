@@ -9,9 +9,14 @@ import torch
 from torch.amp import autocast_mode
 from torch.nn import attention
 
-__all__ = ["leaving_no_mode"]
+__all__ = ["changes_autocast", "leaving_no_mode"]
 
 _ENTERS = (torch._C._set_grad_enabled, autocast_mode._enter_autocast, attention._sdpa_kernel)
+
+
+def changes_autocast(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph of Dynamo's is the beginning or the end of a block with autocast. (2.11, 2.13)"""
+    return node.target in (autocast_mode._enter_autocast, autocast_mode._exit_autocast)
 
 
 def leaving_no_mode(graph: torch.fx.GraphModule, forward: Callable[..., Any]) -> Callable[..., Any]:

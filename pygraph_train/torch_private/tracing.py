@@ -30,7 +30,6 @@ __all__ = [
     "dynamo_region_config",
     "dynamo_step_config",
     "forget_notes",
-    "parameters_go_unguarded",
     "weights_are_flat",
 ]
 
@@ -282,17 +281,6 @@ class _Functions(str):
         return function in self.functions
 
 
-def parameters_go_unguarded() -> bool:
-    """Whether what Dynamo compiles now misses a parameter that gets another shape or other strides.
-
-    torch 2.11 skips guards of parameters while the dict of a module that holds them is as it was.
-    """
-    import torch._dynamo.config as config
-
-    # compares versions, not text
-    return torch.__version__ < "2.13" and config.skip_tensor_guards_with_matching_dict_tags
-
-
 @contextmanager
 def dynamo_region_config(
     backward: autocast.State | None = None, *, plain: bool = False, **settings: Any
@@ -300,7 +288,7 @@ def dynamo_region_config(
     """Compile so that it is noticed when hooks of modules or methods of classes change later (torch 2.11, 2.13).
 
     A function for which Dynamo itself fails runs as it is, because half of the step may
-    have been made by then.
+    have been made by then. It stays so, but where the step raises: then the batch may be at fault.
 
     All of it is switched on when Dynamo traces, which few steps do.
 
@@ -313,14 +301,22 @@ def dynamo_region_config(
         These failures, for which torch would log pages.
     """
     failures: list[BaseException] = []
+    failed: list[types.CodeType] = []
     tracer, call, trace = _tracer()
 
-    def traced(self: Any, *args: Any) -> Any:
+    def traced(self: Any, frame: Any, *args: Any) -> Any:
+        before = len(failures)
         with _tracing_regions(failures, settings, plain=plain):
-            return trace(self, *args)
+            found = trace(self, frame, *args)
+        if len(failures) > before and found.guarded_code is None:
+            found.apply_to_code = False  # this call alone
+            failed.append(frame.f_code)
+        return found
 
     with autocast.backward_comes_here(backward), _changed([(tracer, call, traced)]):
         yield failures
+    for code in failed:
+        torch._dynamo.eval_frame.skip_code(code)
 
 
 @functools.cache
