@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from replays import text_of
-from test_eager_regions import Convolutions, Experts, Graph, Images, Mixed, Tagger
+from test_eager_regions import Convolutions, Experts, Graph, Images, Mixed, Tagger, of_activations
 from torch import Tensor, nn
 
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
@@ -124,6 +124,7 @@ class Large(nn.Module):
 
     def loss(self, x: Tensor, picked: Tensor) -> Tensor:
         hidden = self.head(x)
+        picked = of_activations(picked, hidden)
         return self.mixed(hidden) + hidden[picked].square().mean()
 
     @staticmethod
