@@ -689,7 +689,12 @@ def test_parts_take_the_branches_of_plain_training() -> None:
 
 
 @pytest.mark.passes_without_graphs("nothing is run")
-def test_only_options_leave_a_step_without_them() -> None:
-    for options in ({}, {"compile": False}, {"forward": "off"}, {"compile": False, "fuse": "on"}):
-        assert why_no_regions(PyGraphConfig(**options)) is None
-    assert why_no_regions(PyGraphConfig(forward="off", backward="off")) is not None
+def test_on_a_gpu_they_are_made_where_somebody_asks_for_them() -> None:
+    for options in ({}, {"fuse": "on"}, {"optimizer": "on"}):
+        reason = why_no_regions(PyGraphConfig(compile=False, **options), "cuda")
+        assert reason is not None and "forward='on'" in reason
+    for asked in ({"forward": "on"}, {"backward": "on"}):
+        assert why_no_regions(PyGraphConfig(compile=False, **asked), "cuda") is None
+    assert why_no_regions(PyGraphConfig(compile=False), "emulated") is None
+    assert why_no_regions(PyGraphConfig(), "cuda") is None
+    assert why_no_regions(PyGraphConfig(forward="off", backward="off"), "cuda") is not None

@@ -41,8 +41,8 @@ class GraphedStep(LossSteps):
     The first steps run without a graph. When a comparison has shown that a graph computes the same, the step
     is replayed. Gradients are emptied before each step (`set_to_none=True`) and are in `.grad` after the step.
 
-    With `compile=False` graphs hold eager kernels, and steps have the bits of plain training. Of a step that cannot be
-    one graph, parts have graphs of their own where they are faster and need no more memory than the step had.
+    With `compile=False` graphs hold eager kernels, and steps have the bits of plain training. On CUDA, the parts of a
+    step that cannot be one graph have graphs of their own then only if `forward` or `backward` is "on".
 
     Warning: the next replay overwrites the memory of these gradients. Keep a clone if you need a gradient longer.
 

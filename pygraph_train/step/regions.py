@@ -76,12 +76,19 @@ _MOST_VARIANTS = 64
 
 _NOTHING = Level(lambda graph, inputs: graph.forward)
 
+_ON_REQUEST = (
+    "compile=False is set: graphs of forward and backward alone may need more memory than the step had, and they are "
+    "made where forward='on' or backward='on' asks for them"
+)
 _NO_GRAPHS = "forward and backward get no graphs of their own"
 
 
-def why_no_regions(config: PyGraphConfig) -> str | None:
+def why_no_regions(config: PyGraphConfig, engine: str) -> str | None:
     """Why options leave forward and backward without graphs of their own, None where they do not."""
-    return "forward='off', backward='off' is set" if config.region_phases == "none" else None
+    if config.region_phases == "none":
+        return "forward='off', backward='off' is set"
+    asked = "on" in (config.forward, config.backward)
+    return _ON_REQUEST if engine == "cuda" and config.compile is False and not asked else None
 
 
 class Regions:
@@ -110,7 +117,7 @@ class Regions:
         announce: Callable[[str], None],
         compiled: Callable[[float], None],
     ) -> None:
-        reason = why_no_regions(config)
+        reason = why_no_regions(config, engine.name)
         replication = program.replication
         if reason is None and program.by_hand:
             reason = "the step makes its backwards and updates itself: it is one graph, or has none"
