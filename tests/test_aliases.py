@@ -212,6 +212,17 @@ def test_a_batch_in_memory_that_the_step_writes(case, verify):
 
 
 @pytest.mark.passes_without_graphs("nothing is captured")
+def test_a_batch_that_is_a_buffer_is_read_before_the_forward_writes_it():
+    """Dynamo knows the buffer as a part of the batch then. Its copy was written in place of it, in silence."""
+
+    def uses_first(model: Model, a: Tensor, b: Tensor) -> Tensor:
+        return (b * model.norm.weight).sum() + model(a).square().mean()
+
+    report = train(lambda i, t, m: ((t, m.norm.running_mean), {}), uses_first, replays=1)
+    assert "lies in memory that the step may write" in text_of(report)
+
+
+@pytest.mark.passes_without_graphs("nothing is captured")
 def test_keys_tell_tensors_that_are_one():
     a, b = torch.ones(3), torch.ones(3)
     trees = [(a, a, a), (a, a, b), (a, b, a), (b, a, a), (a, b, b.clone())]

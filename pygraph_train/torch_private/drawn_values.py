@@ -112,6 +112,8 @@ def is_drawn_within(variable: Any) -> bool:
     """Whether that is so of a variable, or of one in a list or tuple."""
     from torch._dynamo.variables.lists import BaseListVariable
 
+    if not variable.is_realized():  # it is given, and a look at it would name a tensor by this place
+        return False
     variable = as_it_is(variable)
     if isinstance(variable, BaseListVariable):
         return any(map(is_drawn_within, variable.items))

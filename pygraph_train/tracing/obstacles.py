@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from pygraph_train.torch_private.side_effects import SideEffect, dynamo_side_eff
 from pygraph_train.tracing.reasons import first_use, innermost, line_of, read_on_host, readable
 
 __all__ = [
+    "BATCH_IN_STATE",
     "batch_changed",
+    "batch_in_state",
     "copies_that_stay",
     "gradients_asked",
     "gradients_read",
@@ -27,6 +30,12 @@ __all__ = [
     "side_effects",
     "written",
 ]
+
+BATCH_IN_STATE = Problem(
+    "a tensor of the batch lies in memory that the step may write (it is a buffer of the model, or a view of one), and "
+    "a graph would read the values from before the step",
+    fix="Pass a clone of the tensor",
+)
 
 
 def written(fn: Any, recorder: str | tuple[str, ...] | None) -> Iterator[Problem]:
@@ -157,6 +166,12 @@ def gradients_asked(fn: Any) -> Iterator[Problem]:
             where,
             _NO_GRADIENTS,
         )
+
+
+def batch_in_state(written: Sequence[torch.fx.Node]) -> Problem | None:
+    """Tensors of the batch that an operation may write to, as it writes the statistics of a batch norm."""
+    users = [next(iter(node.users), node) for node in written]
+    return dataclasses.replace(BATCH_IN_STATE, where=line_of(users[0])) if users else None
 
 
 def batch_changed(name: str, where: str | None) -> Problem:

@@ -13,7 +13,7 @@ from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.problems import NotLegal, Problem, defined_at, first_line, is_user_file, user_location
 from pygraph_train.torch_private.dynamo import raising_node
 from pygraph_train.tracing.gradient_hooks import may_be_given_gradients
-from pygraph_train.tracing.obstacles import kept_result
+from pygraph_train.tracing.obstacles import BATCH_IN_STATE, kept_result
 from pygraph_train.tracing.reading import reader
 from pygraph_train.tracing.reasons import line_of, problem_of_guard, readable
 from pygraph_train.tracing.signature import leaf_paths
@@ -57,11 +57,6 @@ FUNCTION_MODE = Problem(
 SAVED_TENSORS_HOOKS = Problem(
     "saved_tensors_hooks are active around the step and would see nothing of a replay, so the step runs "
     "without a graph"
-)
-BATCH_IN_STATE = Problem(
-    "a tensor of the batch lies in memory that the step may write (it is a view of a buffer of the "
-    "model), and a graph would read the values from before the step",
-    fix="Pass a clone of the tensor",
 )
 BEGINS_ANEW = Problem(
     "the random state of the device was set before the step, so cuDNN makes its generator for the dropout between the "

@@ -30,6 +30,7 @@ from pygraph_train.torch_private.dynamo import (
 from pygraph_train.torch_private.guards import guard_failures
 from pygraph_train.torch_private.side_effects import SideEffect
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
+from pygraph_train.tracing import obstacles
 from pygraph_train.tracing.branches import Branches
 from pygraph_train.tracing.decided_by_values import decided_by_values
 from pygraph_train.tracing.drawn_tensors import is_drawn_on_device
@@ -38,7 +39,6 @@ from pygraph_train.tracing.host_draws import HostDraws
 from pygraph_train.tracing.host_tables import HostTables
 from pygraph_train.tracing.kept_guards import KeptGuards
 from pygraph_train.tracing.looking_ahead import LookingAhead
-from pygraph_train.tracing.obstacles import batch_changed, copies_that_stay, gradients_read, on_host, written
 from pygraph_train.tracing.reading import Read, reader
 from pygraph_train.tracing.reasons import (
     CHANGE_RARELY,
@@ -332,9 +332,9 @@ class Trace:
         if self._compiles == 1:
             self.made_once = constants.told
         if self.problem is None:
-            host = on_host(graph, self.device, self._fn, constants.nodes)
+            host = obstacles.on_host(graph, self.device, self._fn, constants.nodes)
             values = decided_by_values(graph, constants.nodes)
-            self.problem = next(chain(self._written(), copies_that_stay(), host, values), None)
+            self.problem = next(chain(self._written(), obstacles.copies_that_stay(), host, values), None)
         if draws_of_cudnn(graph, self.device):
             self.layers = DropoutOfLayers.on(self.device)
         if self._compiles == 1:
@@ -346,7 +346,7 @@ class Trace:
 
     def _written(self) -> Iterable[Problem]:
         """Writes to Python that a replay would not make."""
-        return written(self._fn, self._recorder)
+        return obstacles.written(self._fn, self._recorder)
 
     def _read_inputs(self, graph: torch.fx.GraphModule) -> None:
         for node in graph.graph.nodes:
@@ -361,15 +361,15 @@ class Trace:
         for node, target, rebinds in writes_to_inputs(graph):
             expression = placeholder_source(target) or target.name
             if expression in self._arguments:
-                return batch_changed(readable(expression, self._fn), line_of(node))
+                return obstacles.batch_changed(readable(expression, self._fn), line_of(node))
             if rebinds and expression not in self.rebound:
                 self.rebound.append(expression)
-        found = (placeholder_source(node) for node in maybe_written(graph))
+        found = {placeholder_source(node) or node.name: node for node in maybe_written(graph)}
         self.written = [expression for expression in found if expression in self.inputs]
-        return None
+        return obstacles.batch_in_state([node for x, node in found.items() if x in self._arguments])
 
     def _reads_gradients(self, graph: torch.fx.GraphModule) -> Problem | None:
-        return next(gradients_read(graph, self._fn), None)
+        return next(obstacles.gradients_read(graph, self._fn), None)
 
     def _keep_guards(self, guards: Sequence[Any]) -> list[bool]:
         """Leave to `ModuleWatch` and `Stillness` what they see more cheaply."""
@@ -383,8 +383,7 @@ class Trace:
         for guard, where in failures:
             if not (found and is_of_tensor(guard)):  # the watch says it better
                 found.insert(0, problem_of_guard(guard, where, frame["fn"]))
-        reason = ", and ".join(problem.reason for problem in found)
-        fix = ". ".join(problem.fix for problem in found)
+        reason, fix = ", and ".join(p.reason for p in found), ". ".join(p.fix for p in found)
         return Problem(reason, found[0].where, fix) if found else None
 
     def _what_changed(self, frame: dict[str, Any], *, by_itself: bool) -> list[Problem]:
