@@ -179,6 +179,8 @@ class CudaEngine:
             clear_cublas_workspaces()
         if self._pool is None:
             raise RuntimeError("this engine was closed")
+        with expandable_segments(), torch.cuda.stream(self._stream):
+            self._anchor(self._pool)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         # The collector must not run in the middle: a dead object of another library may free CUDA memory
         # or destroy an event, which is forbidden while a stream captures.
@@ -189,7 +191,6 @@ class CudaEngine:
         try:
             # A pool in fixed segments would keep what no longer fits together, for ever: 10 to 20% of it.
             with expandable_segments(), torch.cuda.stream(self._stream):
-                self._anchor(self._pool)
                 # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
                 # a weight cast cached outside would go stale, one cached inside would outlive its memory
                 torch.clear_autocast_cache()
@@ -227,11 +228,14 @@ class CudaEngine:
     def _anchor(self, pool: torch.cuda.MemPool) -> None:
         if pool.id in self._anchors:
             return
-        graph = self._anchors[pool.id] = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             begin_capture(graph, pool.id)
-            torch.zeros(1, device=self.device)
-            graph.capture_end()
+            try:
+                torch.zeros(1, device=self.device)
+            finally:  # there may be no memory left for it
+                graph.capture_end()
+        self._anchors[pool.id] = graph
 
     def _clean_up(self, graph: torch.cuda.CUDAGraph, ended: bool) -> None:
         """Make stream, allocators and random generator usable again after a failed capture."""
