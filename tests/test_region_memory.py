@@ -211,11 +211,12 @@ def test_a_process_that_reserves_little_is_left_alone() -> None:
     engine: Any = SimpleNamespace(memory=lambda: use, trim=lambda: None)
     memory = RegionMemory(engine, [])
     memory.begin()
-    assert memory.most == SMALL
-    use = MemoryUse(SMALL, SMALL, 0, 1)
+    most = (20 << 20) + SMALL
+    assert memory.most == most
+    use = MemoryUse(most, most, 0, 1)
     assert memory.why_not() is None
-    use = MemoryUse(SMALL + (2 << 20), SMALL + (2 << 20), 0, 1)
-    assert "258 MiB were reserved with them, and 20 without" in str(memory.why_not())
+    use = MemoryUse(most + (2 << 20), most + (2 << 20), 0, 1)
+    assert "70 MiB were reserved with them, and 20 without" in str(memory.why_not())
 
 
 @pytest.mark.quick

@@ -17,8 +17,8 @@ __all__ = ["LIMIT", "SMALL", "RegionMemory"]
 LIMIT = 1.05
 """Of the peak of all steps without regions."""
 
-SMALL = 256 << 20
-"""Bytes that no process misses: segments of the allocator and workspaces of libraries are a large part of these."""
+SMALL = 48 << 20
+"""Bytes on top of that peak which no process misses: the allocator has segments of 20 MiB in each pool."""
 
 _AGAIN = 2
 """Further steps in which memory is given back that gradients were still in."""
@@ -47,7 +47,7 @@ class RegionMemory:
         """Regions will be made: note what steps without them have reserved. Only the first call counts."""
         if self.most is None:
             self._plain = self._engine.memory().peak
-            self.most = max(int(LIMIT * self._plain), SMALL)
+            self.most = max(int(LIMIT * self._plain), self._plain + SMALL)
 
     def why_not(self) -> str | None:
         """After a step with regions: why they are to be given up. None while they keep within the bound."""
