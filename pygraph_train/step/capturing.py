@@ -127,7 +127,9 @@ class Capturing:
             return
         if self._room.is_short_beside(variant):
             variant.forget_captures()
+            variant.inputs = None
             self._updates.release_graphs(variant.arm.plan, whole_steps=False)
+            self._training.engine.trim()
 
     def timed(
         self, step: StepInFlight, variant: Variant, run: Callable[[Call], R], call: Call | None = None
