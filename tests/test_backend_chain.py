@@ -264,7 +264,7 @@ def test_gradients_that_are_emptied_after_the_forward_are_not_copied(kind: type[
 def test_an_input_that_is_saved_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moving inputs are served by indirection, which turns out to be slower than copies."""
     monkeypatch.setattr(pair_module, "WORTH_POINTING", 1)
-    monkeypatch.setattr(inductor, "Pair", lambda indirection, measure: pair_module.Pair(indirection, True))
+    monkeypatch.setattr(inductor, "Pair", lambda indirection, *_: pair_module.Pair(indirection, True))
     seconds = {"plain": 4.0, "graph": 1.0, "indirect": 2.0}
     monkeypatch.setattr(
         Measurements,

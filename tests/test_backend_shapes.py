@@ -308,7 +308,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, hostile: Arena) -> None:  # noqa: 
     monkeypatch.setattr(region_module.Region, "_run_compiled", timed_run)
     monkeypatch.setattr(RegionCapture, "replay", timed_replay)
     monkeypatch.setattr(region_module, "record", timed_record)
-    monkeypatch.setattr(inductor, "Pair", lambda indirection, measure: pair_module.Pair("copy", True))
+    monkeypatch.setattr(inductor, "Pair", lambda *_: pair_module.Pair("copy", True))
     monkeypatch.setattr(
         region_module,
         "Measurements",

@@ -111,7 +111,7 @@ class Graph(nn.Module):
 
     def loss(self, x: Tensor, edges: Tensor, labels: Tensor) -> Tensor:
         for layer in self.layers:
-            others = edges[:, of_activations(edges[0] != edges[1], x)]
+            others = edges[:, (edges[0] != edges[1]) & x.detach().isfinite().all()]
             nodes = torch.arange(len(x), device=x.device)
             sources, targets = torch.cat([others, nodes.expand(2, -1)], 1)
             degree = x.new_zeros(len(x)).scatter_add(0, targets, x.new_ones(len(targets)))
@@ -216,10 +216,9 @@ def test_parts_around_what_depends_on_data_are_in_graphs(kind: Any, no_inductor:
     assert "compiled" not in str(report.controllers[0].best)
 
 
-def test_the_convolutions_of_torch_geometric_are_in_graphs(no_inductor: None) -> None:
+def test_the_convolutions_of_torch_geometric_are_one_graph(no_inductor: None) -> None:
     pytest.importorskip("torch_geometric")
-    report = in_regions(both(training(Convolutions), compile=False, replays=20))
-    assert sum(r.replays >= 20 for r in report.regions() if r.phase == "forward") >= 4, text_of(report)
+    both(training(Convolutions), compile=False, replays=20, plan="{F B O}")  # counts are read ahead
 
 
 @pytest.mark.parametrize("verify", ["off", "always"])

@@ -162,7 +162,7 @@ def test_a_selection(kind: str) -> None:
         lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)),
         lambda net, x, chosen: loss(net(x), x, chosen),
         list(rows(24)),
-        whole=12,
+        whole=10,
     )
 
 

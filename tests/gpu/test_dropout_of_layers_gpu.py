@@ -133,7 +133,7 @@ def test_the_random_state_is_set_in_mid_run() -> None:
                 model(x)
 
     report = both(trained(lambda: Recurrent(nn.LSTM), between), replays=60)
-    assert len({record.what for record in report.captures}) == len(report.captures), str(report)
+    assert len({record.plan for record in report.captures}) == len(report.captures), str(report)
 
 
 def test_another_network_draws_between_the_steps() -> None:
