@@ -121,11 +121,9 @@ class Capturing:
 
         Beside them such a step would need its memory twice. They are captured again when their turn comes.
         """
-        if not variant.captures or variant.arm.plan.forward_backward or variant.lead is not None:
-            return
-        if not self._training.engine.shares_memory or self._together is not None:
-            return
-        if self._room.is_short_beside(variant):
+        graphed = variant.captures and not variant.arm.plan.forward_backward and variant.lead is None
+        alone = self._training.engine.shares_memory and self._together is None
+        if graphed and alone and self._room.is_short_beside(variant):
             variant.forget_captures()
             variant.inputs = None
             self._updates.release_graphs(variant.arm.plan, whole_steps=False)

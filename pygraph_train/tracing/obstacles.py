@@ -169,7 +169,7 @@ def gradients_asked(fn: Any) -> Iterator[Problem]:
 
 
 def batch_in_state(written: Sequence[torch.fx.Node]) -> Problem | None:
-    """Tensors of the batch that an operation may write to, as it writes the statistics of a batch norm."""
+    """Tensors of the batch in which the step keeps the statistics of a normalisation."""
     users = [next(iter(node.users), node) for node in written]
     return dataclasses.replace(BATCH_IN_STATE, where=line_of(users[0])) if users else None
 

@@ -60,7 +60,7 @@ from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.stillness import Stillness
 from pygraph_train.tracing.traced_code import fresh_code, held_weakly
 from pygraph_train.tracing.watch import ModuleWatch
-from pygraph_train.tracing.writes import maybe_written
+from pygraph_train.tracing.writes import maybe_written, statistics_written
 
 __all__ = ["Compiler", "Trace"]
 
@@ -364,9 +364,10 @@ class Trace:
                 return obstacles.batch_changed(readable(expression, self._fn), line_of(node))
             if rebinds and expression not in self.rebound:
                 self.rebound.append(expression)
-        found = {placeholder_source(node) or node.name: node for node in maybe_written(graph)}
+        found = (placeholder_source(node) for node in maybe_written(graph))
         self.written = [expression for expression in found if expression in self.inputs]
-        return obstacles.batch_in_state([node for x, node in found.items() if x in self._arguments])
+        statistics = statistics_written(graph)
+        return obstacles.batch_in_state([x for x in statistics if placeholder_source(x) in self._arguments])
 
     def _reads_gradients(self, graph: torch.fx.GraphModule) -> Problem | None:
         return next(obstacles.gradients_read(graph, self._fn), None)

@@ -16,7 +16,7 @@ from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator
 from pygraph_train.torch_private.memory import storage_key, tensor_version
 from pygraph_train.tracing.graph_calls import function_of, is_write, tensors_in
 
-__all__ = ["NORMALISATIONS", "maybe_written", "memory_in_trace", "written_arguments"]
+__all__ = ["NORMALISATIONS", "maybe_written", "memory_in_trace", "statistics_written", "written_arguments"]
 
 _OF_TORCH = ("torch", "_operator", "builtins", "math")
 """Packages whose functions count what they change."""
@@ -54,6 +54,16 @@ def maybe_written(graph: fx.GraphModule) -> list[fx.Node]:
                 reached |= _origins(target)
     inputs = graph.graph.find_nodes(op="placeholder")
     return [x for x in inputs if x in reached or not written.isdisjoint(memory_in_trace(x))]
+
+
+def statistics_written(graph: fx.GraphModule) -> list[fx.Node]:
+    """The inputs of a graph in whose memory normalisations write their statistics, which nothing counts."""
+    written: set[int] = set()
+    for node in graph.graph.nodes:
+        if getattr(function_of(node), "__name__", "") in NORMALISATIONS:
+            written = written.union(*map(memory_in_trace, written_arguments(node)))
+    inputs = graph.graph.find_nodes(op="placeholder")
+    return [x for x in inputs if not written.isdisjoint(memory_in_trace(x))]
 
 
 def memory_in_trace(node: fx.Node) -> set[int]:
