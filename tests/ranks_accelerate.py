@@ -97,6 +97,8 @@ def _train(
     AcceleratorState._reset_state()
     PartialState._reset_state()
     GradientState._reset_state()
+    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))]:
+        del os.environ[name]  # an accelerator with shards leaves them behind
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "cpu": device_of(rank).type == "cpu",

@@ -174,10 +174,10 @@ def test_small_kernels_of_a_compiled_step_run_together(monkeypatch: pytest.Monke
                     inductor, "compile_whole", lambda gm, inputs, left: compile_fx(gm, list(inputs))
                 )
             step = GraphedStep(loss_of, model=net, optimizer=opt, config=PyGraphConfig(compile=True))
-            losses = [float(step(x)) for _ in range(20)]
+            losses = [float(step(x)) for _ in range(80)]  # plans are compared at first
         report = step.report()
-        whole = [c for c in report.captures if c.plan == "{F B O}"]
-        assert report.steps_replayed >= 10 and whole[-1].compiled and not report.notes, str(report)
+        assert report.running_plan == "{F B O}" and report.steps_replayed >= 40, str(report)
+        assert any(c.compiled for c in report.captures) and not report.notes, str(report)
         results.append([torch.tensor(losses), *(p.detach().cpu() for p in net.parameters())])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step(x)
