@@ -17,9 +17,9 @@ __all__ = ["LIMIT", "SMALL", "RegionMemory"]
 LIMIT = 1.05
 """Of the peak of all steps without regions."""
 
-SMALL = 96 << 20
-"""Bytes on top of that peak which no process misses: cuBLAS has 32 MiB for the stream that captures, and the allocator
-segments of 20 MiB in each pool."""
+SMALL = 128 << 20
+"""Bytes on top of that peak which no process misses: cuBLAS has 32 MiB for each stream, and the allocator segments of
+20 MiB in each pool."""
 
 _AGAIN = 2
 """Further steps in which memory is given back that gradients were still in."""

@@ -333,10 +333,11 @@ def _as_saved(
 def _without_device() -> Iterator[None]:
     """Inductor loads no kernel, so that it needs no context of the device: what it compiles goes to disk.
 
-    Loading a kernel (`_make_launchers`) makes a context, and so does the first tensor on a device. Reading properties
-    of a device makes none.
+    Loading a kernel (`_make_launchers`) makes a context, and so does the first tensor on a device, also a part of one
+    that is only described (a seed of a dropout, CUDA 13). Reading properties of a device makes none.
     """
     import torch._inductor.compile_fx as compile_fx
+    import torch._inductor.inductor_prims
     import torch._subclasses.fake_tensor as fake_tensor
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -345,12 +346,17 @@ def _without_device() -> Iterator[None]:
     def no_context(argument: Any) -> Any:
         return nullcontext()
 
+    def seed(seeds: torch.Tensor, index: int) -> torch.Tensor:
+        return torch.empty([], dtype=seeds.dtype, device=seeds.device)
+
+    lookup: Any = torch.ops.prims.inductor_lookup_seed.default
     with ExitStack() as stack:
         for owner, name, value in (
             (autotuner, "_make_launchers", lambda self: None),
             (autotuner, "_dynamic_scale_rblock", lambda self: None),  # reads registers of loaded kernels
             (compile_fx, "get_cuda_device_context", no_context),
             (fake_tensor, "init_gpu_context", no_context),
+            (lookup, "prim_meta_impl", seed),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)

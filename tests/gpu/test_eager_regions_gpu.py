@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from replays import text_of
-from test_eager_regions import Convolutions, Experts, Graph, Images, Mixed, Tagger, of_activations
+from test_eager_regions import Convolutions, Experts, Images, Mixed, Tagger, of_activations
 from torch import Tensor, nn
 
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
@@ -92,7 +92,9 @@ def in_regions(report: StepReport, least: int) -> None:
     assert "compiled" not in str(report.controllers[-1].best)
 
 
-@pytest.mark.parametrize("kind", [Tagger, Experts, Graph])  # plain runs of Images differ in float32
+@pytest.mark.parametrize(
+    "kind", [Tagger, Experts]
+)  # plain runs of Images differ; parts of Graph are too small
 def test_parts_around_what_depends_on_data_have_the_bits_of_plain_training(kind: Any) -> None:
     in_regions(same(kind, kind.batches, 200, forward="on"), 60)
 
