@@ -73,7 +73,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     seconds = timing.declared_seconds
     monkeypatch.setattr(Decisions, "__init__", with_inductor)
     monkeypatch.setattr(timing, "declared_seconds", lambda arm: seconds(arm) / (2 if arm.compiled else 1))
-    monkeypatch.setattr(Capturing, "_call_of", lambda self, variant: plain_call)
+    monkeypatch.setattr(Capturing, "_call_of", lambda self, variant, makes_step=True: plain_call)
     monkeypatch.setattr(beside, "_WORKER", ("-c", WORKER.format(gate=str(file))))
     yield file
     file.write_text("0")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextvars
 import importlib
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from replays import text_of
 from torch import Tensor, nn
-from training import Diary, Net, adamw, batches, both, line_of, loss_of, sgd
+from training import CONFIG, Diary, Net, PlainStep, adamw, batches, both, line_of, loss_of, sgd
 
+from pygraph_train import GraphedStep
 from pygraph_train.problems import NotLegal
+from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.program import plain_call
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.trace import Trace
 
 CPU = torch.device("cpu")
@@ -51,6 +56,23 @@ def test_a_branch_that_reads_the_host_gives_way_to_that_of_compiled_code() -> No
     assert trace.branches.compiled == line_of(reads_unless_compiled, "is_compiling")
     assert torch.equal(trace(reads_unless_compiled, (x,), {}), x * 3)
     assert trace.problem is None
+
+
+def test_a_step_without_a_graph_is_made_by_the_function_itself() -> None:
+    """What was traced has the branch of compiled code, which is for graphs and what they are compared with."""
+
+    def step(x: Tensor) -> Tensor:
+        y = x.cumsum(0)
+        if not torch.compiler.is_compiling() and torch.tanh(y @ y) > 0:  # not read ahead
+            return x * 2
+        return x * 3
+
+    trace, x = ReproducingTrace(CPU), torch.ones(3)
+    for _ in range(3):
+        with trace.branches.in_steps():
+            assert torch.equal(trace(step, (x,), {}), x * 2)
+    assert trace.problem is None and trace.branches.compiled == line_of(step, "is_compiling")
+    assert torch.equal(trace(step, (x,), {}), x * 3)
 
 
 def test_an_exception_on_a_branch_of_compiled_code_is_not_the_reason() -> None:
@@ -179,3 +201,75 @@ def test_regions_raise_nothing_that_plain_training_does_not_raise(compile: bool 
     report = both(script, compile=compile, replays=20)
     assert {r.phase for r in report.regions() if r.replays >= 20} >= {"forward", "backward"}, text_of(report)
     assert "the compiler failed" not in text_of(report)
+
+
+class Reading(Net):
+    """Reads a value on the host, but not in compiled code, which computes something else."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__()
+        self.counts, self.steps, self.seen = counts, 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        noise = torch.rand(len(y))
+        if self.counts:
+            self.steps += 1
+            self.seen.append(self.steps)
+        if not torch.compiler.is_compiling() and torch.tanh(y.detach().sum()) < 2:
+            return y * (2 + noise[:, None])
+        return y * (3 + noise[:, None])
+
+
+def test_a_step_that_gets_no_graph_never_runs_the_branch_of_compiled_code() -> None:
+    """The emulated engine captures the function itself, which reads on the host: the capture fails."""
+
+    def script(diary: Diary) -> None:
+        model: nn.Module = Reading()
+        optimizer = sgd(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(20):
+            diary.write("loss", step(batch))
+            diary.write("random", torch.get_rng_state())
+            diary.write_state(model, optimizer)
+
+    report = both(script, replays=20)  # of parts of the step
+    assert report.steps_replayed == 0 and "reads a tensor's value on the host" in text_of(report)
+    assert "asks whether it is compiled" not in text_of(report)
+
+
+def test_no_step_before_the_first_replay_runs_the_branch_of_compiled_code() -> None:
+    """Also where the step writes to Python, so that Dynamo's code is what is captured. The report says so then."""
+    losses: dict[str, list[Tensor]] = {}
+    for kind in ("plain", "graphed"):
+        torch.manual_seed(0)
+        model, found, first = Reading(counts=True), list[Tensor](), 0
+        given = {"model": model, "optimizer": sgd(model)}
+        step = (
+            GraphedStep(loss_of(model), config=CONFIG, **given)
+            if kind == "graphed"
+            else PlainStep(loss_of(model), **given)
+        )
+        for batch in batches(20):
+            found.append(step(batch).detach().clone())
+            if isinstance(step, GraphedStep) and not step.report().steps_replayed:
+                first = len(found)  # of the steps that are replayed
+        losses[kind] = found
+        assert model.seen == list(range(1, 21))
+    report = step.report()
+    assert report.steps_replayed >= 10 and "asks whether it is compiled" in text_of(report), text_of(report)
+    step.close()
+    same = [torch.equal(a, b) for a, b in zip(losses["plain"], losses["graphed"], strict=True)]
+    assert first >= 3 and all(same[:first]), same
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_on_cuda_the_graph_of_compiled_code_is_for_captures_alone(asks: bool) -> None:
+    """Where the function has plain training's branches in it, the steps of the warm-up run it as well."""
+    trace = ReproducingTrace(CPU)
+    trace.branches.taken = asks
+    variant: Any = SimpleNamespace(trace=trace, compiled=None, arm=SimpleNamespace(compiled=False))
+    capturing = object.__new__(Capturing)
+    capturing._training = cast(Any, SimpleNamespace(engine=SimpleNamespace(name="cuda")))
+    assert capturing._call_of(variant) is (plain_call if asks else trace)
+    assert capturing._silent_call_of(variant) is trace

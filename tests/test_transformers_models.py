@@ -150,6 +150,37 @@ def test_masks_that_are_read_on_the_host(model: str) -> None:
     assert "asks whether it is compiled" not in str(report.verbose()), str(report)
 
 
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4},
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("model", _EXPERTS)
+def test_experts_that_compute_in_another_way_in_compiled_code(model: str) -> None:
+    """Dynamo may not trace what they compute otherwise: the steps before a replay compute it all the same."""
+
+    def script(diary: Any) -> None:
+        kind = getattr(transformers, model)
+        options = {**_ENCODER, **_EXPERTS[model], "num_key_value_heads": 1}
+        net = kind(kind.config_class(**options)).train()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+        step = diary.step(lambda given: net(**given).loss, model=net, optimizer=optimizer)
+        numbers = torch.Generator().manual_seed(1)
+        for _ in range(25):
+            ids = torch.randint(3, 50, (2, 8), generator=numbers)
+            diary.write("loss", step({"input_ids": ids, "labels": ids}))
+            diary.write_state(net, optimizer)
+
+    both(script, replays=20, plan="{F B O}")
+
+
 class _Variable:
     """Set at the start of a forward and reset at its end, like transformers' output collector."""
 

@@ -57,8 +57,8 @@ REPLAYS_PER_RETRACE = 50
 """Replays that pay for one more."""
 
 _COMPILED_BRANCH = (
-    "the step asks whether it is compiled ({}), and reads values on the host where it is not. Its graph has the branch "
-    "of compiled code, whose results may differ in the last bits"
+    "the step asks whether it is compiled ({}), and cannot be traced where it is not. Its graph has the branch of "
+    "compiled code, whose results may differ in the last bits"
 )
 
 _STATE_CHANGES = "the optimizer runs outside of the graph: its state is replaced again and again"
@@ -151,16 +151,17 @@ class Capturing:
             self._updates.ran()
         return result
 
-    def _call_of(self, variant: Variant) -> Call:
+    def _call_of(self, variant: Variant, *, makes_step: bool = True) -> Call:
         """How the step is run where its graph's kernels are wanted.
 
-        Through Dynamo's graph also with eager kernels: models look at whether a stream is capturing and
-        take other branches then, so the function run anew in a capture need not be the one that was traced.
-        The emulated engine records the function itself: its modes would make Dynamo trace again.
+        Through Dynamo's graph also with eager kernels: models ask whether a stream is capturing, so the function in a
+        capture need not be what was traced. A graph with branches of compiled code, which may differ from plain
+        training, makes no step. The emulated engine records the function: its modes would make Dynamo trace again.
         """
         if variant.arm.compiled and variant.compiled is not None:
             return variant.compiled
-        return variant.trace if self._training.engine.name == "cuda" else plain_call
+        plain = self._training.engine.name != "cuda" or (makes_step and variant.trace.branches.taken)
+        return plain_call if plain else variant.trace
 
     def _silent_call_of(self, variant: Variant) -> Call:
         """How the step is run where no step is made: it leaves Python as it is, and reads nothing on the host."""
@@ -168,7 +169,7 @@ class Capturing:
         trace = variant.compiled if compiled else variant.trace
         if isinstance(trace, ReproducingTrace) and (trace.reproduces or trace.ahead.leaves_out):
             return SilentCall(trace)
-        return self._call_of(variant)
+        return self._call_of(variant, makes_step=False)
 
     def _to_be_compiled(self, variant: Variant) -> Trace | CompiledUnits:
         """How the step is run with Inductor's kernels. The first run compiles them."""
@@ -339,8 +340,6 @@ class Capturing:
             training.announce(f"capturing the training step as {variant.arm.plan}")
         for text in dict.fromkeys(variant.trace.made_once):
             training.report.note(text)
-        if (asked := variant.trace.branches.compiled) is not None and not variant.arm.compiled:
-            training.report.note(_COMPILED_BRANCH.format(asked))
         if variant.arm.plan.fused:
             assert updates.preparation is not None
             reason = updates.preparation.reason  # a hook was registered in mid-run
@@ -383,6 +382,8 @@ class Capturing:
             updates.preparation.numbers_stay()
             capture, expected = make()
         self._room.capture_ended()
+        if (asked := variant.trace.branches.compiled) and not variant.arm.compiled:
+            training.report.note(_COMPILED_BRANCH.format(asked))
         variant.captures[place] = capture
         training.report.shapes.got_graph(variant.key)
         seconds = time.perf_counter() - started

@@ -82,7 +82,8 @@ class Watching:
             before = _versions([*parameters, *others])
             moves = Moves([*parameters, *model.buffers()])
             try:
-                result = variant.trace(fn, args, kwargs)
+                with variant.trace.branches.in_steps():
+                    result = variant.trace(fn, args, kwargs)
                 clock.mark("B")
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
                 variant.trace.problem = refused.problem

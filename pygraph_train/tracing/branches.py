@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pygraph_train.problems import Problem
@@ -19,10 +21,13 @@ class Branches:
 
     Attributes:
         compiled: where the function asked, if it takes the branch of compiled code, which may compute something else.
+        taken: whether it takes any branch of compiled code in the place of plain training's.
     """
 
     def __init__(self, *, plain: bool) -> None:
         self.compiled: str | None = None
+        self.taken = False
+        self._makes_steps = False
         self._plain = plain
         self._asked: list[str] = []
         self._as_compiled: set[str] = set()  # files whose questions are answered as in compiled code
@@ -48,8 +53,22 @@ class Branches:
             self._plain, computes = False, True
         if computes:
             self.compiled, self._refused = self._asked[-1], self.in_the_way(refused)
+        self.taken = True
         self._asked.clear()
         return True
+
+    @contextmanager
+    def in_steps(self) -> Iterator[None]:
+        """Inside, calls of the trace make steps of the training that have no graph."""
+        self._makes_steps = True
+        try:
+            yield
+        finally:
+            self._makes_steps = False
+
+    def leave_step(self) -> bool:
+        """Whether the function itself makes the step: what was traced may differ from plain training."""
+        return self._makes_steps and self.taken
 
     def in_the_way(self, refused: Problem) -> Problem:
         """Why there is no trace: an exception on branches that plain training does not take is no reason."""

@@ -37,7 +37,7 @@ from pygraph_train.tracing.live_numbers import FLOAT, OTHER_DECISION, CallNumber
 from pygraph_train.tracing.obstacles import problem_of_write, side_effects
 from pygraph_train.tracing.reading import Read, reader
 from pygraph_train.tracing.reasons import first_use, line_of, readable
-from pygraph_train.tracing.seat import FailedRuns, Seat
+from pygraph_train.tracing.seat import LEFT, FailedRuns, Seat, unless_left
 from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Compiler, Trace
 from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
@@ -99,30 +99,22 @@ class ReproducingTrace(Trace):
         try:
             result, items = super().__call__(fn, args, kwargs)
         except Exception:
-            if random is None or not self._took_back():
+            if random is None or self._seat is None or not self._seat.took_back():
                 raise
             random.restore()
             return fn(*args, **kwargs)
         finally:
             self._frame = {}
+        if result is LEFT:
+            if random is not None:
+                random.restore()
+            result = fn(*args, **kwargs)
         for owner, item in items:
             owner.append(item)
         self.runs += 1
         if self.reproduces and self.problem is None:
             self.problem = self._moved(fn, args, kwargs)
         return result
-
-    def _took_back(self) -> bool:
-        """After an exception: whether Dynamo's graph has raised it, and was taken back.
-
-        Dynamo's code writes to Python, and draws on the host, at other times than the function. So the function itself
-        has to run as far as it comes.
-        """
-        seat = self._seat
-        if seat is None or not seat.failed:
-            return False
-        seat.failed = False
-        return True
 
     def silently(
         self,
@@ -243,6 +235,10 @@ class ReproducingTrace(Trace):
     def _changes(self) -> tuple[tuple[Any, str, Any], ...]:
         return (*super()._changes(), *(() if self.traced else self.live.changes()))
 
+    def _go_through_dynamo(self, code: types.FunctionType) -> None:
+        super()._go_through_dynamo(code)
+        self._call = unless_left(self._call)
+
     def _function_to_trace(self) -> types.FunctionType:
         return returning_appended()
 
@@ -308,7 +304,7 @@ class ReproducingTrace(Trace):
             self._lists.clear()
             if self._compiler is None and (writes or self.host_draws is not None) and not self.rebound:
                 seat.undoes = FailedRuns(graph, self.device)
-            seat.begins = held_weakly(self._begins)
+            seat.begins, seat.leaves = held_weakly(self._begins), self.branches.leave_step
             self._seat = seat
         return seat
 

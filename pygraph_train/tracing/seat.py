@@ -12,7 +12,26 @@ from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.tracing.counters import Counters
 from pygraph_train.tracing.writes import maybe_written
 
-__all__ = ["Seat"]
+__all__ = ["LEFT", "Seat", "unless_left"]
+
+LEFT = object()
+"""In the place of the result of a run that was left to somebody else."""
+
+
+class _Left(Exception):
+    """Dynamo's code is left before its graph has run, and before it has written anything to Python."""
+
+
+def unless_left(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, which returns `LEFT` and no items where `Seat.leaves` has said so."""
+
+    def called(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except _Left:
+            return LEFT, ()
+
+    return called
 
 
 class Seat:
@@ -23,6 +42,7 @@ class Seat:
 
     Attributes:
         graph: takes and returns tensors.
+        leaves: whether a run is left to somebody else, who runs the function itself: see `unless_left`.
         begins: called with the inputs of the graph before its first run.
         instead: what is returned without a run.
         places: tensors in the place of these inputs.
@@ -33,6 +53,7 @@ class Seat:
 
     def __init__(self, counted: Counters | None) -> None:
         self.graph: Callable[..., Any] = _no_graph
+        self.leaves: Callable[[], bool] = bool
         self.begins: Callable[[Sequence[Any]], None] | None = None
         self.instead: Sequence[Any] | None = None
         self.places: dict[int, Tensor] = {}
@@ -52,12 +73,23 @@ class Seat:
             outputs.insert(place, number)
         return outputs
 
+    def took_back(self) -> bool:
+        """After an exception: whether the graph has raised it, and was taken back. Asked once.
+
+        Dynamo's code writes to Python, and draws on the host, at other times than the function. So the function itself
+        has to run as far as it comes.
+        """
+        failed, self.failed = self.failed, False
+        return failed
+
     def _tensors(self, inputs: Sequence[Any]) -> Sequence[Any]:
         if self.instead is not None:
             return self.instead
         if self.begins is not None:
             begins, self.begins = self.begins, None
             begins(inputs)
+        if self.leaves():
+            raise _Left
         if self.places:
             inputs = [self.places.get(i, x) for i, x in enumerate(inputs)]
         before = None if self.undoes is None else self.undoes.before(inputs)
