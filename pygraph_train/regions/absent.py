@@ -24,6 +24,9 @@ from pygraph_train.torch_private.dynamo import leave_to_python, untraced
 __all__ = ["Absent", "Backward", "noting", "versions", "what_changed"]
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each was changed in place."""
     return [x._version for x in tensors]
@@ -211,10 +214,10 @@ class Backward:
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the backward once; the list is emptied."""
         missing = self._absent.take()
-        gone = self._absent.without(missing) if missing else frozenset[int]()
+        gone = self._absent.without(missing) if missing else _NONE
         if missing and len(gone) == len(self._absent.sources):
             inputs.clear()
             return [None] * len(gone)
-        others = self._absent.others(missing)
+        others = None if self._absent.backwards is None else self._absent.others(missing)
         outputs = self._compiled(inputs) if others is None else self._run_others(others, inputs)
         return [None if i in gone else x for i, x in enumerate(outputs)] if gone else outputs
