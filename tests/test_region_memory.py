@@ -23,7 +23,6 @@ from pygraph_train.selection import timing
 from pygraph_train.selection.controller import Estimate
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.region_memory import LIMIT, SMALL, RegionMemory
-from pygraph_train.step.region_price import RegionPrice
 from pygraph_train.step.region_proof import ProvedPart
 from pygraph_train.step.ungraphed import UngraphedSteps
 
@@ -217,33 +216,3 @@ def test_a_process_that_reserves_little_is_left_alone() -> None:
     assert memory.why_not() is None
     use = MemoryUse(most + (2 << 20), most + (2 << 20), 0, 1)
     assert "150 MiB were reserved with them, and 20 without" in str(memory.why_not())
-
-
-@pytest.mark.quick
-@pytest.mark.passes_without_graphs("nothing is run")
-def test_parts_that_are_too_small_or_too_many_are_not_tried() -> None:
-    def graph(operations: int) -> Any:
-        return SimpleNamespace(nodes=[SimpleNamespace(op=op) for op in ["call_function"] * operations])
-
-    def why(*parts: int, counts: bool = True) -> str | None:
-        price = RegionPrice(counts=counts)
-        for operations in parts:
-            price.traced(graph(operations))
-        return price.why_not()
-
-    assert why(20, 2) is None and "5 parts have 12 operations" in str(why(4, 2, 2, 2, 2))
-    assert "30 parts" in str(why(*[50] * 30)) and why(1, counts=False) is None
-
-
-@pytest.mark.quick
-@pytest.mark.passes_without_graphs("nothing is run")
-def test_regions_that_are_captured_again_and_again_cost_too_much() -> None:
-    now = 0.0
-    price = RegionPrice(counts=True, clock=lambda: now)
-    found = []
-    for index in range(100):
-        price.begin()
-        now += 1.0
-        found.append(price.end(quiet=index % 2 == 1))
-    first = next(i for i, why in enumerate(found) if why)
-    assert first == 20 and "11 s were spent" in str(found[first])

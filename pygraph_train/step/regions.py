@@ -38,7 +38,6 @@ from pygraph_train.step.region_kernels import (
 )
 from pygraph_train.step.region_levels import Backend, Level, Modules, WholeFunction
 from pygraph_train.step.region_memory import RegionMemory
-from pygraph_train.step.region_price import RegionPrice
 from pygraph_train.step.region_proof import FirstRun, ProvedPart, Told
 from pygraph_train.step.region_watch import BackwardWatch
 from pygraph_train.torch_private.autograd import (
@@ -149,8 +148,6 @@ class Regions:
         self._leaves = False  # inputs were seen whose gradient is wanted, though they are no parameters
         self._kernels = RegionKernels(report.note, compile=config.compile is True)
         self._memory = RegionMemory(engine, self.records) if config.compile is False else None
-        asked = "on" in (config.forward, config.backward)
-        self._price = RegionPrice(counts=engine.name == "cuda" and config.compile is False and not asked)
         self._watch = BackwardWatch(held_weakly(self._refuse_backward), exact=self._exact is not None)
         self._before: dict[int, tuple[int, int]] = {}
         self._levels: Iterator[Callable[[Backend], Level]] = iter((WholeFunction, self._modules))
@@ -163,8 +160,7 @@ class Regions:
         Args:
             watched: whether `as_planned` will be asked for.
         """
-        before, captures = self._traced, sum(r.captures for r in self.records)
-        self._price.begin()
+        before, captures = self._traced, self._captures()
         self._before = {id(r): _work(r) for r in self.records} if watched else {}
         level, exact = self._level, self._exact
         if exact is not None:
@@ -196,13 +192,12 @@ class Regions:
         if level is _NOTHING:
             self._quiet = 0
             return result
-        compared = exact is not None and exact.compared
-        quiet = self._quiet > 0 and not compared and captures == sum(r.captures for r in self.records)
-        why = self._price.end(quiet=quiet)
-        if self._memory is not None and (watched or not quiet):
-            why = why or self._memory.why_not()
-        if why is not None:
-            self._give_up(why)
+        if (memory := self._memory) is not None:
+            compared = exact is not None and exact.compared
+            quiet = self._quiet > 0 and not compared and captures == self._captures()
+            if (watched or not quiet) and (why := memory.why_not()) is not None:
+                self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")
+                memory.give_up(why)
         if not self.found:
             self._probes += 1
             self._judge()
@@ -210,10 +205,9 @@ class Regions:
             self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {exact.nothing_left(self.records)}")
         return result
 
-    def _give_up(self, why: str) -> None:
-        self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")
-        if self._memory is not None:
-            self._memory.give_up(why)
+    def _captures(self) -> int:
+        """How many captures of parts there were, if their memory is bounded."""
+        return 0 if self._memory is None else sum(r.captures for r in self.records)
 
     def make_way(self, call: Call, *, for_long: bool) -> Call:
         """`call` of a step without regions, which may need the memory of their graphs.
@@ -242,11 +236,6 @@ class Regions:
         self._exact.compared = self._verify != "always"  # whose steps all take that long
         self._report_comparison(seconds, audit=False)
 
-    @property
-    def has_to_pay(self) -> bool:
-        """Whether nothing is traced for regions before the steps that were made could have paid for it."""
-        return self._price.counts
-
     def as_planned(self) -> bool:
         """Whether the last step, a watched one, ran from graphs that were there, wherever a graph pays."""
         if not self.found or not self._quiet or (self._exact is not None and self._exact.compared):
@@ -263,8 +252,6 @@ class Regions:
         """After a probe: is what was traced the same on every step?"""
         if self._quiet >= _QUIET and self._level.called:
             self.found = True
-            if (why := self._price.why_not()) is not None:
-                self.problem = Problem(f"{_NO_GRAPHS}: {why}")
             self._level = self._kind(held_weakly(self._compile))
             return
         if self._probes < _MOST_PROBES and self._quiet < _QUIET:
@@ -290,7 +277,6 @@ class Regions:
         self._traced += 1
         self._notes += tracing_notes(graph)
         self._level.called = True
-        self._price.traced(graph.graph)
         self._leaves |= any(map(is_leaf, example_inputs))
         baked = baked_numbers(graph)
         graph, seen = as_eager(graph), set[tuple[Any, ...]]()

@@ -81,8 +81,7 @@ class UngraphedSteps:
             return self.plainly(run)
         self._updates.prepare()
         if self.choice is None:
-            regions = self._regions
-            if regions.problem is None and not regions.found and not regions.has_to_pay:
+            if self._regions.problem is None and not self._regions.found:
                 return self._regions.run(run)
             if (problem := self._regions.problem) is not None:
                 self._training.report.note(f"{problem.reason}" if not problem.fix else str(problem))
