@@ -22,6 +22,7 @@ __all__ = [
     "any_missing",
     "as_constant",
     "drawing_function_class",
+    "drawn_class",
     "generator_of",
     "graph_of",
     "is_plain_list",
@@ -112,11 +113,12 @@ class DrawingHooks(Protocol):
 
 
 @functools.cache
-def number_class() -> type:
+def drawn_class() -> Any:
+    """The class of Dynamo's variables for what was drawn, or computed from it: numbers, and lists and arrays."""
     from torch._dynamo.variables.base import VariableTracker
 
-    class DrawnNumber(VariableTracker):
-        """A number of Python that was drawn, or computed from such numbers."""
+    class Drawn(VariableTracker):
+        """Its value is in a slot of the recorder, and it cannot leave the trace."""
 
         def __init__(
             self, slot: CallResult, hooks: DrawingHooks, refuse: Callable[[], NoReturn], **kwargs: Any
@@ -128,6 +130,30 @@ def number_class() -> type:
 
         def python_type(self) -> type:
             return type(self.hooks.recorder.value(self.slot))
+
+        def reconstruct(self, codegen: Any) -> None:
+            self.refuse()
+
+        # As a key of a dict or in a set: Dynamo would take it for an object that equals nothing else.
+
+        def is_hashable(self) -> bool:  # 2.13
+            self.refuse()
+
+        is_python_hashable = is_hashable  # 2.11
+
+        def hash_impl(self, tx: Any) -> Any:  # 2.13
+            self.refuse()
+
+        def get_python_hash(self) -> int:  # 2.11
+            self.refuse()
+
+    return Drawn
+
+
+@functools.cache
+def number_class() -> type:
+    class DrawnNumber(drawn_class()):  # type: ignore[misc]
+        """A number of Python that was drawn, or computed from such numbers."""
 
         def as_proxy(self) -> Any:
             return self.hooks.exactly(present(), self).as_proxy()
@@ -141,22 +167,6 @@ def number_class() -> type:
         def richcompare_impl(self, tx: Any, other: Any, op: str) -> Any:  # in a list or tuple (2.13)
             fn = getattr(operator, op.strip("_"))
             return self.hooks.compared(tx, fn, self, other)
-
-        def reconstruct(self, codegen: Any) -> None:
-            self.refuse()
-
-        # As a key of a dict or in a set: Dynamo would take the number for an object that equals nothing else.
-
-        def is_hashable(self) -> bool:  # 2.13
-            self.refuse()
-
-        is_python_hashable = is_hashable  # 2.11
-
-        def hash_impl(self, tx: Any) -> Any:  # 2.13
-            self.refuse()
-
-        def get_python_hash(self) -> int:  # 2.11
-            self.refuse()
 
     return DrawnNumber
 

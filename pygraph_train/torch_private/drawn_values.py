@@ -9,8 +9,8 @@ products and quotients: see `numbers_with_tensors`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from pygraph_train.torch_private.drawn_numbers import (
     NO_VALUE,
     CallResult,
     DrawRecorder,
+    drawn_class,
     number_class,
     present,
     value_of,
@@ -30,25 +31,15 @@ __all__ = ["MAKERS", "DrawnTensors", "as_it_is", "is_drawn_within", "tree_of", "
 
 @functools.cache
 def value_class() -> type:
-    from torch._dynamo.variables.base import VariableTracker
-
-    class DrawnValue(VariableTracker):
+    class DrawnValue(drawn_class()):  # type: ignore[misc]
         """A list, a tuple or an array that was drawn, or computed from what was drawn.
 
         A list may be changed: from then on `opened` stands for it, a list of Dynamo's.
         """
 
-        def __init__(
-            self, slot: CallResult, hooks: Any, refuse: Callable[[], NoReturn], **kwargs: Any
-        ) -> None:
-            super().__init__(**kwargs)
-            self.slot = slot
-            self.hooks = hooks
-            self.refuse = refuse
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
             self.opened: Any = None
-
-        def python_type(self) -> type:
-            return type(self.hooks.recorder.value(self.slot))
 
         def as_proxy(self) -> Any:
             return self.hooks.exact_value(present(), self).as_proxy()
@@ -79,20 +70,6 @@ def value_class() -> type:
             from torch._dynamo.variables.lists import ListVariable
 
             return ListVariable(self.unpack_var_sequence(tx)).tp_iter_impl(tx)
-
-        def reconstruct(self, codegen: Any) -> None:
-            self.refuse()
-
-        def is_hashable(self) -> bool:  # 2.13
-            self.refuse()
-
-        is_python_hashable = is_hashable  # 2.11
-
-        def hash_impl(self, tx: Any) -> Any:  # 2.13
-            self.refuse()
-
-        def get_python_hash(self) -> int:  # 2.11
-            self.refuse()
 
     return DrawnValue
 
