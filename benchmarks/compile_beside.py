@@ -216,7 +216,7 @@ def _try_early(args: argparse.Namespace) -> None:
         made(self, *arguments, **options)
         self.compiles, self.beside = True, self._config.compile_beside
 
-    def call(self: Any, variant: Any) -> Callable[..., Any]:
+    def call(self: Any, variant: Any, *, makes_step: bool = True) -> Callable[..., Any]:
         return plain_call
 
     decisions.Decisions.__init__ = on_cpu  # type: ignore[method-assign]
