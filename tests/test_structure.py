@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[1]
 
 LEVELS = (
-    ("config", "dict_versions", "identity", "patches", "problems", "random_state"),
+    ("config", "dict_versions", "gaps", "identity", "patches", "problems", "random_state"),
     ("torch_private",),
     ("dropout_of_layers",),
     ("graphs", "putting_back", "selection", "verification"),

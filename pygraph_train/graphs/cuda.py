@@ -7,7 +7,6 @@ import gc
 import sys
 import threading
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
 from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
 from pygraph_train.graphs.garbage import Garbage
+from pygraph_train.graphs.in_parts import CapturedParts, GraphInParts
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
 from pygraph_train.problems import user_location
@@ -160,16 +160,20 @@ class CudaEngine:
             yield
         del accumulators
 
-    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[CudaGraph, T]:
+    def capture(
+        self, fn: Callable[[], T], *, instantiate: bool = True, gaps: bool = False
+    ) -> tuple[CudaGraph | GraphInParts, T]:
         """See `graphs.engine.Engine.capture`."""
         if not _capture_lock.acquire(blocking=False):
             raise RuntimeError("a CUDA graph capture is already under way in this process")
         try:
-            return self._capture(fn, instantiate)
+            return self._capture(fn, instantiate, gaps)
         finally:
             _capture_lock.release()
 
-    def _capture(self, fn: Callable[[], T], instantiate: bool) -> tuple[CudaGraph, T]:
+    def _capture(
+        self, fn: Callable[[], T], instantiate: bool, gaps: bool
+    ) -> tuple[CudaGraph | GraphInParts, T]:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
         if self._tidies:
@@ -181,35 +185,32 @@ class CudaEngine:
             raise RuntimeError("this engine was closed")
         with expandable_segments(), torch.cuda.stream(self._stream):
             self._anchor(self._pool)
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        parts = CapturedParts(self._pool.id)
         # The collector must not run in the middle: a dead object of another library may free CUDA memory
         # or destroy an event, which is forbidden while a stream captures.
         collecting = gc.isenabled()
         gc.disable()
         caller = torch.cuda.current_stream(self.device)
-        ended = False
         try:
             # A pool in fixed segments would keep what no longer fits together, for ever: 10 to 20% of it.
             with expandable_segments(), torch.cuda.stream(self._stream):
                 # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
                 # a weight cast cached outside would go stale, one cached inside would outlive its memory
                 torch.clear_autocast_cache()
-                begin_capture(graph, self._pool.id)
+                parts.begin()
                 try:
-                    result = fn()
+                    with parts.with_gaps() if gaps else contextlib.nullcontext():
+                        result = fn()
                 finally:
                     failed = sys.exc_info()[1]
                     try:
-                        with warnings.catch_warnings():  # that nothing was launched is no news to the user
-                            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-                            graph.capture_end()
-                        ended = True
+                        parts.end()
                     except RuntimeError:
                         if failed is None:
                             raise
-            return CudaGraph(graph, instantiate=instantiate), result
+            return parts.graph(instantiate=instantiate), result
         except BaseException as error:
-            self._clean_up(graph, ended)
+            self._clean_up(parts)
             if isinstance(error, torch.cuda.OutOfMemoryError) or not _is_cuda_error(error):
                 raise
             raise CaptureError(_reason(error), user_location(error.__traceback__)) from error
@@ -237,17 +238,18 @@ class CudaEngine:
                 graph.capture_end()
         self._anchors[pool.id] = graph
 
-    def _clean_up(self, graph: torch.cuda.CUDAGraph, ended: bool) -> None:
+    def _clean_up(self, parts: CapturedParts) -> None:
         """Make stream, allocators and random generator usable again after a failed capture."""
-        graph.reset()
-        if ended:
+        for graph in parts.graphs:
+            graph.reset()
+        if not parts.under_way:
             return
         # CUDA threw the capture away before torch could end it. torch's device allocator is told here; its
         # host allocator cannot be told and goes on asking the graph object whether an allocation is its
         # own: keep that object for ever, and its pool's name out of use.
         assert self._pool is not None
         abandon_pool(self.device.index, self._pool.id)
-        _abandoned.append((graph, self._pool))
+        _abandoned.append((parts.graphs[-1], self._pool))
         self._pool = torch.cuda.MemPool()
         self._in_common().stream = torch.cuda.Stream(self.device)  # the invalidated one may keep the error
         # torch leaves the generator marked as capturing, and the next dropout would raise. The end of a

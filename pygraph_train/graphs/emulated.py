@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pygraph_train.gaps import Work, left_to
 from pygraph_train.graphs.emulated_collectives import (
     finished,
     is_collective,
@@ -124,7 +125,9 @@ class EmulatedEngine:
         """Nothing to prepare on the CPU."""
         return nullcontext()
 
-    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[EmulatedGraph, T]:
+    def capture(
+        self, fn: Callable[[], T], *, instantiate: bool = True, gaps: bool = False
+    ) -> tuple[EmulatedGraph, T]:
         """Record the operations that `fn()` dispatches in this thread, without a lasting effect.
 
         See `Engine.capture`; a tape needs no instantiation. Python state that `fn` sets stays, as on
@@ -140,17 +143,17 @@ class EmulatedEngine:
         if not _one_capture.acquire(blocking=False):
             raise RuntimeError("another capture is under way: a process captures one graph at a time")
         try:
-            return self._capture(fn)
+            return self._capture(fn, gaps)
         finally:
             _one_capture.release()
 
-    def _capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
+    def _capture(self, fn: Callable[[], T], gaps: bool) -> tuple[EmulatedGraph, T]:
         tape = _Tape(HostTensors(readable=self._draws_on_host))
         held = self._memory.held(self._taped()) if self.overwrites else set()
         try:
             # A cast cached before would not be recorded, and one cached now would outlive its values.
             torch.clear_autocast_cache()
-            with tape, _RefuseHostReads(tape):
+            with tape, _RefuseHostReads(tape), left_to(tape.cut) if gaps else nullcontext():
                 result = fn()
             tape.check_random_state()
         except Exception as error:
@@ -162,7 +165,7 @@ class EmulatedEngine:
             tape.undo()
         if tape.refusal is not None:  # user code had swallowed it: the tape lacks something
             raise tape.refusal
-        graph = EmulatedGraph(tape.operations)
+        graph = EmulatedGraph(tape.operations, tape.gaps)
         self._graphs.add(graph)
         if self.overwrites:
             graph.replaying = self._in_pool(tape, held)
@@ -235,8 +238,9 @@ class EmulatedEngine:
 class EmulatedGraph:
     """Recorded operations, and the storages they read and write. Keeps the `Graph` contract."""
 
-    def __init__(self, operations: list[_Operation]) -> None:
+    def __init__(self, operations: list[_Operation], gaps: Sequence[tuple[int, Work]] = ()) -> None:
         self._operations = operations
+        self._gaps = gaps
         self._freed = _freed(operations)
         self.nodes: int = len(operations)
         self.closed: bool = False
@@ -254,15 +258,21 @@ class EmulatedGraph:
         sizes = [storage.nbytes() for storage, _ in self._freed]
         for storage, size in self._freed:
             storage.resize_(max(size, storage.nbytes()))
-        with below_autograd(), self.replaying():
-            for operation in self._operations:
-                operation.run()
+        with self.replaying():
+            begin = 0
+            for end, work in [*self._gaps, (len(self._operations), None)]:
+                with below_autograd():
+                    for operation in self._operations[begin:end]:
+                        operation.run()
+                if work is not None:
+                    work()
+                begin = end
         for (storage, _), size in zip(self._freed, sizes, strict=True):
             storage.resize_(size)
 
     def close(self) -> None:
         """Release the recorded storages that nobody else holds."""
-        self._operations, self._freed = [], []
+        self._operations, self._freed, self._gaps = [], [], ()
         self.closed = True
 
     def as_nodes(self, book: AddressBook) -> list[Node]:
@@ -358,6 +368,8 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.host = host
         self.operations: list[_Operation] = []
+        self.gaps: list[tuple[int, Work]] = []
+        """How many operations come before, and what is called there."""
         self.refusal: CaptureError | None = None
         self._created: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
         self._external: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -428,6 +440,10 @@ class _Tape(TorchDispatchMode):
         self._external.clear()
         self._created.clear()
         return made
+
+    def cut(self, work: Work) -> None:
+        """See `pygraph_train.gaps`."""
+        self.gaps.append((len(self.operations), work))
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_operator(func):

@@ -187,13 +187,16 @@ class Engine(Protocol):
             leaves: tensors that have no gradients when the run's backward begins.
         """
 
-    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[Graph, T]:
+    def capture(
+        self, fn: Callable[[], T], *, instantiate: bool = True, gaps: bool = False
+    ) -> tuple[Graph, T]:
         """Record the device work of `fn()` without executing it.
 
         Args:
             fn: called once, with no arguments.
             instantiate: make the graph ready at once; False leaves it to the first replay, and allows
                 `indirect`.
+            gaps: whether `fn` may leave gaps, see `pygraph_train.gaps`. Its backwards run in this thread.
         Returns:
             The graph, and what `fn` returned: its tensors have fixed addresses, hold no defined values
             before the first replay, and are overwritten by every replay.

@@ -11,6 +11,7 @@ import torch
 
 __all__ = [
     "borrow_memory",
+    "borrower",
     "cached_tensors",
     "copy_all",
     "is_alone",
@@ -83,12 +84,20 @@ def _holders(tensor: torch.Tensor) -> int:
 
 def borrow_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory that does not own it. (2.11, 2.13)"""
-    storage = tensor.untyped_storage()
-    borrowed = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), tensor.device, storage.nbytes()
-    )
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return borrower(tensor)()
+
+
+def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes tensors over the same memory that do not own it, also when this one is gone. (2.11, 2.13)"""
+    storage, device, dtype = tensor.untyped_storage(), tensor.device, tensor.dtype
+    address, nbytes = storage.data_ptr(), storage.nbytes()
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def borrow() -> torch.Tensor:
+        borrowed = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        return torch.empty(0, dtype=dtype, device=device).set_(borrowed, *place)
+
+    return borrow
 
 
 def storages(values: Sequence[Any]) -> list[Hashable]:
