@@ -1,4 +1,4 @@
-"""Modes of torch that graphs of Dynamo's enter and leave: gradients, autocast, kernels of attention. (2.11, 2.13)"""
+"""Modes of torch that graphs of Dynamo's enter and leave: gradients, autocast, switches of kernels. (2.11, 2.13)"""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from torch.amp import autocast_mode
 from torch.nn import attention
 
+from pygraph_train.torch_private.cudnn_flags import present_flags, put_back, set_flags
+
 __all__ = ["changes_autocast", "leaving_no_mode"]
 
-_ENTERS = (torch._C._set_grad_enabled, autocast_mode._enter_autocast, attention._sdpa_kernel)
+_ENTERS = (torch._C._set_grad_enabled, autocast_mode._enter_autocast, attention._sdpa_kernel, set_flags)
 
 
 def changes_autocast(node: torch.fx.Node) -> bool:
@@ -36,11 +38,11 @@ def leaving_no_mode(graph: torch.fx.GraphModule, forward: Callable[..., Any]) ->
     devices = {node.args[0] for node in entered if node.target is autocast_mode._enter_autocast}
 
     def run(*inputs: Any) -> Any:
-        put_back = _present(devices)
+        leave = _present(devices)
         try:
             return forward(*inputs)
         except BaseException:
-            put_back()
+            leave()
             raise
 
     return run
@@ -52,8 +54,9 @@ def _present(devices: set[str]) -> Callable[[], None]:
     casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     depth = _autocast_depth()
     kernels, order = attention._cur_sdpa_kernel_backends(), torch._C._get_sdp_priority_order()
+    flags = present_flags()
 
-    def put_back() -> None:
+    def leave() -> None:
         torch.set_grad_enabled(gradients)
         for device, enabled, dtype in casts:
             torch.set_autocast_enabled(device, enabled)
@@ -64,8 +67,9 @@ def _present(devices: set[str]) -> Callable[[], None]:
                 torch.clear_autocast_cache()
         attention._sdpa_kernel(kernels)
         torch._C._set_sdp_priority_order(order)
+        put_back(flags)
 
-    return put_back
+    return leave
 
 
 def _autocast_depth() -> int:
