@@ -286,14 +286,13 @@ class Advancing:
             if variant.way is not None and not variant.trace.traced:  # the way of a check that has failed
                 self._close_way(signature, variant, variant.way)
             raise
-        if variant.opened:  # the next call has another key
-            self._signatures.forget(signature)
+        if variant.opened:
+            self._signatures.forget(signature)  # the next call has another key
             return result
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
-            saved = variant.trace.saved
-            variant.trace = self._training.program.new_trace(variant.trace.dynamic)
-            variant.trace.saved = saved
+            old, variant.trace = variant.trace, self._training.program.new_trace(variant.trace.dynamic)
+            variant.trace.saved, variant.trace.gaps.allowed = old.saved, old.gaps.allowed
         elif problem is not None and variant.trace.dynamic:
             self._shapes.refused(variant)
         elif problem is not None and variant.way is not None:
@@ -359,6 +358,7 @@ class Advancing:
         # ways are counted, and shapes apart from them
         family = None if other_way is not None else signature.family
         trace = program.new_trace(None if family is None else family.dynamic)
+        trace.gaps.allowed &= training.config.compile is not True  # Inductor knows none of what is in them
         if isinstance(trace, ReproducingTrace) and other_way is None:
             known = [other.trace for other in signature.variants]
             with program.context():

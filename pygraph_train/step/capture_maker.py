@@ -216,7 +216,7 @@ class CaptureMaker:
                 replication.capturing(),
                 undrawn(variant.trace, traced, self._engine),
             ):
-                graph, (loss, outputs) = self._engine.capture(body)
+                graph, (loss, outputs) = self._engine.capture(body, gaps=variant.trace.gaps.left)
             places = [place for place, _ in variant.anchored]
             of_callers.check_untouched()
             computed = GivenGradients(static_leaves, set(map(id, gradients.parameters)), places)

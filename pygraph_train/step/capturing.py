@@ -167,7 +167,7 @@ class Capturing:
         """How the step is run where no step is made: it leaves Python as it is, and reads nothing on the host."""
         compiled = variant.arm.compiled and variant.compiled is not None
         trace = variant.compiled if compiled else variant.trace
-        if isinstance(trace, ReproducingTrace) and (trace.reproduces or trace.ahead.leaves_out):
+        if isinstance(trace, ReproducingTrace) and trace.captured_as_traced:
             return SilentCall(trace)
         return self._call_of(variant, makes_step=False)
 

@@ -103,7 +103,12 @@ class Decisions:
         regions = [Arm(plan, compiled=cuda and compile is not False) for plan in plans if plan.regions]
         plans = [plan for plan in plans if not plan.regions]
         arms = [Arm(plan) for plan in plans]
-        if variant is not None and self.compiles and compile is not False:
+        if (
+            variant is not None
+            and self.compiles
+            and compile is not False
+            and not variant.trace.gaps.only_eager
+        ):
             wanted = variant.compile_next and not variant.one_of_many
             if compile is True and (wanted or variant.compiled is not None):
                 arms = [Arm(plan, compiled=plan.forward_backward) for plan in plans]

@@ -107,7 +107,9 @@ class StepOfLoss:
         if self.replication.sharded:
             return OpenedTrace(self.device, self.replication.opened, recorder=self.recorder)
         trace = ReproducingTrace(self.device, recorder=self.recorder, dynamic=dynamic)
-        trace.ahead.of_buffers = self.replication.group is None  # others have them from the first process
+        alone = self.replication.group is None
+        trace.ahead.of_buffers = alone  # others have them from the first process
+        trace.gaps.allowed = alone
         return trace
 
     def emptied(self, trace: Trace, owned: list[Tensor]) -> list[Tensor]:

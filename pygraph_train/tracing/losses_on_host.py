@@ -1,8 +1,7 @@
 """Why steps with a CTC loss are not one graph, and others that change switches of torch while they compute.
 
-The CUDA kernels of `ctc_loss` get the lengths of inputs and targets from the host: torch reads them there (which waits
-for the device), launches kernels of a size that depends on them, and copies them to the device from memory that is not
-pinned. A capture allows none of it. Models of transformers switch cuDNN off around it.
+This is about steps of several processes, and those with Inductor's kernels: other graphs leave gaps for the loss, see
+`torch_private/ctc_loss.py`. Models of transformers switch cuDNN off around it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ def of_ctc_loss(where: str | None) -> Problem:
         "torch.nn.functional.ctc_loss reads the lengths of its inputs and targets on the host, and copies them to the "
         "device again, which no CUDA graph can hold",
         where,
-        "Leave the loss as it is. With compile=True the model before it gets graphs of its own",
+        "Leave the loss as it is. With compile=True the model before it gets graphs of its own; with other settings, "
+        "in one process, the whole step gets a graph with gaps for the loss",
     )
 
 

@@ -76,9 +76,7 @@ class ReproducingTrace(Trace):
         self._decisive: set[str] = set()  # of such that tensors depend on
         self.live = CallNumbers(device)
         self._lists: dict[int, Any] = {}
-        self._defers = True
-        self._deferred = False
-        self._again = False
+        self._defers, self._deferred, self._again = True, False, False
         self._frame: dict[str, Any] = {}
         self._seat: Seat | None = None
         self._places: list[int] = []  # of `carried` among the inputs of the graph
@@ -115,6 +113,11 @@ class ReproducingTrace(Trace):
         if self.reproduces and self.problem is None:
             self.problem = self._moved(fn, args, kwargs)
         return result
+
+    @property
+    def captured_as_traced(self) -> bool:
+        """Whether captures run what was traced, in the place of the function that also writes, reads or waits."""
+        return self.reproduces or self.ahead.leaves_out or self.gaps.left
 
     def silently(
         self,
@@ -359,7 +362,7 @@ class ReproducingTrace(Trace):
         if self.reproduces:
             self.loads = bool(self.carried) or self._is_filled()
             self._first = [inputs[place] for place in self._argument_places]
-        if self.reproduces or self.ahead.leaves_out:
+        if self.captured_as_traced:
             self._resume = types.FunctionType(entries[0].code, self._code.__globals__)
 
     def _moved(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem | None:

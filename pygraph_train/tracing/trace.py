@@ -60,6 +60,7 @@ from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.stillness import Stillness
 from pygraph_train.tracing.traced_code import fresh_code, held_weakly
 from pygraph_train.tracing.watch import ModuleWatch
+from pygraph_train.tracing.with_gaps import Gaps
 from pygraph_train.tracing.writes import maybe_written, statistics_written
 
 __all__ = ["Compiler", "Trace"]
@@ -102,9 +103,8 @@ class Trace:
         recorder: str | tuple[str, ...] | None = None,
         dynamic: Dims | None = None,
     ) -> None:
-        self.device = device
-        self.dynamic = dynamic or {}
-        self._compiler = compiler
+        self.device, self.dynamic = device, dynamic or {}
+        self._compiler, self._recorder = compiler, recorder
         self.problem: Problem | None = None
         self.inputs: list[str] = []
         """Expressions of the tensors that the step reads besides its batch (parameters, attributes)."""
@@ -133,7 +133,6 @@ class Trace:
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
         self._read: Read = lambda L, G: ((), (), ())
-        self._recorder = recorder
         self._fn: Any = None
         self._is_of_batch = batch_expressions((), {})
         self._compiles = 0
@@ -141,7 +140,7 @@ class Trace:
         self._guards: Any = None
         self._given = GivenTensors(runs=self.runs_graph)
         self._kept = KeptGuards()
-        self.objects = ReturnedObjects()
+        self.objects, self.gaps = ReturnedObjects(), Gaps()
         self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
         self._still = Stillness({}, {})
@@ -246,7 +245,7 @@ class Trace:
         """How Dynamo traces this function in another way than others."""
         changes = [*(weights_are_flat() if self.runs_graph else ()), *self.branches.changes()]
         if not self.traced:
-            changes += (*self.objects.changes(), *self.ahead.changes())
+            changes += (*self.objects.changes(), *self.ahead.changes(), *self.gaps.changes())
         return (*changes, *self._further)
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
@@ -326,6 +325,7 @@ class Trace:
         if not self.traced:
             self.ahead.finish(graph)
         self._given.look_at(graph)
+        self.gaps.look_at(graph)
         given = (graph, self.device, self.host, self._is_of_batch)
         constants = make_once(*given) if self.runs_graph else HostConstants()
         self._constants += constants.values

@@ -1,0 +1,160 @@
+"""The CTC loss in a step that becomes a graph. (2.11, 2.13)
+
+The kernels of `ctc_loss` get the lengths of inputs and targets from the host: torch reads them there, which waits for
+the device, launches kernels whose size depends on them, and copies them to the device from memory that is not pinned.
+No graph holds any of it. So a capture leaves gaps, for the loss and for its backward, and torch's own code runs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import _reduction as _Reduction
+
+from pygraph_train.gaps import leave_gap, may_leave_gap
+from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.cudnn_flags import present_flags, put_back, set_flags
+from pygraph_train.torch_private.dispatch import FakeTensor
+from pygraph_train.torch_private.memory import borrower
+
+__all__ = ["changes", "ctc_loss"]
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.ctc_loss` and `torch.ctc_loss`, which captures may hold as well: they leave gaps for it."""
+    number = reduction if isinstance(reduction, int) else _Reduction.get_enum(reduction)
+    more = (blank, number, zero_infinity)
+    if not (may_leave_gap() or isinstance(log_probs, FakeTensor)):
+        return torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, *more)
+    made: Tensor = _Loss.apply(log_probs, targets, input_lengths, target_lengths, *more)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Loss(torch.autograd.Function):
+    """What the loss is like. Its values come from torch, in gaps."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: Tensor, *given: Any) -> Tensor:
+        loss = _like_loss(log_probs, reduction=given[4])
+        if not may_leave_gap():
+            return loss
+        ctx.save_for_backward(log_probs)  # the backward reads its memory
+        ctx.gap = _Gap(loss, log_probs, given, needs_gradient=ctx.needs_input_grad[0])
+        leave_gap(ctx.gap.forward)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (log_probs,) = ctx.saved_tensors
+        found = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+        leave_gap(ctx.gap.backward(grad, found))
+        return found, *[None] * 6
+
+
+def _like_loss(log_probs: Tensor, *, reduction: int) -> Tensor:
+    """A tensor of the shape and dtype of the loss, without its values."""
+    device = log_probs.device.type
+    small = log_probs.dtype in (torch.float16, torch.bfloat16)
+    dtype = torch.float32 if small and torch.is_autocast_enabled(device) else log_probs.dtype
+    batched = log_probs.dim() == 3
+    return log_probs.new_empty(log_probs.shape[1:2] if batched and not reduction else (), dtype=dtype)
+
+
+class _Gap:
+    """The loss and its backward in one replay after the other.
+
+    Args:
+        loss: gets the loss.
+        log_probs, given: arguments of `torch.ctc_loss`. What is captured owns these tensors' memory, not the gap.
+    """
+
+    def __init__(
+        self, loss: Tensor, log_probs: Tensor, given: tuple[Any, ...], *, needs_gradient: bool
+    ) -> None:
+        self._loss, self._log_probs = borrower(loss), borrower(log_probs)
+        self._given = [borrower(x) if isinstance(x, Tensor) else x for x in given]
+        self._needs_gradient = needs_gradient
+        self._around = _present_modes(log_probs.device.type)
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def forward(self) -> None:
+        """The loss of this replay."""
+        given: list[Any] = [x() if callable(x) else x for x in self._given]
+        with self._around(), torch.set_grad_enabled(self._needs_gradient):
+            log_probs = self._log_probs().requires_grad_(self._needs_gradient)
+            loss = torch.ctc_loss(log_probs, *given)
+        self._made = (log_probs, loss) if self._needs_gradient else None
+        _copy(loss, self._loss())
+
+    def backward(self, grad: Tensor, found: Tensor) -> Callable[[], None]:
+        """What computes the gradient of this replay.
+
+        Args:
+            grad: of the loss.
+            found: gets the gradient of the probabilities.
+        """
+        given, result = borrower(grad), borrower(found)
+
+        def work() -> None:
+            assert self._made is not None
+            (log_probs, loss), self._made = self._made, None
+            _copy(torch.autograd.grad(loss, log_probs, given())[0], result())
+
+        return work
+
+
+def _copy(made: Tensor, place: Tensor) -> None:
+    if made.shape != place.shape or made.dtype != place.dtype:
+        raise RuntimeError(
+            f"torch.ctc_loss made {made.dtype} of shape {tuple(made.shape)}, "
+            f"and its graph takes {place.dtype} of shape {tuple(place.shape)}"
+        )
+    with torch.no_grad():
+        place.copy_(made)
+
+
+def _present_modes(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes contexts of the modes that decide about the loss, as they are now: replays run outside of these."""
+    dtype, casts = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    cache = torch.is_autocast_cache_enabled()
+    flags = present_flags()
+
+    def modes() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=casts, cache_enabled=cache))
+        stack.callback(put_back, set_flags(*flags))
+        return stack
+
+    return modes
+
+
+_OF_TORCH = (torch.ctc_loss, torch.nn.functional.ctc_loss)
+
+
+def changes() -> tuple[tuple[Any, str, Any], ...]:
+    """(owner, attribute, value), for one trace: the loss is one operation of the graph."""
+    import torch._dynamo.variables.builder as builder
+    import torch._dynamo.variables.tensor as tensor
+
+    def around(get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
+        def made(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+            if node.op == "call_function" and node.target in _OF_TORCH:
+                node.target = ctc_loss
+            return get_fake_value(node, *args, **kwargs)
+
+        return made
+
+    return (builder, "get_fake_value", Around(around)), (tensor, "get_fake_value", Around(around))

@@ -1,0 +1,35 @@
+"""What of a step runs between the parts of its graph, and what of it is for eager kernels alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pygraph_train.torch_private import ctc_loss, cudnn_flags
+
+__all__ = ["Gaps"]
+
+
+class Gaps:
+    """Of one trace.
+
+    Attributes:
+        allowed: whether a graph of the step may have gaps. To be set before the first call.
+        left: whether a capture of what was traced leaves gaps.
+        only_eager: whether what was traced has parts that Inductor does not know.
+    """
+
+    def __init__(self) -> None:
+        self.allowed = False
+        self.left = self.only_eager = False
+
+    def changes(self) -> tuple[tuple[Any, str, Any], ...]:
+        """How Dynamo traces differently."""
+        return (*ctc_loss.changes(), *cudnn_flags.changes()) if self.allowed else ()
+
+    def look_at(self, graph: torch.fx.GraphModule) -> None:
+        """After a trace."""
+        targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+        self.left = ctc_loss.ctc_loss in targets
+        self.only_eager = self.left or cudnn_flags.set_flags in targets
