@@ -103,6 +103,11 @@ def twice(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return first + F.ctc_loss(found.roll(1, 0), batch["y"], batch["ends"], batch["sizes"]).sqrt()
 
 
+def of_products_under_autocast(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return of_products(model, batch)
+
+
 def under_autocast(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         found = model(batch["x"])
@@ -117,9 +122,21 @@ def only_looked_at(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tens
     return {"loss": found.square().mean(), "seen": seen}
 
 
+def of_products(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As in the rendering of radiance fields; some factors are zero."""
+    found = (1 - 0.2 * model(batch["x"]).exp()) * (batch["y"].sum() % 3 != 0)
+    through = torch.cumprod(found + 1e-3 * found.roll(1, -1), -1) * found.permute(2, 1, 0).cumprod(
+        dim=0
+    ).permute(2, 1, 0)
+    products = (
+        found.prod(-1).mean() + torch.prod(found + 1, dim=0, keepdim=True).mean() + found[:, 0, 0].prod()
+    )
+    return (through * found).square().mean() + found.cumprod(0)[-1].mean() + products
+
+
 @pytest.mark.parametrize(
     "loss_of",
-    [plainly, with_flags, of_numbers, of_modules, of_one, twice, under_autocast, only_looked_at],
+    [of_products, plainly, with_flags, of_numbers, of_modules, of_one, twice, under_autocast, only_looked_at],
 )
 def test_a_ctc_loss_is_computed_between_parts_of_the_graph(loss_of: Callable[..., Any]) -> None:
     report = train(loss_of)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pygraph_train.torch_private import ctc_loss, cudnn_flags
+from pygraph_train.torch_private import ctc_loss, cudnn_flags, host_backwards
 
 __all__ = ["Gaps"]
 
@@ -26,10 +26,12 @@ class Gaps:
 
     def changes(self) -> tuple[tuple[Any, str, Any], ...]:
         """How Dynamo traces differently."""
-        return (*ctc_loss.changes(), *cudnn_flags.changes()) if self.allowed else ()
+        if not self.allowed:
+            return ()
+        return (*ctc_loss.changes(), *host_backwards.changes(), *cudnn_flags.changes())
 
     def look_at(self, graph: torch.fx.GraphModule) -> None:
         """After a trace."""
         targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
-        self.left = ctc_loss.ctc_loss in targets
+        self.left = not targets.isdisjoint((ctc_loss.ctc_loss, host_backwards.backward_in_gap))
         self.only_eager = self.left or cudnn_flags.set_flags in targets
