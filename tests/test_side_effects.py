@@ -539,7 +539,8 @@ def test_steps_without_writes_are_read_by_their_graph_alone():
 def test_code_of_inductor_has_the_same_writes():
     """The counters are taken out of the graph that is compiled; a silent run leaves everything as it was."""
     from pygraph_train.regions.inductor import compile_whole
-    from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
+    from pygraph_train.tracing.reproducing import ReproducingTrace
+    from pygraph_train.tracing.silent_call import SilentCall
 
     net = Net()
     trace = ReproducingTrace(torch.device("cpu"), compiler=compile_whole)

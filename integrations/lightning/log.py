@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pygraph_train.parallel.replication import Replication
 from pygraph_train.problems import NotLegal, Problem, defined_at
+from pygraph_train.tracing.late_numbers import LateFloat, LateInt
 from pygraph_train.tracing.traced_code import guard_constants
 
 __all__ = ["LogBook", "Record", "Recorder"]
@@ -249,6 +250,12 @@ class LogBook:
 
     def _as_tensor(self, value: Any) -> Tensor:
         dtype = _get_default_dtype()
+        if isinstance(value, LateFloat | LateInt):  # of a tensor, which the graph has
+            if value.tensor is None:
+                raise NotLegal(
+                    Problem("self.log(...) logs a number that Python computes of values of the device")
+                )
+            return value.tensor.reshape(()).to(dtype)
         if not isinstance(value, Tensor):
             # torch.tensor would copy from the host, which a capture cannot hold
             return torch.full((), float(value), dtype=dtype, device=self._module.device)

@@ -33,8 +33,9 @@ from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
 from pygraph_train.tracing.refusals import BATCH_IN_STATE, check_copies, history, problem_of
-from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.signature import flattened
+from pygraph_train.tracing.silent_call import SilentCall
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, PlainRuns
 

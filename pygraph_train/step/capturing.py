@@ -36,8 +36,9 @@ from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.refusals import BEGINS_ANEW, COUNTED_ELSEWHERE, compiler_problem, draws_unseen
-from pygraph_train.tracing.reproducing import ReproducingTrace, SilentCall
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.signature import flattened
+from pygraph_train.tracing.silent_call import SilentCall
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import PlainRuns
 
@@ -165,8 +166,7 @@ class Capturing:
 
     def _silent_call_of(self, variant: Variant) -> Call:
         """How the step is run where no step is made: it leaves Python as it is, and reads nothing on the host."""
-        compiled = variant.arm.compiled and variant.compiled is not None
-        trace = variant.compiled if compiled else variant.trace
+        trace = variant.compiled if variant.arm.compiled and variant.compiled is not None else variant.trace
         if isinstance(trace, ReproducingTrace) and trace.captured_as_traced:
             return SilentCall(trace)
         return self._call_of(variant, makes_step=False)

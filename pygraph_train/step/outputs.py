@@ -13,6 +13,7 @@ from torch import Tensor
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.tracing.late_numbers import LateFloat, LateInt
 from pygraph_train.tracing.opened import is_open, objects_in
 from pygraph_train.tracing.returned_objects import ReturnedObjects, undeclared
 from pygraph_train.tracing.signature import flatten, map_leaves
@@ -91,6 +92,8 @@ class Outputs:
         others: dict[Any, list[tuple[int, Tensor]]] = {}
         self.tensors: list[Tensor] = []
         for position, leaf in enumerate(leaves):
+            if isinstance(leaf, LateFloat | LateInt):
+                self._makes.append(_read(position, leaf))
             if not isinstance(leaf, Tensor):
                 if not isinstance(leaf, _CONSTANTS) and not (position in inside and isinstance(leaf, type)):
                     raise NotLegal(_unknown(leaf))
@@ -152,6 +155,15 @@ def _pass(position: int, source: int) -> _Make:
     def make(leaves: Sequence[Any], values: list[Any]) -> None:
         leaf = leaves[source]
         values[position] = leaf.detach() if leaf.requires_grad else leaf
+
+    return make
+
+
+def _read(position: int, number: LateFloat | LateInt) -> _Make:
+    """The host waits for the replay."""
+
+    def make(leaves: Sequence[Any], values: list[Any]) -> None:
+        values[position] = number.read()
 
     return make
 

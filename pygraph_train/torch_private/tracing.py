@@ -215,7 +215,7 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
         allow_unspec_int_on_nn_module=False,
         automatic_dynamic_shapes=False,
         assume_static_by_default=True,
-        capture_scalar_outputs=False,
+        capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=False,
         skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
         skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()

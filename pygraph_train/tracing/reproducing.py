@@ -11,7 +11,6 @@ import re
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from pygraph_train.torch_private.side_effects import (
 )
 from pygraph_train.tracing.counters import counters, without_counters
 from pygraph_train.tracing.host_draws import Ahead
+from pygraph_train.tracing.late_numbers import late_numbers, without_late_numbers
 from pygraph_train.tracing.live_numbers import FLOAT, OTHER_DECISION, CallNumbers
 from pygraph_train.tracing.obstacles import problem_of_write, side_effects
 from pygraph_train.tracing.reading import Read, reader
@@ -43,7 +43,7 @@ from pygraph_train.tracing.trace import Compiler, Trace
 from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
 from pygraph_train.tracing.undo import Undo
 
-__all__ = ["ReproducingTrace", "SilentCall"]
+__all__ = ["ReproducingTrace"]
 
 
 class ReproducingTrace(Trace):
@@ -117,7 +117,8 @@ class ReproducingTrace(Trace):
     @property
     def captured_as_traced(self) -> bool:
         """Whether captures run what was traced, in the place of the function that also writes, reads or waits."""
-        return self.reproduces or self.ahead.leaves_out or self.gaps.left
+        late = self._seat is not None and self._seat.late is not None
+        return self.reproduces or self.ahead.leaves_out or self.gaps.left or late
 
     def silently(
         self,
@@ -139,11 +140,11 @@ class ReproducingTrace(Trace):
         self.fill(fn, args, kwargs)
         undo = Undo(self.effects, {"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
         seat.places, seat.keeps = dict(zip(self._places, carried, strict=False)), keep
-        undoes, seat.undoes = seat.undoes, None
+        undoes, seat.undoes, seat.marks = seat.undoes, None, True
         try:
             result, _ = self._resume(fn, args, kwargs)
         finally:
-            seat.places, seat.keeps, seat.undoes = {}, False, undoes
+            seat.places, seat.keeps, seat.undoes, seat.marks = {}, False, undoes, False
             undo.restore()
         return result
 
@@ -283,6 +284,8 @@ class ReproducingTrace(Trace):
             self.ahead.finish(graph)  # of the graph that Dynamo has made
             if self.live.drop(self.ahead.given(graph)):
                 self._look_again(graph)
+        if (late := late_numbers(graph)) is not None:
+            graph = without_late_numbers(graph, late)
         found = counters(graph)
         numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]
         decisive = set(numbers).difference(() if found is None else found.inputs)
@@ -299,7 +302,7 @@ class ReproducingTrace(Trace):
         self.live.check()
         if appends_in_frame() or not all(effect.simple for effect in effects):
             self.objects.may_open = False  # the object may be what it writes, too
-        seat = Seat(found)
+        seat = Seat(found, late)
         seat.graph = super()._backend(graph, example_inputs)
         if self._compiles == 1:
             writes = bool(effects) or appends_in_frame()
@@ -379,21 +382,3 @@ class ReproducingTrace(Trace):
 
 _NUMBER = re.compile(r"([LG]\[.+) == -?\d+")
 """Dynamo's guard of an integer."""
-
-
-@dataclass(frozen=True)
-class SilentCall:
-    """How a step's function is run that writes to Python, in a run that makes no step.
-
-    Attributes:
-        trace: of the function.
-        carried, keep: see `ReproducingTrace.silently`.
-    """
-
-    trace: ReproducingTrace
-    carried: Sequence[Tensor] = ()
-    keep: bool = False
-
-    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it."""
-        return self.trace.silently(fn, args, kwargs, self.carried, keep=self.keep)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.tracing.counters import Counters
+from pygraph_train.tracing.late_numbers import LateNumbers
 from pygraph_train.tracing.writes import maybe_written
 
 __all__ = ["LEFT", "Seat", "unless_left"]
@@ -39,31 +40,38 @@ class Seat:
 
     Args:
         counted: the counters of the graph, which has none any more.
+        late: the numbers that are read when the graph has run.
 
     Attributes:
         graph: takes and returns tensors.
         leaves: whether a run is left to somebody else, who runs the function itself: see `unless_left`.
         begins: called with the inputs of the graph before its first run.
         instead: what is returned without a run.
+        marks: whether marks stand for such numbers, and nothing is read.
         places: tensors in the place of these inputs.
         keeps: whether `outputs` shall hold what the graph returns.
         undoes: how a run that fails is taken back, for those who ask for it by `failed`; None where it is not.
         failed: whether the last run has failed and was taken back.
     """
 
-    def __init__(self, counted: Counters | None) -> None:
+    def __init__(self, counted: Counters | None, late: LateNumbers | None) -> None:
         self.graph: Callable[..., Any] = _no_graph
         self.leaves: Callable[[], bool] = bool
         self.begins: Callable[[Sequence[Any]], None] | None = None
         self.instead: Sequence[Any] | None = None
         self.places: dict[int, Tensor] = {}
-        self.keeps = False
+        self.keeps = self.marks = False
         self.outputs: Sequence[Any] | None = None
         self.undoes: FailedRuns | None = None
         self.failed = False
+        self.late = late
         self._counted = counted
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
+        found = self._with_counters(inputs)
+        return found if self.late is None else self.late.outputs(found, marked=self.marks)
+
+    def _with_counters(self, inputs: Sequence[Any]) -> Sequence[Any]:
         if self._counted is None:
             return self._tensors(inputs)
         counted = self._counted

@@ -1,0 +1,184 @@
+"""Numbers that a step reads of its tensors, and only returns or keeps: `loss.item()` in what it logs.
+
+Nothing in the step depends on them. So a graph holds a copy of each tensor as it was at that line, and the number is
+read when the graph has run. Until then a mark stands in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.torch_private.dynamo import copy_origins
+
+__all__ = ["LateFloat", "LateInt", "LateNumbers", "late_numbers", "without_late_numbers"]
+
+
+@dataclass(frozen=True)
+class LateNumbers:
+    """Those of one graph.
+
+    Args:
+        reads: how many tensors the graph returns, after all else, to be read.
+        alone: for each number, the one of these tensors that holds it; None where it is computed.
+        results: places of the numbers among what Dynamo's code wants of the graph.
+        floats: for each, whether it is a float, which that code takes out of a tensor; otherwise an int.
+        compute: takes these tensors and returns these numbers.
+    """
+
+    reads: int
+    alone: tuple[int | None, ...]
+    results: tuple[int, ...]
+    floats: tuple[bool, ...]
+    compute: Callable[..., tuple[Any, ...]]
+
+    def outputs(self, found: Sequence[Any], *, marked: bool) -> list[Any]:
+        """What Dynamo's code wants, of what the graph has returned. The host waits for the numbers.
+
+        Args:
+            marked: marks stand for the numbers. Nothing is read.
+        """
+        outputs, tensors = list(found[: -self.reads]), list(found[-self.reads :])
+        values = self._marks(tensors) if marked else self.compute(*tensors)
+        for place, value in zip(self.results, values, strict=True):  # the places ascend
+            outputs.insert(place, value)
+        return outputs
+
+    def _marks(self, tensors: list[Tensor]) -> list[Any]:
+        def read(index: int) -> Any:
+            value = self.compute(*tensors)[index]
+            return value.item() if isinstance(value, Tensor) else value
+
+        marks: list[Any] = []
+        for index, (is_float, place) in enumerate(zip(self.floats, self.alone, strict=True)):
+            mark: LateFloat | LateInt = LateFloat() if is_float else LateInt()
+            mark.read, mark.tensor = functools.partial(read, index), None if place is None else tensors[place]
+            marks.append(_Taken(mark) if is_float else mark)
+        return marks
+
+
+class _Mark:
+    """Stands for a number until the graph has run. Whoever computes with it is refused.
+
+    Attributes:
+        read: returns the number, once the graph has run.
+        tensor: holds the number in the graph; None where Python computes it of others.
+    """
+
+    read: Callable[[], Any]
+    tensor: Tensor | None
+
+
+class LateFloat(_Mark, float):
+    """Stands for a float."""
+
+
+class LateInt(_Mark, int):
+    """Stands for an int."""
+
+
+def _refused(*_: Any) -> Any:
+    raise NotLegal(Problem("a number that the step reads of a tensor is used before its graph has run"))
+
+
+_COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+_TEXTS = {"__str__", "__repr__", "__format__", "__hash__"}
+_KEPT = {"__getnewargs__", "__getformat__"}
+for _name in (set(dir(int) + dir(float)) - set(dir(object)) - _KEPT) | _COMPARISONS | _TEXTS:
+    if _name.startswith("__"):
+        setattr(_Mark, _name, _refused)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Stands for the tensor that Dynamo's code takes a float out of."""
+
+    mark: LateFloat | LateInt
+
+    def item(self) -> Any:
+        return self.mark
+
+
+def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
+    """The numbers that a graph of Dynamo's reads, None where it reads none, or something depends on one."""
+    reads, numbers = _numbers(gm)
+    outputs: Any = gm.graph.output_node().args[0]
+    allowed = {*numbers, gm.graph.output_node()}
+    if not reads or any(not allowed.issuperset(node.users) for node in numbers):
+        return None
+    places = [i for i, node in enumerate(outputs) if node in numbers]
+    if any(isinstance(_value(outputs[i]), torch.SymBool) for i in places):
+        return None  # it has no subclass
+    floats = tuple(not isinstance(_value(outputs[i]), torch.SymInt) for i in places)
+    graph = fx.Graph()
+    given = [graph.placeholder(node.name) for node in reads]
+    copies = {node: graph.call_method("item", (x,)) for node, x in zip(reads, given, strict=True)}
+    for node in gm.graph.nodes:
+        if node in numbers and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[outputs[i]] for i in places))
+    alone = tuple(_read_alone(outputs[i], reads) for i in places)
+    return LateNumbers(len(reads), alone, tuple(places), floats, fx.GraphModule(gm, graph).forward)
+
+
+def _read_alone(node: fx.Node, reads: list[fx.Node]) -> int | None:
+    node = node.args[0] if node.target is torch.scalar_tensor else node  # type: ignore[assignment]
+    return reads.index(node) if node in reads else None
+
+
+def without_late_numbers(gm: fx.GraphModule, found: LateNumbers) -> fx.GraphModule:
+    """A copy of a graph of Dynamo's that returns copies of the tensors, in the place of their numbers."""
+    copies: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    values: Any = graph.graph_copy(gm.graph, copies)
+    reads, numbers = _numbers(gm)
+    read: list[fx.Node] = []
+    for node in reads:
+        with graph.inserting_before(copies[node]):
+            alone = graph.call_method("detach", (copies[node].args[0],))
+            read.append(graph.call_method("clone", (alone,)))
+    graph.output((*(value for i, value in enumerate(values) if i not in found.results), *read))
+    for node in reversed(list(numbers)):
+        graph.erase_node(copies.pop(node))
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    copy_origins(gm, made, copies)
+    return made
+
+
+def _numbers(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, None]]:
+    """Nodes that read a number of a tensor, and with them all that computes with nothing but such numbers."""
+    reads: list[fx.Node] = []
+    numbers: dict[fx.Node, None] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_method" and node.target == "item" and len(node.args) == 1:
+            reads.append(node)
+            numbers[node] = None
+        elif _computes(node) and node.all_input_nodes and all(x in numbers for x in node.all_input_nodes):
+            numbers[node] = None
+    return reads, numbers
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node gives the same whenever it is done, on the host."""
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    if node.target in _OF_TORCH:
+        return True
+    return getattr(operator, name, None) is node.target or getattr(math, name, None) is node.target
+
+
+_OF_TORCH = (torch.scalar_tensor, torch.sym_float, torch.sym_int)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
