@@ -25,6 +25,7 @@ from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_constants import make_once
 from pygraph_train.tracing.host_tables import HostTables
+from pygraph_train.tracing.late_numbers import late_numbers
 from pygraph_train.tracing.obstacles import batch_changed, gradients_asked, gradients_read, on_host, written
 from pygraph_train.tracing.opened import open_way_to
 from pygraph_train.tracing.read_ahead import ReadingAhead
@@ -42,6 +43,7 @@ from pygraph_train.tracing.reasons import (
 from pygraph_train.tracing.refusals import tensor_inside
 from pygraph_train.tracing.signature import batch_expressions
 from pygraph_train.tracing.traced_code import held_weakly
+from pygraph_train.tracing.with_gaps import Gaps
 
 __all__ = ["Findings", "look"]
 
@@ -166,7 +168,7 @@ class _OneLook:
         self.found: list[Problem] = []
         self.past = PastObstacles(
             self._met,
-            reads=lambda where: self._note(read_on_host(where)),
+            reads=self._reads,
             shapes=lambda where: self._note(shape_of_values(where)),
             texts=lambda where: self._note(text_of_tensor(where)),
             leaves_out=leaves_out,
@@ -177,6 +179,10 @@ class _OneLook:
         self._device, self._recorder = device, recorder
         self._given, self._leaves = leaves, {id(leaf) for leaf in leaves}
         self._notes: list[tuple[Any, str]] = []
+        self._only_read: list[Problem] = []  # of `found`: reads of numbers
+        self._stands_in = False  # whether somebody who depends on such a number may be unknown
+        self._gaps = Gaps()
+        self._gaps.allowed = not by_hand
         self._reached = False
 
     def trace(self) -> None:
@@ -184,7 +190,7 @@ class _OneLook:
         call = torch.compile(code, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
         probe = torch.zeros((), device=self._device)
         try:
-            with dynamo_step_config(*drawing(self._recording), *self.past.changes()):
+            with dynamo_step_config(*drawing(self._recording), *self.past.changes(), *self._gaps.changes()):
                 call(self._fn, self._args, self._kwargs, probe)
         except _NotTraced:
             self._note(
@@ -219,9 +225,15 @@ class _OneLook:
         if not any(_is_same(problem, known) for known in self.found):
             self.found.append(problem)
 
+    def _reads(self, where: str) -> None:
+        known = len(self.found)
+        self._note(read_on_host(where))
+        self._only_read += self.found[known:]
+
     def _met(self, error: BaseException, where: str, follows: bool) -> None:
         if self._reached:
             return  # our own end
+        self._stands_in = True
         problem = _problem_of(error)
         if not follows or any(words in problem.reason for words in _ALWAYS_TOLD):
             self._note(Problem(problem.reason, problem.where or where, problem.fix))
@@ -233,6 +245,8 @@ class _OneLook:
             self._recording.finish(graph)  # what decides about the step's way is no obstacle
         except NotLegal as refused:
             self._note(refused.problem)
+        if not self._by_hand and not self._stands_in and late_numbers(graph) is not None:
+            self.found = [problem for problem in self.found if problem not in self._only_read]
         for problem in (
             *written(self._fn, self._recorder),
             *self._host_tensors(graph),
