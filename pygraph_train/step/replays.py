@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import Replayed, StepInFlight
 from pygraph_train.step.python_writes import PythonWrites
@@ -20,7 +21,8 @@ class Replays:
 
     A replay makes the step's writes to Python, and draws its random numbers of the host, all at once. So if it fails,
     it is taken back, and the step has to run as it is written, as far as it comes. If the step does neither, a replay
-    that fails leaves what the step leaves. Operations in a CUDA graph raise nothing.
+    that fails leaves what the step leaves. Operations in a CUDA graph raise nothing, but work in a gap of it may (a CTC
+    loss of lengths that torch refuses), and there it has come no further than its forward.
 
     Args:
         training, updates, maker, writes: of the runner.
@@ -36,7 +38,7 @@ class Replays:
         replay: Callable[[Variant, Capture, Sequence[Any]], Replayed],
     ) -> None:
         self._updates, self._maker, self._writes, self._replay = updates, maker, writes, replay
-        self._may_fail = training.engine.name == "emulated"
+        self._device, self._anywhere = training.program.device, training.engine.name == "emulated"
 
     def __call__(
         self,
@@ -50,7 +52,8 @@ class Replays:
         """Make a replay; None where it has failed and was taken back. Hot path."""
         step.replayed = True
         all_at_once = capture.writer is not None or variant.trace.host_draws is not None
-        undo = self._undoing(variant, capture, args, kwargs) if self._may_fail and all_at_once else None
+        may_fail = self._anywhere or variant.trace.gaps.left
+        undo = self._undoing(variant, capture, args, kwargs) if may_fail and all_at_once else None
         try:
             made = self._replay(variant, capture, leaves)
         except Exception:
@@ -66,7 +69,11 @@ class Replays:
     ) -> Callable[[], None]:
         """Before a replay: what takes it back."""
         before = capture.gradients.snapshot()
-        backup = self._maker.backup(variant, capture, args, kwargs, self._updates.preparation)
+        backup: HostCopy | ScratchState
+        if self._anywhere:
+            backup = self._maker.backup(variant, capture, args, kwargs, self._updates.preparation)
+        else:
+            backup = ScratchState(self._device, self._maker.beside_parameters(variant, args, kwargs))
 
         def undo() -> None:
             backup.restore()
