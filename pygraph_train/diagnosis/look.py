@@ -181,7 +181,7 @@ class _OneLook:
         self._notes: list[tuple[Any, str]] = []
         self._only_read: list[Problem] = []  # of `found`: reads of numbers
         self._stands_in = False  # whether somebody who depends on such a number may be unknown
-        self._gaps = Gaps()
+        self._gaps = Gaps(device)
         self._gaps.allowed = not by_hand
         self._reached = False
 
@@ -190,7 +190,7 @@ class _OneLook:
         call = torch.compile(code, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
         probe = torch.zeros((), device=self._device)
         try:
-            with dynamo_step_config(*drawing(self._recording), *self.past.changes(), *self._gaps.changes()):
+            with dynamo_step_config(*self._gaps.around((*drawing(self._recording), *self.past.changes()))):
                 call(self._fn, self._args, self._kwargs, probe)
         except _NotTraced:
             self._note(

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from pygraph_train.gaps import leave_gap, may_leave_gap
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.dynamo import copy_origins
+from pygraph_train.torch_private.late_decisions import QUESTIONS, OtherWay, decided
+from pygraph_train.torch_private.memory import borrower
 
-__all__ = ["LateFloat", "LateInt", "LateNumbers", "late_numbers", "without_late_numbers"]
+__all__ = ["Check", "LateFloat", "LateInt", "LateNumbers", "late_numbers", "without_late_numbers"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class LateNumbers:
         results: places of the numbers among what Dynamo's code wants of the graph.
         floats: for each, whether it is a float, which that code takes out of a tensor; otherwise an int.
         compute: takes these tensors and returns these numbers.
+        check: asks in each run whether values lead the way of the graph; None where none decides.
     """
 
     reads: int
@@ -39,6 +44,7 @@ class LateNumbers:
     results: tuple[int, ...]
     floats: tuple[bool, ...]
     compute: Callable[..., tuple[Any, ...]]
+    check: Check | None
 
     def outputs(self, found: Sequence[Any], *, marked: bool) -> list[Any]:
         """What Dynamo's code wants, of what the graph has returned. The host waits for the numbers.
@@ -46,7 +52,8 @@ class LateNumbers:
         Args:
             marked: marks stand for the numbers. Nothing is read.
         """
-        outputs, tensors = list(found[: -self.reads]), list(found[-self.reads :])
+        end = len(found) - self.reads
+        outputs, tensors = list(found[:end]), list(found[end:])
         values = self._marks(tensors) if marked else self.compute(*tensors)
         for place, value in zip(self.results, values, strict=True):  # the places ascend
             outputs.insert(place, value)
@@ -63,6 +70,40 @@ class LateNumbers:
             mark.read, mark.tensor = functools.partial(read, index), None if place is None else tensors[place]
             marks.append(_Taken(mark) if is_float else mark)
         return marks
+
+
+class Check(nn.Module):
+    """In a graph: values of the step have to lead the way that was traced. A capture leaves a gap for it.
+
+    Args:
+        compute: takes tensors and returns answers.
+        answers: of the call that was traced.
+
+    Attributes:
+        silent: whether a run that is no capture asks nothing.
+    """
+
+    def __init__(self, compute: Callable[..., tuple[Any, ...]], answers: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.silent = False
+        self._compute, self._answers = compute, answers
+
+    def forward(self, *tensors: Tensor) -> None:
+        """Ask.
+
+        Raises:
+            OtherWay: they lead another way.
+        """
+        if may_leave_gap():
+            places = [borrower(tensor) for tensor in tensors]
+            leave_gap(lambda: self._ask([place() for place in places]))
+        elif not self.silent and not isinstance(tensors[0], FakeTensor):
+            self._ask(tensors)
+
+    def _ask(self, tensors: Sequence[Tensor]) -> None:
+        found = self._compute(*tensors)
+        if any(bool(x) is not answer for x, answer in zip(found, self._answers, strict=True)):
+            raise OtherWay("a value that the step computes leads another way than that of the graph")
 
 
 class _Mark:
@@ -109,24 +150,21 @@ class _Taken:
 
 def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
     """The numbers that a graph of Dynamo's reads, None where it reads none, or something depends on one."""
-    reads, numbers = _numbers(gm)
+    found = _Found.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
-    allowed = {*numbers, gm.graph.output_node()}
-    if not reads or any(not allowed.issuperset(node.users) for node in numbers):
+    allowed = {*found.numbers, *found.asks, gm.graph.output_node()}
+    if not (found.reads or found.asks) or any(not allowed.issuperset(node.users) for node in found.numbers):
         return None
-    places = [i for i, node in enumerate(outputs) if node in numbers]
+    places = [i for i, node in enumerate(outputs) if node in found.numbers]
     if any(isinstance(_value(outputs[i]), torch.SymBool) for i in places):
         return None  # it has no subclass
     floats = tuple(not isinstance(_value(outputs[i]), torch.SymInt) for i in places)
-    graph = fx.Graph()
-    given = [graph.placeholder(node.name) for node in reads]
-    copies = {node: graph.call_method("item", (x,)) for node, x in zip(reads, given, strict=True)}
-    for node in gm.graph.nodes:
-        if node in numbers and node not in copies:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[outputs[i]] for i in places))
-    alone = tuple(_read_alone(outputs[i], reads) for i in places)
-    return LateNumbers(len(reads), alone, tuple(places), floats, fx.GraphModule(gm, graph).forward)
+    compute = found.function(gm, [outputs[i] for i in places])
+    alone = tuple(_read_alone(outputs[i], found.reads) for i in places)
+    check = None
+    if found.asks:
+        check = Check(found.function(gm, found.asks), tuple(node.args[2] for node in found.asks))  # type: ignore[misc]
+    return LateNumbers(len(found.reads), alone, tuple(places), floats, compute, check)
 
 
 def _read_alone(node: fx.Node, reads: list[fx.Node]) -> int | None:
@@ -139,45 +177,87 @@ def without_late_numbers(gm: fx.GraphModule, found: LateNumbers) -> fx.GraphModu
     copies: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
     values: Any = graph.graph_copy(gm.graph, copies)
-    reads, numbers = _numbers(gm)
+    of_graph = _Found.of(gm)
     read: list[fx.Node] = []
-    for node in reads:
+    for node in of_graph.reads:
         with graph.inserting_before(copies[node]):
             alone = graph.call_method("detach", (copies[node].args[0],))
             read.append(graph.call_method("clone", (alone,)))
+    if found.check is not None:
+        graph.call_module(_CHECK, tuple(read))
     graph.output((*(value for i, value in enumerate(values) if i not in found.results), *read))
-    for node in reversed(list(numbers)):
+    for node in reversed([x for x in gm.graph.nodes if x in of_graph.numbers or x in of_graph.asks]):
         graph.erase_node(copies.pop(node))
+    if found.check is not None:
+        gm.add_module(_CHECK, found.check)
     made = fx.GraphModule(gm, graph)
     made.meta.update(gm.meta)
     copy_origins(gm, made, copies)
     return made
 
 
-def _numbers(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, None]]:
-    """Nodes that read a number of a tensor, and with them all that computes with nothing but such numbers."""
-    reads: list[fx.Node] = []
-    numbers: dict[fx.Node, None] = {}
-    for node in gm.graph.nodes:
-        if node.op == "call_method" and node.target == "item" and len(node.args) == 1:
-            reads.append(node)
-            numbers[node] = None
-        elif _computes(node) and node.all_input_nodes and all(x in numbers for x in node.all_input_nodes):
-            numbers[node] = None
-    return reads, numbers
+_CHECK = "check_of_decisions"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Nodes of a graph: those that read a value of a tensor, all that computes with nothing but such, and questions."""
+
+    reads: list[fx.Node]
+    numbers: dict[fx.Node, None]
+    asks: list[fx.Node]
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule) -> _Found:
+        found = cls([], {}, [])
+        for node in gm.graph.nodes:
+            if node.op == "call_method" and node.target == "item" and len(node.args) == 1:
+                found.reads.append(node)
+                found.numbers[node] = None
+            elif node.target is decided:
+                found.asks.append(node)
+                if node.args[0] not in found.numbers:
+                    found.reads.append(node)
+            elif (
+                _computes(node)
+                and node.all_input_nodes
+                and all(x in found.numbers for x in node.all_input_nodes)
+            ):
+                found.numbers[node] = None
+        return found
+
+    def function(self, gm: fx.GraphModule, wanted: list[fx.Node]) -> Callable[..., tuple[Any, ...]]:
+        """Takes the tensors that are read, and returns these numbers, or answers to these questions."""
+        graph = fx.Graph()
+        given = {node: graph.placeholder(node.name) for node in self.reads}
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in gm.graph.nodes:
+            if node in self.asks:
+                value = given[node] if node in given else copies[node.args[0]]
+                copies[node] = graph.call_function(QUESTIONS[str(node.args[1])], (value,))
+            elif node in given:
+                copies[node] = graph.call_method("item", (given[node],))
+            elif node in self.numbers:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in wanted))
+        graph.eliminate_dead_code()
+        return fx.GraphModule(gm, graph).forward
 
 
 def _computes(node: fx.Node) -> bool:
     """Whether a node gives the same whenever it is done, on the host."""
     if node.op != "call_function":
         return False
+    if node.target is torch.ops.aten._assert_scalar.default:  # of Dynamo's: a bool as a number is 0 or 1
+        bound = node.args[0]
+        return isinstance(bound, fx.Node) and getattr(bound.args[0], "target", None) is torch.sym_ite
     name = getattr(node.target, "__name__", "")
     if node.target in _OF_TORCH:
         return True
     return getattr(operator, name, None) is node.target or getattr(math, name, None) is node.target
 
 
-_OF_TORCH = (torch.scalar_tensor, torch.sym_float, torch.sym_int)
+_OF_TORCH = (torch.scalar_tensor, torch.sym_float, torch.sym_int, torch.sym_ite, torch.sym_not)
 
 
 def _value(node: fx.Node) -> Any:

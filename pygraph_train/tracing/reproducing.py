@@ -308,7 +308,8 @@ class ReproducingTrace(Trace):
             writes = bool(effects) or appends_in_frame()
             self.reproduces = (writes or self._is_filled()) and self.problem is None
             self._lists.clear()
-            if self._compiler is None and (writes or self.host_draws is not None) and not self.rebound:
+            fails = writes or self.host_draws is not None or self.gaps.decided
+            if self._compiler is None and fails and not self.rebound:
                 seat.undoes = FailedRuns(graph, self.device)
             seat.begins, seat.leaves = held_weakly(self._begins), self.branches.leave_step
             self._seat = seat

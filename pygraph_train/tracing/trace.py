@@ -140,7 +140,7 @@ class Trace:
         self._guards: Any = None
         self._given = GivenTensors(runs=self.runs_graph)
         self._kept = KeptGuards()
-        self.objects, self.gaps = ReturnedObjects(), Gaps()
+        self.objects, self.gaps = ReturnedObjects(), Gaps(device)
         self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
         self._still = Stillness({}, {})
@@ -245,7 +245,7 @@ class Trace:
         """How Dynamo traces this function in another way than others."""
         changes = [*(weights_are_flat() if self.runs_graph else ()), *self.branches.changes()]
         if not self.traced:
-            changes += (*self.objects.changes(), *self.ahead.changes(), *self.gaps.changes())
+            changes += self.gaps.around((*self.objects.changes(), *self.ahead.changes()))
         return (*changes, *self._further)
 
     def _take_guards(self, entry: Any, frame: dict[str, Any]) -> None:
