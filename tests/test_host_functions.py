@@ -427,25 +427,41 @@ def others_that_are_noted(edges: Tensor, nodes: int, tries: int = 3) -> Tensor:
     return torch.tensor(random.sample(range(nodes), 8)).view(2, 4)
 
 
-@pytest.mark.parametrize("name", ["sample", "other_edges"])
-def test_a_function_that_is_replaced_in_mid_run(name: str) -> None:
+def a_draw_that_notes(*args: Any) -> list[int]:
+    noted.append(len(args))
+    return draw_of_python(*args)
+
+
+draw_of_python = random.sample
+OWN = random.Random(7)
+REPLACED: dict[str, tuple[Any, str, Any]] = {
+    "a function that it calls": (HERE, "sample", one_that_notes),
+    "the function": (HERE, "other_edges", others_that_are_noted),
+    "a draw": (random, "sample", a_draw_that_notes),
+    "a draw of another generator": (random, "sample", OWN.sample),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_in_mid_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may write: it is called as often as in plain training."""
-    stock = getattr(HERE, name)
-    instead = {"sample": one_that_notes, "other_edges": others_that_are_noted}[name]
+    owner, attribute, instead = REPLACED[name]
+    stock = getattr(owner, attribute)
 
     def step_fn(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
         return with_edges(model, given)
 
     def between(number: int) -> None:
-        setattr(HERE, name, instead if 20 <= number < 30 else stock)
+        monkeypatch.setattr(owner, attribute, instead if 20 <= number < 30 else stock)
         if not number:
             noted.clear()
+            OWN.seed(7)
 
-    try:
-        trained(step_fn, graphs(60), between=between, note=lambda: list(noted), replays=25)
-    finally:
-        setattr(HERE, name, stock)
-    assert len(noted) >= 10
+    def note() -> Any:
+        return list(noted), OWN.getstate()
+
+    trained(step_fn, graphs(60), between=between, note=note, replays=25)
+    assert len(noted) >= 10 or "generator" in name
 
 
 # -- a device that computes nothing --------------------------------------------------------------------------

@@ -8,6 +8,7 @@ and from the generators of the host. Such a one is not followed. It is called fo
 from __future__ import annotations
 
 import dis
+import random
 import sys
 import types
 from collections import deque
@@ -17,7 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from pygraph_train.torch_private.drawn_numbers import NO_VALUE, CallResult, any_missing, value_of
+from pygraph_train.torch_private.drawn_numbers import (
+    NO_VALUE,
+    CallResult,
+    any_missing,
+    generator_of,
+    value_of,
+)
 
 __all__ = ["KNOWN", "CallOnHost", "HostFunction", "host_function", "made_by_host"]
 
@@ -51,7 +58,8 @@ class CallOnHost:
 
     Args:
         fn: the function.
-        called: functions of its library that it calls, each with the globals and the name by which it finds it.
+        called: functions that it calls, of its library and of generators, each with the names among which it finds it,
+            and its own there.
     """
 
     def __init__(self, fn: types.FunctionType, called: Sequence[_Called]) -> None:
@@ -80,7 +88,7 @@ class ReplacedError(Exception):
     """A function of the host is not what it was: nothing was called."""
 
 
-_Called = tuple[dict[str, Any], str, types.FunctionType]
+_Called = tuple[dict[str, Any], str, Any]
 
 
 def host_function(fn: Any) -> tuple[CallOnHost, str] | None:
@@ -122,7 +130,7 @@ def _changes_nothing(fn: types.FunctionType, found: list[_Called], seen: set[typ
             return False
         for name in code.co_names:
             other = fn.__globals__.get(name)
-            if isinstance(other, _CONTAINERS):
+            if isinstance(other, _CONTAINERS) or not _draws_as_ever(name, found):
                 return False
             if not isinstance(other, types.FunctionType) or _library(other) == "torch":
                 continue
@@ -131,6 +139,21 @@ def _changes_nothing(fn: types.FunctionType, found: list[_Called], seen: set[typ
                 seen.add(other)
                 if _library(other) != _library(fn) or not _changes_nothing(other, found, seen):
                     return False
+    return True
+
+
+def _draws_as_ever(name: str, found: list[_Called]) -> bool:
+    """Whether nobody has put a function of Python in the place of a draw of this name."""
+    for names in (vars(random), vars(np.random)):
+        draw = names.get(name)
+        if generator_of(draw) is not None:
+            found.append((names, name, draw))
+        elif isinstance(draw, types.FunctionType) and _library(draw) not in ("random", "numpy"):
+            return False
+        elif isinstance(draw, (types.MethodType, types.BuiltinMethodType)) and not isinstance(
+            draw.__self__, types.ModuleType
+        ):
+            return False  # of somebody's own generator
     return True
 
 
