@@ -67,7 +67,12 @@ def other_edges(edges: Tensor, nodes: int, tries: int = 3) -> Tensor:
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     """These are functions that are known to do nothing but draw."""
-    names = {"mask_indices": "numpy", "other_edges": "python", **dict.fromkeys(HIDDEN, "python")}
+    names = {
+        "mask_indices": "numpy",
+        "other_edges": "python",
+        "asks": "python",
+        **dict.fromkeys(HIDDEN, "python"),
+    }
     known = [HostFunction(__name__, name, generator) for name, generator in names.items()]
     monkeypatch.setattr(host_functions, "KNOWN", (*host_functions.KNOWN, *known))
 
@@ -287,6 +292,20 @@ def test_gradients_that_are_accumulated() -> None:
             diary.write_state(model, optimizer)
 
     assert both(script, replays=30, compile=False).steps_replayed >= 15
+
+
+def asks(edges: Tensor) -> Tensor:
+    found = torch.tensor(random.sample(range(NODES - 1), 4)).repeat(2, 1)
+    return found + 1 if torch.compiler.is_compiling() else found
+
+
+def test_nothing_compiles_it() -> None:
+    """It is told the same while the step is traced."""
+
+    def step_fn(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        return link_loss(model, *given, asks(given[1]))
+
+    assert not trained(step_fn, graphs(20), replays=15).fallbacks
 
 
 def test_replays_are_compared_in_mid_run() -> None:
