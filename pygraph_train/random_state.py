@@ -31,6 +31,18 @@ class HostRandomState:
             if name not in but:
                 _put_back(name, state)
 
+    def moved(self, later: HostRandomState) -> frozenset[str]:
+        """Generators that are elsewhere in a later state of the same ones."""
+        return frozenset(name for name in self._states if not _equal(self._states[name], later._states[name]))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two states of a generator, or parts of them, are the same: tuples, tensors, or dicts with arrays."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    same = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
+
 
 def _state_of(generator: str) -> Any:
     if generator == "python":

@@ -44,7 +44,8 @@ class Lookup:
         program, signature.other_way = self._program, None
         elsewhere: list[Variant] = []
         untraced: Variant | None = None
-        known: dict[int, Any] = {}  # what is read ahead, once for all variants
+        # what is read ahead, once for all variants
+        known: dict[int, Any] | None = {} if len(signature.variants) > 1 else None
         with program.context():
             fn = program.function()
             for variant in signature.variants:
@@ -55,7 +56,7 @@ class Lookup:
                     untraced = variant
                     continue
                 draws, drawn = trace.host_draws, None
-                if draws is not None and not draws.inputs:  # drawing is cheaper than the guards
+                if draws is not None and draws.is_cheap:  # drawing is cheaper than the guards
                     variant.ahead = drawn = draws.look_ahead()
                     if not drawn.matches:
                         elsewhere.append(variant)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from pygraph_train.torch_private.changes import Around
 
-__all__ = ["as_in_plain_python", "file_of", "nothing_captures", "nothing_compiles"]
+__all__ = ["as_in_plain_python", "called_plainly", "file_of", "nothing_captures", "nothing_compiles"]
 
 
 def as_in_plain_python() -> list[tuple[Any, str, Any]]:
     """Changes of Dynamo: what it traces takes the branches of plain Python. (2.11, 2.13)"""
     return [nothing_compiles([]), *nothing_captures()]
+
+
+@contextmanager
+def called_plainly() -> Iterator[None]:
+    """Inside, also while Dynamo traces, a function that runs is told by torch that nothing compiles it. (2.11, 2.13)"""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def nothing_compiles(asked: list[str], but: Collection[str] = ()) -> tuple[Any, str, Any]:

@@ -52,6 +52,11 @@ class DrawRecorder(Protocol):
     ) -> CallResult:
         """Call a function with values and slots; `generator` is what it draws from, None if it computes."""
 
+    def call(
+        self, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], generator: str
+    ) -> CallResult | None:
+        """Call a function of the host with values and slots. None where it did something else than to draw."""
+
     def value(self, slot: CallResult) -> Any:
         """What a call has returned."""
 

@@ -143,10 +143,20 @@ class DrawnTensors:
         """A tensor of the graph; None where it has not all of its own memory."""
         recorder = self._recorder
         slot = recorder.make(fn, [tree], options)
-        if recorder.was_read(slot):
-            return None
         value = recorder.value(slot)
-        if not isinstance(value, Tensor) or not value.is_contiguous() or value.device.type != "cpu":
+        if recorder.was_read(slot) or not isinstance(value, Tensor) or value.device.type != "cpu":
+            return None
+        return self.held(tx, slot, device, shared=fn in _SHARING)
+
+    def held(self, tx: Any, slot: CallResult, device: Any, *, shared: bool) -> Any:
+        """What is in a slot as a tensor of the graph; None where it has not all of its own memory.
+
+        Args:
+            device: of the tensor of the graph.
+            shared: whether an array may have the same memory.
+        """
+        recorder, value = self._recorder, self._recorder.value(slot)
+        if type(value) is not Tensor or not value.is_contiguous() or value.requires_grad:
             return None
         recorder.ask(recorder.make(_kind, [slot], {}), None)
         made = self.built(tx, recorder.take(slot, device))
@@ -154,7 +164,7 @@ class DrawnTensors:
         made = made.call_method(tx, "clone", [], {})  # the step may change it, or return it
         for node in (given, made.as_proxy().node):
             recorder.hold(node, slot, shared=False)
-        recorder.hold(made.as_proxy().node, slot, shared=fn in _SHARING)
+        recorder.hold(made.as_proxy().node, slot, shared=shared)
         return made
 
     def built(self, tx: Any, tensor: Tensor) -> Any:

@@ -18,7 +18,6 @@ from pygraph_train.torch_private.drawn_numbers import (
     number_class,
     place_in,
     refuse_draw,
-    value_of,
 )
 from pygraph_train.torch_private.drawn_values import (
     MAKERS,
@@ -28,6 +27,7 @@ from pygraph_train.torch_private.drawn_values import (
     tree_of,
     value_class,
 )
+from pygraph_train.torch_private.host_functions import made_by_host
 
 __all__ = ["ValueHooks"]
 
@@ -98,16 +98,6 @@ _PURE_FUNCTIONS = frozenset(
     if hasattr(np, name)
 )
 """Functions of NumPy that draw nothing and change nothing."""
-
-_KNOWN = {"_compute_mask_indices"}
-"""Functions of transformers' models that draw from NumPy's generator, and change nothing else. Their arguments are
-constants."""
-
-
-def _is_known(fn: Any) -> bool:
-    """Whether a function of Python does nothing but draw from NumPy's generator, and compute with that."""
-    module = str(getattr(fn, "__module__", ""))
-    return getattr(fn, "__name__", "") in _KNOWN and module.startswith("transformers.models.")
 
 
 def _method(value: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -276,17 +266,12 @@ class ValueHooks:
         return self.wrapped(tx, self.recorder.make(fn, given, named), lambda: refuse_draw("numpy", fn))
 
     def calling(self, call_function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of Python that does nothing but draw, and compute with that."""
+        """A function of Python that runs on the host as it is, before each run of the graph."""
 
         def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             fn: Any = getattr(variable, "fn", None)
-            if not self.recorder.takes or not _is_known(fn):
-                return call_function(variable, tx, args, kwargs)
-            given, named = [value_of(x) for x in args], {key: value_of(x) for key, x in kwargs.items()}
-            if any_missing((*given, *named.values())) or not self.begins(tx):
-                return call_function(variable, tx, args, kwargs)
-            slot = self.recorder.make(fn, given, named, "numpy")
-            return self.wrapped(tx, slot, lambda: refuse_draw("numpy", fn))
+            made = made_by_host(self, tx, fn, args, kwargs, lambda: refuse_draw("numpy", fn))
+            return call_function(variable, tx, args, kwargs) if made is None else made
 
         return called
 

@@ -38,6 +38,7 @@ from pygraph_train.tracing.graph_calls import (
 from pygraph_train.tracing.host_draws import Asked, Given, HostDraws, Made, filled
 from pygraph_train.tracing.live_numbers import in_tensor
 from pygraph_train.tracing.needed_calls import needed
+from pygraph_train.tracing.nothing_read import NothingRead
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recompute import RandomDraws
 
@@ -47,7 +48,7 @@ MOST_CALLS = 4096
 """Calls of one step that are made before each replay."""
 
 
-class Recording:
+class Recording(NothingRead):
     """Notes what one trace draws on the host. Draws for real, and leaves all generators where they are.
 
     Args:
@@ -57,13 +58,8 @@ class Recording:
     Attributes:
         where: `file:line` of the first question.
         end: where the generators are after what was drawn so far; None before.
-        has_read: whether anything was read ahead.
-        takes: whether what is drawn may get into tensors: somebody has to fill them before each run.
         tensors: those tensors, once the trace has ended. They hold the values of the traced call.
     """
-
-    has_read = False
-    takes = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -114,26 +110,6 @@ class Recording:
         self._steps.append(Asked(slot.place, value))
         self.where = self.where or where
         return value
-
-    def read(self, node: fx.Node, where: str | None, *, trained: bool = True) -> CallResult | None:
-        """What a node of the graph computes from tensors that the step is given: nothing is read ahead here."""
-        return None
-
-    def may_ask(self, slot: CallResult) -> bool:
-        """Whether the trace may depend on what is in a slot."""
-        return True
-
-    def is_constant(self, slot: CallResult) -> bool:
-        """Whether a call returns the same in each step: nothing is known of that here."""
-        return False
-
-    def leave(self, slot: CallResult) -> bool:
-        """Whether something that was read ahead went into a result. It is left to the step from now on."""
-        return False
-
-    def was_read(self, slot: CallResult) -> bool:
-        """Whether something that was read ahead went into a result: nothing is read ahead here."""
-        return False
 
     def slot_of(self, node: fx.Node) -> CallResult | None:
         """What a node of the graph computes, made now, if it follows from random numbers of the host alone."""

@@ -45,7 +45,9 @@ def fill(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for tensor, value in zip(tensors, values, strict=True):
             if not value.dim() and value.is_floating_point():
                 tensor.fill_(value.item())
-            elif tensor.is_cuda:  # from memory that is not pinned, it would wait for the device
+            elif (
+                tensor.is_cuda and not value.is_cuda
+            ):  # from memory that is not pinned, it would wait for the device
                 tensor.copy_(value.to(tensor.dtype).pin_memory(), non_blocking=True)
             else:
                 tensor.copy_(value)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -13,7 +14,17 @@ from pygraph_train.torch_private.dispatch import mode_of_fakes, no_fake_mode
 from pygraph_train.torch_private.drawn_numbers import CallResult
 from pygraph_train.tracing.recompute import RandomDraws
 
-__all__ = ["alike", "draws", "function_of", "is_write", "memory_of", "slots_in", "tensors_in", "zeros"]
+__all__ = [
+    "alike",
+    "draws",
+    "function_of",
+    "is_apart",
+    "is_write",
+    "memory_of",
+    "slots_in",
+    "tensors_in",
+    "zeros",
+]
 
 
 def draws(node: fx.Node, examples: Sequence[Tensor]) -> bool:
@@ -68,6 +79,16 @@ def tensors_in(values: Sequence[Any]) -> list[Tensor]:
 def memory_of(value: Any) -> Any:
     """Where a tensor lies; for anything else a value that nothing else has."""
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else object()
+
+
+def is_apart(value: Any, given: Sequence[Tensor]) -> bool:
+    """Whether an array or a tensor has memory of its own, and not that of a tensor that a function was given."""
+    if isinstance(value, Tensor):
+        return memory_of(value) not in map(memory_of, given)
+    of_host = [t.detach() for t in given if t.device.type == "cpu"]
+    return not isinstance(value, np.ndarray) or not any(
+        np.may_share_memory(value, t.numpy()) for t in of_host
+    )
 
 
 def without_gradient(node: fx.Node) -> Any:

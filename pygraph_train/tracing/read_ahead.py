@@ -7,19 +7,24 @@ few cheap operations, it can be computed before the step is made. So the trace g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.compiling import called_plainly
 from pygraph_train.torch_private.dispatch import no_autocast, no_fake_mode
 from pygraph_train.torch_private.drawn_numbers import CallResult
 from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
+from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.selections import changed_mask
+from pygraph_train.tracing.call_keys import hashable, key_of, made_once
 from pygraph_train.tracing.chains import chain_of, chain_with_writes
 from pygraph_train.tracing.draw_recording import Recording
-from pygraph_train.tracing.graph_calls import alike, function_of, is_write, slots_in
+from pygraph_train.tracing.graph_calls import alike, function_of, is_apart, is_write, slots_in, tensors_in
 from pygraph_train.tracing.host_draws import Given, HostDraws, Made, filled
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.signature import ARGUMENTS
@@ -78,6 +83,9 @@ class ReadingAhead(Recording):
                 return None
             if not trained and any(map(_requires_gradient, follows)):
                 return None  # it is another value in each step
+            drawn = [self._drawn_for(x) is not None for x in follows if x.op == "placeholder"]
+            if chain and all(drawn) and not any(map(_has_fractions, chain)):
+                return self._follow_on_host(chain)
             if None in [self._follow(x) for x in chain or ()]:
                 return None
             if together and not self._follow_together(together, node):
@@ -85,9 +93,45 @@ class ReadingAhead(Recording):
         except Exception:  # the step itself will say what is wrong
             return None
         slot = self._followed[node]
-        self._read_at[slot.place] = self._read_at.get(slot.place, frozenset()) | {where}
+        if not any(drawn):  # what is drawn may get anywhere
+            self._read_at[slot.place] = self._read_at.get(slot.place, frozenset()) | {where}
         self.has_read = True
         return slot
+
+    def call(
+        self, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], generator: str
+    ) -> CallResult | None:
+        """See `DrawRecorder.call`. What it returns is as good as drawn, whatever it has read."""
+        end, before = self.end, self.end or HostRandomState()
+        known = {place: self._values[place] for place in slots_in((tuple(args), dict(kwargs)))}
+        copies = {place: x.clone() for place, x in known.items() if isinstance(x, Tensor)}
+        given = list(copies.values())
+        for (
+            place,
+            copy,
+        ) in copies.items():  # of a function that changes what it is given, nobody shall see that
+            self._values[place] = copy
+        try:
+            with called_plainly():
+                slot = self.make(fn, args, kwargs, generator)
+        except Exception:  # the step itself will say what is wrong
+            return None
+        finally:
+            for place, value in known.items():
+                self._values[place] = value
+        assert self.end is not None
+        self._read_at[slot.place] = frozenset()
+        value = self._values[slot.place]
+        if (
+            before.moved(self.end) <= {generator}
+            and not any(map(tensor_version, given))
+            and is_apart(value, given)
+        ):
+            return slot
+        self._steps.pop()
+        self._values.pop()
+        self.end = end
+        return None
 
     def make(
         self, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], generator: str | None = None
@@ -137,6 +181,7 @@ class ReadingAhead(Recording):
                     graph.graph.erase_node(node)
             graph.recompile()
         found = super().finish(graph)
+        found = None if found is None else replace(found, steps=made_once(found.steps))
         self._values.clear()  # they hold tensors of the batch
         self._followed.clear()
         self._on_the_way.clear()
@@ -144,18 +189,46 @@ class ReadingAhead(Recording):
 
     def _may_be_given(self, node: fx.Node) -> bool:
         """Whether a tensor is before the step what the step finds, if the node is one that it is given."""
-        if node.op == "placeholder" and any(placeholder_value(node) is tensor for _, tensor in self._taken):
-            return False
+        if self._drawn_for(node) is not None:
+            return True
         if node.op != "placeholder" or self._of_buffers() or _requires_gradient(node):
             return True
         return str(placeholder_source(node)).startswith(ARGUMENTS)
 
+    def _drawn_for(self, node: fx.Node) -> CallResult | None:
+        """What is drawn for an input of the graph; None for another node."""
+        value = placeholder_value(node) if node.op == "placeholder" else None
+        return next((slot for slot, tensor in self._taken if tensor is value), None)
+
     # -- the graph so far -----------------------------------------------------------------------------------
+
+    def _follow_on_host(self, chain: list[fx.Node]) -> CallResult | None:
+        """Compute whole numbers and truth values of what is drawn there, where nobody waits for the device."""
+        made: dict[fx.Node, CallResult] = {}
+        for node in chain:
+            drawn = self._drawn_for(node)
+            if drawn is None:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+                with called_plainly():
+                    drawn = self.make(function_of(node), args, kwargs)
+                if not alike(self._values[drawn.place], node.meta["example_value"]):
+                    return None
+            made[node] = drawn
+        self.has_read = True
+        self._on_the_way.update(x for x in chain if x.op != "placeholder")
+        return made[chain[-1]]
 
     def _follow(self, node: fx.Node) -> CallResult | None:
         """Compute a node whose inputs were computed. None where it gives something else than the graph has there."""
         if node in self._followed:
             return self._followed[node]
+        drawn = self._drawn_for(node)
+        if drawn is not None:
+            example = node.meta["example_value"]
+            if self._values[drawn.place].device.type != example.device.type:
+                drawn = self.make(Tensor.to, [drawn, example.device], {})
+            self._followed[node] = drawn
+            return drawn
         if node.op == "placeholder":
             expression = str(placeholder_source(node))
             step: Given | Made = Given(expression)
@@ -212,10 +285,10 @@ class ReadingAhead(Recording):
         if isinstance(step, Made) and step.generator is None and given <= self._constants:
             self._constants.add(slot.place)
         if isinstance(step, Given):
-            self._keys[slot.place] = _key_of(step)
+            self._keys[slot.place] = key_of(step)
         elif isinstance(step, Made) and step.generator is None and all(x in self._keys for x in given):
             try:
-                key = _key_of((step.fn, _hashable((step.args, dict(step.kwargs)), self._keys)))
+                key = key_of((step.fn, hashable((step.args, dict(step.kwargs)), self._keys)))
             except TypeError:  # an argument that has no hash
                 return
             self._keys[slot.place] = key
@@ -247,7 +320,7 @@ class CallsInOrder:
 
     def _says(self) -> Any:
         slots = {place: place for place in range(self._result + len(self._calls) + 1)}
-        return self._result, [(fn, _hashable((args, kwargs), slots)) for fn, args, kwargs in self._calls]
+        return self._result, [(fn, hashable((args, kwargs), slots)) for fn, args, kwargs in self._calls]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CallsInOrder) and self._says() == other._says()
@@ -270,6 +343,11 @@ def _requires_gradient(node: fx.Node) -> bool:
     return isinstance(example, Tensor) and example.requires_grad
 
 
+def _has_fractions(node: fx.Node) -> bool:
+    examples = tensors_in([node.meta.get("example_value")])
+    return any(x.is_floating_point() or x.is_complex() for x in examples)
+
+
 def _writes(node: fx.Node) -> bool:
     return node.op != "placeholder" and is_write(function_of(node))
 
@@ -283,29 +361,3 @@ def _are_alike(value: Any, example: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(example, Tensor) and value.device.type != example.device.type:
         return False
     return alike(value, example)
-
-
-_keys: dict[Any, int] = {}
-
-
-def _key_of(call: Any) -> int:
-    """The same number for the same call with what follows from the same tensors."""
-    return _keys.setdefault(call, len(_keys))
-
-
-def _hashable(tree: Any, keys: Mapping[int, int]) -> Any:
-    """Arguments with keys in the place of slots, where equal ones are the same ones.
-
-    Raises:
-        TypeError: one has no hash.
-    """
-    if isinstance(tree, CallResult):
-        return "slot", keys[tree.place]
-    if isinstance(tree, (tuple, list)):
-        return type(tree), *[_hashable(x, keys) for x in tree]
-    if isinstance(tree, Mapping):
-        return dict, *[(name, _hashable(x, keys)) for name, x in sorted(tree.items())]
-    if isinstance(tree, slice):
-        return slice, _hashable((tree.start, tree.stop, tree.step), keys)
-    hash(tree)
-    return type(tree), repr(tree) if type(tree) in (float, complex) else tree  # 0.0 == -0.0
