@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from pygraph_train.parallel.agreement import Word
-from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.problems import NotLegal
 from pygraph_train.step.capturing import MOST_RETRACES, REPLAYS_PER_RETRACE, Capturing
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
@@ -26,8 +26,8 @@ from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Variant
 from pygraph_train.step.watching import Watching
+from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.tracing.changing_numbers import changing_numbers
-from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
 from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.saved_on_host import SavedOnHost
@@ -108,7 +108,7 @@ class Advancing:
         """
         if not self._begun:
             self._begun = True
-            self._ask_for_reasons()
+            self._refusing.ask_for_reasons()
         served: Variant | WithoutGraph | None = variant
         if signature.family is not None and signature.other_way is None and self._refusing.off is None:
             served = self._shapes.served(step, signature, variant, args, kwargs, leaves)
@@ -187,6 +187,8 @@ class Advancing:
                     return Ran(self._ungraphed.plainly(run))
                 return self._replayed(variant, capture, args, kwargs, leaves)
             return self._compared(step, variant, capture, args, kwargs, leaves, expected)
+        except OtherWay:
+            self._refusing.other_way(step, signature, variant)
         except NotLegal as refused:
             if variant.lead is not None and refused.problem is OUT_OF_MEMORY:
                 step.give_up()
@@ -220,6 +222,8 @@ class Advancing:
         """A replay that another rank wants to be compared with a plain step."""
         try:
             return self._compared(step, variant, capture, args, kwargs, leaves, None)
+        except OtherWay:
+            self._refusing.other_way(step, signature, variant)
         except NotLegal as refused:
             self._refusing.calls(step, signature, variant, refused.problem)
         return Ran(self._ungraphed.plainly(run))
@@ -291,8 +295,12 @@ class Advancing:
             return result
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
-            old, variant.trace = variant.trace, self._training.program.new_trace(variant.trace.dynamic)
-            variant.trace.saved, variant.trace.gaps.allowed = old.saved, old.gaps.allowed
+            saved, variant.trace = (
+                variant.trace.saved,
+                self._training.program.new_trace(variant.trace.dynamic),
+            )
+            variant.trace.saved = saved
+            variant.trace.gaps.limit(self._training.config)
         elif problem is not None and variant.trace.dynamic:
             self._shapes.refused(variant)
         elif problem is not None and variant.way is not None:
@@ -306,21 +314,6 @@ class Advancing:
         """One of the ways of a step has no graph. The others keep theirs."""
         signature.ways.close(way)
         signature.variants = [other for other in signature.variants if other is not variant]
-
-    def _ask_for_reasons(self) -> None:
-        """On the first step: why forward and backward cannot be in a graph at all."""
-        config, program = self._training.config, self._training.program
-        off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
-        off += ["fuse='off'"] if config.fuse == "off" and not off else []
-        asked = Problem(f"{', '.join(off)} is set, so forward and backward share no graph") if off else None
-        problem = (
-            asked
-            or program.replication.problem
-            or program.acts_before_backward()
-            or backward_hook(program.model)
-        )
-        if problem is not None:
-            self._refusing.run(problem, asked=asked is not None)
 
     def _new_variant(
         self,
@@ -358,7 +351,7 @@ class Advancing:
         # ways are counted, and shapes apart from them
         family = None if other_way is not None else signature.family
         trace = program.new_trace(None if family is None else family.dynamic)
-        trace.gaps.allowed &= training.config.compile is not True  # Inductor knows none of what is in them
+        trace.gaps.limit(training.config)
         if isinstance(trace, ReproducingTrace) and other_way is None:
             known = [other.trace for other in signature.variants]
             with program.context():

@@ -17,6 +17,7 @@ from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
+from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, problem_of
 from pygraph_train.tracing.signature import flattened
 from pygraph_train.verification import Fingerprint, PlainRuns
@@ -79,6 +80,7 @@ class Comparing:
             replay: makes the replay. It is called again where the first one had to be undone.
         Raises:
             NotLegal: it gives something else, and is undone.
+            OtherWay: values of the step lead another way than that of the graph. It is undone.
         """
         started, training, maker = time.perf_counter(), self._training, self._maker
 
@@ -107,16 +109,26 @@ class Comparing:
                 backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
         put_back = training.program.replication.notes()
 
-        def undo() -> None:
+        def back() -> None:
             backup.restore()
             put_back()
             capture.gradients.restore(before)
             take_back()
+
+        def undo() -> None:
+            back()
             training.replays -= 1
             training.clock.undone()
 
+        def replayed() -> R:
+            try:
+                return replay()
+            except OtherWay:
+                back()
+                raise
+
         bits, stands = self._same_arithmetic(capture), True
-        result = self._timed(variant, replay)
+        result = self._timed(variant, replayed)
         try:
             found = self._left_by(capture)
             difference = runs.first.compare(found, bits=bits)
@@ -128,7 +140,7 @@ class Comparing:
                     runs.add(without_graph())
                 difference = None if difference is None else runs.refuse(found)
                 if not self._anywhere(difference is not None):
-                    result, stands = replay(), True
+                    result, stands = replayed(), True
                     found = self._left_by(capture)
                     difference = runs.first.compare(found, bits=bits)
             difference = None if difference is None else runs.refuse(found)
@@ -137,7 +149,7 @@ class Comparing:
                 if stands:
                     undo()
                 stands, tries = False, tries + 1
-                result, stands = replay(), True
+                result, stands = replayed(), True
                 found = self._left_by(capture)
                 difference = runs.first.compare(found, bits=bits)
                 difference = None if difference is None else runs.refuse(found)

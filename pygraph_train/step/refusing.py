@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING
@@ -11,14 +11,18 @@ from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import Life, LifeEvent, Scope, Stage, refusal
+from pygraph_train.step.program import Call
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Variant
+from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import BEGINS_ANEW
 
 __all__ = ["Refusing"]
+
+R = TypeVar("R")
 
 
 class Refusing:
@@ -47,6 +51,36 @@ class Refusing:
         self._decisions = decisions
         self._signatures = signatures
         self._ungraphed = ungraphed
+
+    def ask_for_reasons(self) -> None:
+        """On the first step: why forward and backward cannot be in a graph at all."""
+        config, program = self._training.config, self._training.program
+        off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
+        off += ["fuse='off'"] if config.fuse == "off" and not off else []
+        asked = Problem(f"{', '.join(off)} is set, so forward and backward share no graph") if off else None
+        problem = (
+            asked
+            or program.replication.problem
+            or program.acts_before_backward()
+            or backward_hook(program.model)
+        )
+        if problem is not None:
+            self.run(problem, asked=asked is not None)
+
+    def taken_back(
+        self, step: StepInFlight, signature: Signature, variant: Variant, run: Callable[[Call], R]
+    ) -> R:
+        """Make a step whose replay has failed, and was taken back."""
+        if variant.trace.gaps.decided:
+            self.other_way(step, signature, variant)
+        return self._ungraphed.plainly(run)
+
+    def other_way(self, step: StepInFlight, signature: Signature, variant: Variant) -> None:
+        """A replay was taken back, because values of the step lead another way than that of its graph."""
+        step.give_up()
+        problem = variant.trace.gaps.took_other_way(variant.replays)
+        if problem is not None:
+            self.calls(step, signature, variant, problem)
 
     def calls(
         self, step: StepInFlight, signature: Signature, variant: Variant | None, problem: Problem

@@ -51,8 +51,9 @@ class Replays:
     ) -> Replayed | None:
         """Make a replay; None where it has failed and was taken back. Hot path."""
         step.replayed = True
-        all_at_once = capture.writer is not None or variant.trace.host_draws is not None
-        may_fail = self._anywhere or variant.trace.gaps.left
+        gaps = variant.trace.gaps
+        all_at_once = capture.writer is not None or variant.trace.host_draws is not None or gaps.decided
+        may_fail = self._anywhere or gaps.left
         undo = self._undoing(variant, capture, args, kwargs) if may_fail and all_at_once else None
         try:
             made = self._replay(variant, capture, leaves)

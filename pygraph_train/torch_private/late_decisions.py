@@ -18,7 +18,7 @@ from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.dispatch import symbols_of
 from pygraph_train.torch_private.jumps import conditional_jumps
 
-__all__ = ["QUESTIONS", "OtherWay", "changes", "decided"]
+__all__ = ["QUESTIONS", "OtherWay", "bounds_bool", "changes", "decided"]
 
 
 class OtherWay(Exception):
@@ -45,6 +45,14 @@ def decided(value: Any, question: str, answer: bool) -> None:
     """
     if QUESTIONS[question](value) is not answer:
         raise OtherWay("a value that the step computes leads another way")
+
+
+def bounds_bool(node: fx.Node) -> bool:
+    """Whether a node is Dynamo's assertion that a bool, as a number, is 0 or 1. (2.13)"""
+    if node.target is not torch.ops.aten._assert_scalar.default:
+        return False
+    bound = node.args[0]
+    return isinstance(bound, fx.Node) and getattr(bound.args[0], "target", None) is torch.sym_ite
 
 
 def changes(decide: Decide) -> tuple[list[tuple[Any, str, Any]], list[tuple[Any, str, Any]]]:

@@ -20,7 +20,7 @@ from pygraph_train.gaps import leave_gap, may_leave_gap
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.dynamo import copy_origins
-from pygraph_train.torch_private.late_decisions import QUESTIONS, OtherWay, decided
+from pygraph_train.torch_private.late_decisions import QUESTIONS, OtherWay, bounds_bool, decided
 from pygraph_train.torch_private.memory import borrower
 
 __all__ = ["Check", "LateFloat", "LateInt", "LateNumbers", "late_numbers", "without_late_numbers"]
@@ -248,9 +248,8 @@ def _computes(node: fx.Node) -> bool:
     """Whether a node gives the same whenever it is done, on the host."""
     if node.op != "call_function":
         return False
-    if node.target is torch.ops.aten._assert_scalar.default:  # of Dynamo's: a bool as a number is 0 or 1
-        bound = node.args[0]
-        return isinstance(bound, fx.Node) and getattr(bound.args[0], "target", None) is torch.sym_ite
+    if bounds_bool(node):
+        return True
     name = getattr(node.target, "__name__", "")
     if node.target in _OF_TORCH:
         return True

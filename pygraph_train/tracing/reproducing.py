@@ -284,7 +284,7 @@ class ReproducingTrace(Trace):
             self.ahead.finish(graph)  # of the graph that Dynamo has made
             if self.live.drop(self.ahead.given(graph)):
                 self._look_again(graph)
-        if (late := late_numbers(graph)) is not None:
+        if (late := late_numbers(graph)) is not None:  # a run that goes another way has to be taken back
             graph = without_late_numbers(graph, late)
         found = counters(graph)
         numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]

@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.problems import Problem
 from pygraph_train.torch_private import ctc_loss, cudnn_flags, host_backwards, late_decisions
 from pygraph_train.tracing.late_numbers import Check
+from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.rehearsal import value_in_rehearsal
 
 __all__ = ["Gaps"]
+
+
+_SOME, _EACH = 5, 10
+"""Steps may go another way so often, and once more in so many replays."""
 
 
 class Gaps:
@@ -27,6 +34,7 @@ class Gaps:
             has to be taken back. To be set before the first call.
         left: whether a capture of what was traced leaves gaps.
         decided: whether such values have decided.
+        where: `file:line` of the last one.
         only_eager: whether what was traced has parts that Inductor does not know.
     """
 
@@ -34,6 +42,29 @@ class Gaps:
         self.allowed = self.decide = False
         self.left = self.only_eager = self.decided = False
         self._device = device
+        self.where: str | None = None
+        self._others = 0  # steps that went another way
+
+    def limit(self, config: PyGraphConfig) -> None:
+        """Inductor knows none of what is in gaps, and a replay that nobody compares is never taken back."""
+        self.allowed &= config.compile is not True
+        self.decide &= self.allowed and config.verify != "off"
+
+    def took_other_way(self, replays: int) -> Problem | None:
+        """After a step that went another way: why its kind gets no graph any more, if that was too often.
+
+        Args:
+            replays: of this kind of step.
+        """
+        self._others += 1
+        if self._others <= _SOME + replays // _EACH:
+            return None
+        return Problem(
+            f"values that the step computes decide which way it takes, and {self._others} steps went another way than "
+            f"its graph, which was replayed in {replays}",
+            self.where,
+            "Compute the result with tensors (torch.where)",
+        )
 
     def around(self, changes: Iterable[tuple[Any, str, Any]]) -> tuple[tuple[Any, str, Any], ...]:
         """How Dynamo traces differently, besides other changes."""
@@ -45,6 +76,7 @@ class Gaps:
 
     def _answer(self, node: fx.Node, question: str) -> bool | None:
         try:
+            self.where = line_of(node) or self.where
             return bool(late_decisions.QUESTIONS[question](value_in_rehearsal(node, self._device)))
         except Exception:  # the step itself will say what is wrong
             return None
@@ -52,7 +84,8 @@ class Gaps:
     def look_at(self, graph: torch.fx.GraphModule) -> None:
         """After a trace."""
         targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
-        self.decided = any(isinstance(module, Check) for module in graph.children())
+        checks = [node for node in graph.graph.nodes if node.op == "call_module"]
+        self.decided = any(isinstance(getattr(graph, str(node.target), None), Check) for node in checks)
         self.left = self.decided or not targets.isdisjoint(
             (ctc_loss.ctc_loss, host_backwards.backward_in_gap)
         )

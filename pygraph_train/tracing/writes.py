@@ -17,6 +17,7 @@ from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator
 from pygraph_train.torch_private.host_backwards import backward_in_gap
 from pygraph_train.torch_private.memory import storage_key, tensor_version
 from pygraph_train.tracing.graph_calls import function_of, is_write, tensors_in
+from pygraph_train.tracing.late_numbers import Check
 
 __all__ = ["NORMALISATIONS", "maybe_written", "memory_in_trace", "statistics_written", "written_arguments"]
 
@@ -88,7 +89,8 @@ def _origins(node: fx.Node) -> set[fx.Node]:
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation may write to."""
     if node.op == "call_module":
-        return node.all_input_nodes
+        module = getattr(node.graph.owning_module, str(node.target), None)
+        return [] if isinstance(module, Check) else node.all_input_nodes
     if node.op not in ("call_function", "call_method"):
         return []
     fn = function_of(node)
