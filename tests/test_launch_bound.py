@@ -205,7 +205,7 @@ def trained(config: PyGraphConfig | None) -> tuple[list[torch.Tensor], StepRepor
     return list(model.parameters()), step.report() if step is not None else None
 
 
-@pytest.mark.parametrize(("whole", "replays"), [(40e-3, False), (1.1e-3, True)])
+@pytest.mark.parametrize(("whole", "replays"), [(40e-3, False), (2.5e-3, False), (1.1e-3, True)])
 def test_the_runner_leaves_such_steps_untouched(
     whole: float, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

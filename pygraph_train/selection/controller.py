@@ -187,8 +187,9 @@ class Controller(Leaving):
         # the loop's own optimizer makes the updates from here on, with other kernels than in the comparison
         first = [] if self.best.plan == NOTHING else [reference]
         while self._reopen is None:
-            until = max(self.rules.window, math.ceil(min(self._due - self.steps, look_every)))
-            window = Window(self.best, until, self.rules.window, skipped=0)
+            until = self._due - self.steps
+            steps = math.ceil(min(until, look_every)) if until > 0 else look_every
+            window = Window(self.best, max(self.rules.window, steps), self.rules.window, skipped=0)
             yield window
             if window.problem is not None:
                 self._drop(self.best, window.problem)

@@ -40,9 +40,6 @@ _REGIONS_SHARE = 1 / 2
 _EAGER_SHARE = 0.95
 """Graphs of eager kernels save little of a step that keeps the device busy."""
 
-_UPDATE_SLACK = 2
-"""A graph of the update saves at most so many times what the shortest update took."""
-
 _TRACING_SECONDS = 2.0
 """What AOTAutograd takes for forward and backward of a small model, with the captures, before it was measured."""
 
@@ -250,9 +247,6 @@ class Decisions:
         if arm.plan == NOTHING and variant is not None:
             return Estimate(seen=variant.warmup_seconds, why="launch-bound")
         if arm.plan == OPTIMIZER and variant is not None:
-            update, plain = self._times.phases.get(Phase.OPTIMIZER.value), controller.times.get(Arm(NOTHING))
-            if update is not None and plain is not None:
-                return Estimate(least=plain - _UPDATE_SLACK * update, why="forward and backward, as measured")
             outside = [self._times.phases.get(phase.value) for phase in (Phase.FORWARD, Phase.BACKWARD)]
             if None not in outside:
                 return Estimate(seen=sum(filter(None, outside)), why="forward and backward, launch-bound")
