@@ -156,6 +156,17 @@ def test_one_disturbance_decides_nothing(count: int, factor: float, lag: int) ->
         assert len(machine.captures) == 1, (first, machine.captures)
 
 
+def test_a_graph_whose_comparison_was_disturbed_for_long_comes_back_early() -> None:
+    """All windows of the graph but one show a draw, and that one shows what could be gained."""
+    machine = Machine({FUSED: 4e-3, OFF: 7e-3}, disturbed=(9, 100), factor=7 / 4)
+    step = machine._step
+    machine._step = lambda arm: step(arm) / (1 if arm == FUSED or len(machine.ran) > 110 else 7 / 4)
+    controller = machine.run(200)
+    assert controller.best == OFF and machine.captures == [0], controller.history
+    machine.run(450)
+    assert controller.best == FUSED and len(machine.captures) == 2, controller.history
+
+
 def test_a_graph_comes_back_where_steps_without_it_become_slow() -> None:
     machine = Machine({FUSED: 7e-3, OFF: 6e-3})
     controller = machine.run(1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 
 from pygraph_train.selection.arms import NOTHING, Arm
@@ -71,6 +72,8 @@ class Comparison:
         self._why = ""
         self._too_dear: set[Arm] = set()
         self._lost: dict[Arm, float] = {}  # and the best time then
+        self._losses = Counter[Arm]()
+        self._fastest: dict[Arm, float] = {}  # windows of arms that were measured in a row
         self._due = math.inf  # in steps, when one of them may pay
         self._again = 0.0  # seconds of captures for plans that had lost
         self._most = _FARTHEST * self.rules.look_every
@@ -140,7 +143,17 @@ class Comparison:
         """Whether another trial of an arm that was measured takes a small part of the run, whatever it finds."""
         left = self._steps_left()
         steps = self.steps if left is None else min(self.steps, left)
-        return arm in self.times and self._again + seconds <= self.rules.again * steps * best
+        return arm in self.times and self._again + seconds <= self._share(arm, best) * steps * best
+
+    def _share(self, arm: Arm, best: float) -> float:
+        """The part of the run that further trials of an arm may take.
+
+        Its fastest window shows what could be gained at most, if the others were disturbed. Each trial that has found
+        the same makes the next one rarer.
+        """
+        could_gain = 1 - self._fastest.get(arm, best) / best
+        share = max(self.rules.again, self.rules.again_of_gain * could_gain)
+        return share / 2 ** max(0, self._losses[arm] - 1)
 
     def _choose(self, arm: Arm, why: str) -> None:
         before, self.best = self.best, arm
@@ -154,7 +167,12 @@ class Comparison:
         return self._estimate(arm, self.best, self.times[self.best]).one_time
 
     def _wait_for(self, arm: Arm, price: float, gain: float) -> None:
-        """Try an arm later, when the steps that were made could have paid for it."""
+        """Try an arm later, when the steps that were made could have paid for it, or a trial is cheap."""
         self._too_dear.add(arm)
-        if gain > 0 and self._steps_left() is None:
+        if self._steps_left() is not None:
+            return
+        if gain > 0:
             self._due = min(self._due, price / gain)
+        if arm in self.times:
+            best = self.times[self.best]
+            self._due = min(self._due, (self._again + price) / (self._share(arm, best) * best))

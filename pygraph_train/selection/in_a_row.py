@@ -48,11 +48,13 @@ class Known(NamedTuple):
         windows: that were measured.
         quiet: of these, windows that were not disturbed.
         found: what the quiet ones say.
+        fastest: the mean of the fastest one.
     """
 
     windows: int
     quiet: int
     found: Summary
+    fastest: float = math.inf
 
 
 def known(windows: Sequence[Window], agree: Callable[[Sequence[float]], Sequence[float]]) -> Known:
@@ -68,7 +70,7 @@ def known(windows: Sequence[Window], agree: Callable[[Sequence[float]], Sequence
     quiet = [w for w, mean in zip(windows, means, strict=True) if mean <= _DISTURBED * fastest]
     found = of_windows(quiet)
     mean, error, freedom = agree([found.mean, found.error, -found.freedom])
-    return Known(sum(map(math.isfinite, means)), len(quiet), Summary(mean, error, -freedom))
+    return Known(sum(map(math.isfinite, means)), len(quiet), Summary(mean, error, -freedom), fastest)
 
 
 def is_known_well(ours: Known, made: int, rules: Rules) -> bool:

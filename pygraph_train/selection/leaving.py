@@ -68,9 +68,9 @@ class Leaving(Comparison):
     def _known_well(self, arm: Arm, windows: list[Window]) -> Generator[Window, None, Summary | None]:
         """Windows of the best arm, until it can be left. They are steps like all others."""
         while self._reopen is None:
-            ours = known(windows[-MOST_WINDOWS:], self._agree)
+            ours, every = known(windows[-MOST_WINDOWS:], self._agree), known(windows, self._agree)
             if is_known_well(ours, len(windows), self.rules):
-                self.times[arm] = ours.found.mean
+                self.times[arm], self._fastest[arm] = ours.found.mean, every.fastest
                 return ours.found
             windows.append((yield from self._one_window(arm)))
         return None
@@ -93,6 +93,7 @@ class Leaving(Comparison):
                 return spent, None, other
             all_of_it = known(windows, self._agree)
             other, found = all_of_it.found, outcome(ours, all_of_it, self.rules)
+            self._fastest[challenger] = all_of_it.fastest
             if found is not None:
                 return spent, found, other
 
@@ -117,8 +118,9 @@ class Leaving(Comparison):
     def _has_lost(self, arm: Arm, best: float) -> None:
         """Another trial of an arm with graphs has to be cheap, unless the best arm becomes slower than it is now."""
         if arm.plan.forward_backward:
-            self._too_dear.add(arm)
             self._lost[arm] = best
+            self._losses[arm] += 1
+            self._wait_for(arm, self._price(arm), 0.0)
 
     def _stays_away(self, challenger: Arm) -> bool:
         """Choose an arm that has lost, where to capture the best one again does not pay in the steps that will come."""
