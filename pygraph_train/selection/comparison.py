@@ -15,6 +15,9 @@ __all__ = ["Comparison"]
 _FARTHEST = 64
 """Times `Rules.look_every`, which looks are apart at most."""
 
+_NO_HOPE = 0.1
+"""Of what trials may take: for an arm of which no window was faster than the best arm."""
+
 
 class Comparison:
     """Arms, what is known of them, and decisions.
@@ -151,8 +154,10 @@ class Comparison:
         Its fastest window shows what could be gained at most, if the others were disturbed. Each trial that has found
         the same makes the next one rarer.
         """
-        could_gain = 1 - self._fastest.get(arm, best) / best
-        share = max(self.rules.again, self.rules.again_of_gain * could_gain)
+        rules, could_gain = self.rules, 1 - self._fastest.get(arm, best) / best
+        share = max(rules.again, rules.again_of_gain * could_gain)
+        if could_gain < rules.min_gain:
+            share *= _NO_HOPE
         return share / 2 ** max(0, self._losses[arm] - 1)
 
     def _choose(self, arm: Arm, why: str) -> None:
