@@ -110,7 +110,8 @@ class LaunchBoundCheck:
         """
         close = host > _SHARE * whole
         self._behind = self._behind + 1 if close and ahead < host else 0
-        if host > _AHEAD * whole or self._compiling_pays(whole) or (close and self._trial_is_cheap()):
+        may_gain = close and (host > _AHEAD * whole or self._trial_is_cheap())
+        if may_gain or self._compiling_pays(whole):
             self.open = True
             return
         if self._behind:  # after the first step, or something else that was waited for, nothing is ahead
