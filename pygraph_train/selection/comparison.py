@@ -142,6 +142,11 @@ class Comparison:
             return f"not tried yet: what it needs is made beside the training{because}"
         return None
 
+    def _is_not_tried(self, arm: Arm, why: str) -> None:
+        """Note why, unless it was tried before: then that says more."""
+        if arm not in self.times or arm not in self.verdicts:
+            self.verdicts[arm] = why
+
     def _is_cheap(self, arm: Arm, seconds: float, best: float) -> bool:
         """Whether another trial of an arm that was measured takes a small part of the run, whatever it finds."""
         left = self._steps_left()

@@ -108,7 +108,7 @@ class Controller(Leaving):
         a challenger without graphs is given up after one.
         """
         if (hopeless := self._hopeless(challenger, self.times[self.best], first=first)) is not None:
-            self.verdicts[challenger] = hopeless
+            self._is_not_tried(challenger, hopeless)
             return 0
         rules, spent = self.rules, 0
         rounds: list[tuple[Window, list[Window]]] = []

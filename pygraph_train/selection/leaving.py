@@ -39,7 +39,7 @@ class Leaving(Comparison):
             judged.add(challenger)
             hopeless = self._hopeless(challenger, self.times[home], first=first)
             if hopeless is not None:
-                self.verdicts[challenger] = hopeless
+                self._is_not_tried(challenger, hopeless)
                 continue
             if ours is None:
                 ours = yield from self._known_well(home, incumbent)
