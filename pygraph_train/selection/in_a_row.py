@@ -20,6 +20,9 @@ __all__ = ["MOST_WINDOWS", "Known", "Outcome", "is_known_well", "known", "outcom
 MOST_WINDOWS = 6
 """Of one arm."""
 
+_MOST_BEFORE = 4
+"""Undisturbed windows of an arm after which it is left, however noisy they are: the comparison has to end."""
+
 _LEAST = 3
 """Windows of an arm before anything is decided: one disturbance spoils at most two of them, and two have to agree."""
 
@@ -79,13 +82,13 @@ def is_known_well(ours: Known, made: int, rules: Rules) -> bool:
     Args:
         made: windows of it.
     """
-    if made >= 2 * MOST_WINDOWS and ours.quiet:
+    if made >= 2 * _MOST_BEFORE and ours.quiet:
         return True  # it will not become clearer
     if ours.windows < _LEAST or ours.quiet < _AGREEING:
         return False
     precise = _PRECISE * rules.tolerance * ours.found.mean
     return (
-        ours.quiet >= MOST_WINDOWS or margin(ours.found, ours.found, confidence=rules.confidence) <= precise
+        ours.quiet >= _MOST_BEFORE or margin(ours.found, ours.found, confidence=rules.confidence) <= precise
     )
 
 
