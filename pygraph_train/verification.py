@@ -342,6 +342,11 @@ class Audits:
         self._ledger = AuditLedger(now) if ledger is None else ledger
         self._last = reference
 
+    @property
+    def last(self) -> float:
+        """Seconds of the last comparison, or of the run that the first replay is to be compared with."""
+        return self._last
+
     def due(self, now: float) -> bool:
         """Whether the next replay is to be compared. Where audits would take too long, the question is put off."""
         if self.left > 0:

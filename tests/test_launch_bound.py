@@ -76,6 +76,48 @@ def test_a_compute_bound_step_is_left_alone_and_looked_at_now_and_then() -> None
     assert machine.waits == 2 * 4  # in steps 2, 3, 259 and 771
 
 
+@pytest.mark.parametrize("share", [0.3, 0.49])
+def test_a_host_that_launches_whole_steps_ahead_is_left_alone(share: float) -> None:
+    machine = Machine(host=share * 10e-3, whole=10e-3)
+    check, said = check_on(machine)
+    assert run(check, machine, 3000) == 3000
+    assert not check.open and len(said) == 1 and "the GPU does not wait for the host" in said[0]
+    assert machine.waits == 2 * 5  # in steps 2, 6, 262, 774 and 1798
+
+
+def test_a_loop_that_waits_for_each_step_is_not_ahead() -> None:
+    machine = Machine(host=3e-3, whole=10e-3)
+    check, said = check_on(machine)
+    for _ in range(10):
+        check.run(machine.step)
+        machine.now = max(machine.now, machine.done)  # `loss.item()`
+        if check.open:
+            break
+    assert check.open and not said
+
+
+def test_one_pause_of_the_loop_does_not_open_it() -> None:
+    machine = Machine(host=3e-3, whole=10e-3)
+    check, _ = check_on(machine)
+    for made in range(3000):
+        if made % 261 == 0:  # the look in step 262 is the first one after a checkpoint, for example
+            machine.synchronize()
+        check.run(machine.step)
+    assert not check.open
+
+
+def test_graphs_are_tried_where_the_trial_is_a_small_part_of_the_run() -> None:
+    for left, opens in ((20_000.0, False), (100_000.0, True)):
+        machine = Machine(host=4e-3, whole=10e-3)
+        check, _ = check_on(machine, left=left)
+        run(check, machine, 100)
+        assert check.open is opens
+    machine = Machine(host=4e-3, whole=10e-3)
+    check, said = check_on(machine)
+    made = run(check, machine, 100_000)
+    assert check.open and said and 30_000 <= made <= 35_000
+
+
 def test_looks_that_find_the_same_are_made_more_and_more_rarely() -> None:
     machine = Machine(host=1e-3, whole=40e-3)
     check, _ = check_on(machine)
@@ -163,7 +205,7 @@ def trained(config: PyGraphConfig | None) -> tuple[list[torch.Tensor], StepRepor
     return list(model.parameters()), step.report() if step is not None else None
 
 
-@pytest.mark.parametrize(("whole", "replays"), [(40e-3, False), (1.1e-3, True)])
+@pytest.mark.parametrize(("whole", "replays"), [(40e-3, False), (2.5e-3, False), (1.1e-3, True)])
 def test_the_runner_leaves_such_steps_untouched(
     whole: float, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -310,6 +310,28 @@ def test_a_plan_that_is_only_tried_is_not_called_the_fastest() -> None:
     assert report.headline().endswith("this plan was found to be the fastest.")
 
 
+def test_where_a_graph_was_no_faster_nothing_else_is_the_reason() -> None:
+    report = StepReport(engine="cuda", steps=40)
+    report.note(
+        "runs of a step without a graph differ among themselves, and replays as much: gradient 0 differs"
+    )
+    report.ran_without_graph(7.5e-3)
+    controller = Controller([Arm(WHOLE), Arm(NOTHING)])
+    report.compares(controller)
+    for plan in (WHOLE, NOTHING):
+        for _ in range(20):
+            report.progress().step_ended(plan, updated=True)
+            if plan is WHOLE:
+                report.replayed(1, since_start=0.0, interval=8.78e-3)
+    controller.times[Arm(WHOLE)] = 8.78e-3
+    ran = "20 of 40 training steps (50%) ran from graphs, and the latest ones run without a graph. "
+    assert report.headline() == ran + "Plans are being compared, and {F B O} is the fastest so far."
+    controller.best, controller.settled = Arm(NOTHING), True
+    controller.verdicts[Arm(NOTHING)] = "kept: 7.51 ms against 8.78 ms of {F B O}"
+    assert report.headline() == f"{ran}Plan F B O was kept: 7.51 ms against 8.78 ms of {{F B O}}."
+    assert report.ms_with_graph is None and report.speedup is None
+
+
 @pytest.mark.passes_without_graphs("it looks at the time of steps that run as they are")
 def test_a_step_without_a_graph_is_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     report = trained(HostRead(), steps=20)

@@ -402,9 +402,9 @@ def waits_for_a_while(waits, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is said to wait for the host from the fifth look on, which come soon one after the other."""
     judge = LaunchBoundCheck._judge
 
-    def judged(check: LaunchBoundCheck, host: float, whole: float) -> None:
+    def judged(check: LaunchBoundCheck, host: float, whole: float, *, ahead: float) -> None:
         check._looks = getattr(check, "_looks", 0) + 1  # type: ignore[attr-defined]
-        judge(check, host if check._looks < 5 else math.inf, whole)  # type: ignore[attr-defined]
+        judge(check, host if check._looks < 5 else math.inf, whole, ahead=ahead)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(LaunchBoundCheck, "_judge", judged)
     monkeypatch.setattr(launch_bound, "_FIRST_DISTANCE", 8)

@@ -21,6 +21,9 @@ _WAITING = (
     "such time"
 )
 
+_KEPT = "kept: "
+"""What the verdict on the best plan begins with."""
+
 _CLOSE = 0.1
 """Phases whose shares of the steps differ by less are told as one figure."""
 
@@ -64,6 +67,8 @@ class Headline:
             return f"{figure}."
         engines = {part.engine for part in self._parts}
         emulated = " on the emulated engine" if "emulated" in engines else ""
+        if not total.plan.graphs:
+            return f"{figure}{emulated}, and the latest ones run without a graph."
         return f"{figure}, as plan {total.plan}{emulated}{self._speed()}."
 
     def _speed(self) -> str:
@@ -90,6 +95,8 @@ class Headline:
             return f"In the way of {whole}: {_reason_with_place(fallback)}"
         if not missing:
             return "Nothing stands in the way of more."
+        if compared := self._what_was_compared(plan):
+            return compared
         self._other = self._other_reason()
         if self._other or not self._total.made:
             return _sentence(self._other)
@@ -100,6 +107,20 @@ class Headline:
         if controllers:
             return "Nothing stands in the way of more: this plan was found to be the fastest."
         return "Graphs begin after a warm-up, and it has not ended."
+
+    def _what_was_compared(self, plan: Plan) -> str:
+        """Why this plan runs, where a graph of forward and backward was measured: then nothing else is the reason."""
+        for part in self._parts:
+            for controller in part.controllers:
+                if not any(arm.plan.forward_backward for arm in controller.times):
+                    continue
+                best, why = controller.best, controller.verdicts.get(controller.best, "")
+                if not controller.settled:
+                    which = "this one" if best.plan == plan else best
+                    return f"Plans are being compared, and {which} is the fastest so far."
+                if part.measured and why.startswith(_KEPT):
+                    return f"Plan {best} was kept: {_sentence(why.removeprefix(_KEPT))}"
+        return ""
 
     def _most_important(self, plan: Plan, missing: Sequence[Phase]) -> Fallback | None:
         """The reason that costs most: about a phase without a graph, else the one that was met most often."""

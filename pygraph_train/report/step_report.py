@@ -261,13 +261,15 @@ class StepReport:
 
         A loop that never waits for the GPU launches steps faster than the GPU makes them: it is no less than what the
         GPU was measured to need. Where forward and backward have graphs of their own it is the time that was measured
-        last for the plan.
+        last for the plan. None while steps run without graphs.
         """
         plan = self.progress().plan
+        if not plan.graphs:
+            return None
         if self.replay_intervals:
             needed = [t.device for arm, t in self.latest.items() if arm.plan == plan and self.measured]
             return max(statistics.median(self.replay_intervals), min(needed, default=0.0)) * 1e3
-        return self._ms_compared(plan) if plan.graphs else None
+        return self._ms_compared(plan)
 
     def _ms_compared(self, plan: Plan) -> float | None:
         found = [t.seconds for arm, t in self.latest.items() if arm.plan == plan]

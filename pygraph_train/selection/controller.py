@@ -8,16 +8,17 @@ on numbers that went through `agree`, so that ranks which count the same steps d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
 
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm
+from pygraph_train.selection.leaving import Leaving
 from pygraph_train.selection.rules import Rules
 from pygraph_train.selection.samples import Summary, summary, surely_faster, surely_no_faster
+from pygraph_train.selection.windows import Estimate, Switch, Window, of_windows
 
 __all__ = ["Controller", "Estimate", "Rules", "Switch", "Window"]
 
-_MORE_STEPS = "twice as many steps"
+_MORE_STEPS = "more steps"
 _MADE = "work beside the training"
 
 _REFERENCES = 2
@@ -26,134 +27,18 @@ _REFERENCES = 2
 _ROUNDS = 2
 """Rounds of a comparison that must agree where the best arm changes, or a graph is given up."""
 
-_FARTHEST = 64
-"""Times `Rules.look_every`, which looks are apart at most."""
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """What is known of an arm before it is tried. Seconds.
-
-    Attributes:
-        least: no step of it can be shorter (the launch-bound estimate).
-        likely: what a step of it probably takes; None when there is no telling.
-        seen: the shortest such step of the warm-up, None when there was none.
-        one_time: what trying it costs once: capture, compilation.
-        after: until it can be tried, while other arms run.
-        why: words for the report.
-    """
-
-    least: float = 0.0
-    likely: float | None = None
-    seen: float | None = None
-    one_time: float = 0.0
-    after: float = 0.0
-    why: str = ""
-
-
-@dataclass
-class Window:
-    """Run `arm` for `steps` steps; skip the first `skipped`, measure the `measured` that follow.
-
-    Attributes:
-        samples: seconds of measured steps, in any order; a late one may still come while the next window runs.
-        problem: why the arm could not be run; set by the caller, who may then ask for the next window at once.
-    """
-
-    arm: Arm
-    steps: int
-    measured: int
-    skipped: int = 1
-    exploring: bool = False
-    samples: list[float] = field(default_factory=list)
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A decision.
-
-    Attributes:
-        step: steps made before it.
-        arm: what runs from now on.
-        before: what ran before.
-        why: one sentence.
-    """
-
-    step: int
-    arm: Arm
-    before: Arm
-    why: str
-
-
-class Controller:
+class Controller(Leaving):
     """Chooses among arms while training runs.
 
-    Args:
-        arms: legal arms, the one to begin with first.
-        rules: see `Rules`.
-        estimate: what is known of an arm, given the best arm so far and its time in seconds.
-        steps_left: training steps still to come; None when unknown: then as many as were made so far, the
-            rule of whoever rents skis for an unknown number of days, looked at again when they have doubled.
-        agree: element-wise maximum of these numbers over all ranks; every rank calls it at the same steps.
-        known: time of the first arm in seconds from an earlier run: found true, it needs no exploration.
-        decided: called after each decision.
-        waits: whether an arm that is worth it cannot be tried yet, because what it needs is made beside the training.
-            The first call has it made. Called at the ends of windows.
+    Args: see `Comparison`.
     """
-
-    def __init__(
-        self,
-        arms: Sequence[Arm],
-        *,
-        rules: Rules | None = None,
-        estimate: Callable[[Arm, Arm, float], Estimate] = lambda arm, best, seconds: Estimate(),
-        steps_left: Callable[[], float | None] = lambda: None,
-        agree: Callable[[Sequence[float]], Sequence[float]] = tuple,
-        known: float | None = None,
-        decided: Callable[[Switch], None] = lambda switch: None,
-        waits: Callable[[Arm], bool] = lambda arm: False,
-    ) -> None:
-        if not arms:
-            raise ValueError("a controller needs an arm")
-        self.rules = rules or Rules()
-        self.best = arms[0]
-        self.steps = 0
-        self.exploration_steps = 0
-        self.history: list[Switch] = []
-        self.times: dict[Arm, float] = {}
-        """Seconds a step of each arm that was measured, at the last look."""
-        self.verdicts: dict[Arm, str] = {}
-        """Per arm, why it is kept or not."""
-        self.settled = False
-        self._arms = list(arms)
-        self._estimate = estimate
-        self._steps_left = steps_left
-        self._agree = agree
-        self._known = known
-        self._decided = decided
-        self._waits = waits
-        self._waiting: set[Arm] = set()
-        self._reopen: str | None = None
-        self._why = ""
-        self._too_dear: set[Arm] = set()
-        self._windows = self._run()
-        self._present: Window | None = None
-        self._most = _FARTHEST * self.rules.look_every
-
-    def next_window(self) -> Window:
-        """The next window. Call it when the steps of the last one were made."""
-        if self._present is not None:
-            self.steps += self._present.steps
-            if self._present.exploring:
-                self.exploration_steps += self._present.steps
-        self._present = next(self._windows)
-        return self._present
 
     @property
     def waiting(self) -> bool:
-        """Whether an arm is to be tried as soon as what it needs was made."""
-        return bool(self._waiting)
+        """Whether an arm is to be tried when what it needs was made, or to come back when that has been paid for."""
+        faster = [arm for arm in self._too_dear if arm in self.times and arm not in self._lost]
+        return bool(self._waiting or faster)
 
     def reopen(self, why: str) -> None:
         """Something changed that times depend on: compare again from the next window on."""
@@ -170,8 +55,11 @@ class Controller:
             only = {_MORE_STEPS: self._too_dear, _MADE: self._waiting}.get(self._reopen or "")
             arms = [arm for arm in self._arms if only is None or arm in only]
             self._too_dear, self._waiting = self._too_dear.difference(arms), self._waiting.difference(arms)
-            self._reopen, self.settled = None, False
+            self._reopen, self.settled, self._due = None, False, math.inf
+            told = self.verdicts.get(before, "")
             yield from self._explore(arms, why, first=first)
+            if only is not None and self.best == before and told.startswith("kept"):
+                self.verdicts[before] = told  # all others were compared before
             if self._reopen is None:
                 self.settled = True
                 settled = first or self.best != before
@@ -182,7 +70,9 @@ class Controller:
 
     def _explore(self, arms: Sequence[Arm], why: str, *, first: bool) -> Generator[Window, None, None]:
         incumbent = [(yield from self._one_window(self.best))]
-        while not math.isfinite(now := self._agree([_of(incumbent).mean])[0]):  # read later, never waited for
+        while not math.isfinite(
+            now := self._agree([of_windows(incumbent).mean])[0]
+        ):  # read later, never waited for
             if self._reopen is not None:
                 return
             incumbent.append((yield from self._one_window(self.best)))
@@ -194,24 +84,32 @@ class Controller:
             self._choose(self.best, "the winner of an earlier run, as fast as then")
             return
         # no graphs first: whatever the budget leaves undecided, it is not that
-        challengers = sorted((arm for arm in arms if arm != self.best), key=lambda a: a.plan != NOTHING)
-        budget = self.rules.exploration
-        for challenger in challengers:
-            hopeless = self._hopeless(challenger, self.times[self.best], first=first)
-            if hopeless is not None:
-                self.verdicts[challenger] = hopeless
-                continue
-            budget -= yield from self._duel(challenger, budget)
+        left = sorted((arm for arm in arms if arm != self.best), key=lambda a: a.plan != NOTHING)
+        begun, spent = self.best, 0
+        while left:
+            before = self.best
+            if apart := [arm for arm in left if self._comes_back(before, arm) is not None]:
+                steps, judged = yield from self._leave_once(apart, incumbent, first=first, spent=spent)
+                left = [arm for arm in left if arm not in judged]
+            else:
+                steps = yield from self._duel(left.pop(0), self.rules.exploration - spent, first=first)
+            spent += steps
             if self._reopen is not None:
                 return
-        self._choose(self.best, why)
+            if self.best != before:
+                incumbent = []
+        if self.best == begun:
+            self._choose(self.best, why)
 
-    def _duel(self, challenger: Arm, budget: int) -> Generator[Window, None, int]:
+    def _duel(self, challenger: Arm, budget: int, *, first: bool) -> Generator[Window, None, int]:
         """Alternate windows of both until one is faster with confidence. Returns the steps spent on the challenger.
 
         One slow window decides nothing: the process may have been suspended in it, or another job may have run. Only
         a challenger without graphs is given up after one.
         """
+        if (hopeless := self._hopeless(challenger, self.times[self.best], first=first)) is not None:
+            self._is_not_tried(challenger, hopeless)
+            return 0
         rules, spent = self.rules, 0
         rounds: list[tuple[Window, list[Window]]] = []
         ours = other = summary(())
@@ -233,10 +131,10 @@ class Controller:
                 ours, other, agreeing = self._agreed(rounds)
                 if math.isfinite(ours.mean) and math.isfinite(other.mean) and sum(agreeing) == len(rounds):
                     break
-            first, second = (ours, other) if self._has_to_prove(challenger) else (other, ours)
-            loses = surely_no_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
-            wins = surely_faster(first, second, confidence=rules.confidence, gain=rules.min_gain)
-            if first is ours:
+            one, two = (ours, other) if self._has_to_prove(challenger) else (other, ours)
+            loses = surely_no_faster(one, two, confidence=rules.confidence, gain=rules.min_gain)
+            wins = surely_faster(one, two, confidence=rules.confidence, gain=rules.min_gain)
+            if one is ours:
                 loses, wins = wins, loses
             sure = loses or wins
             enough = agreeing[0] >= _ROUNDS if wins else challenger.plan == NOTHING or agreeing[1] >= _ROUNDS
@@ -289,7 +187,9 @@ class Controller:
         # the loop's own optimizer makes the updates from here on, with other kernels than in the comparison
         first = [] if self.best.plan == NOTHING else [reference]
         while self._reopen is None:
-            window = Window(self.best, look_every, self.rules.window, skipped=0)
+            until = self._due - self.steps
+            steps = math.ceil(min(until, look_every)) if until > 0 else look_every
+            window = Window(self.best, max(self.rules.window, steps), self.rules.window, skipped=0)
             yield window
             if window.problem is not None:
                 self._drop(self.best, window.problem)
@@ -311,34 +211,21 @@ class Controller:
                     self._reopen = self._reopen or f"a drift of {change:+.0%} in the time of {self.best}"
             if self._waiting and not all(map(self._waits, self._waiting)):
                 self._reopen = self._reopen or _MADE
-            if self._too_dear and self._steps_left() is None and self.steps >= 2 * began:
+            again = self._steps_left() is None or not self._too_dear.isdisjoint(self.times)
+            if self._too_dear and again and self.steps >= min(2 * began, self._due):
                 self._reopen = self._reopen or _MORE_STEPS
 
     # -- pieces -------------------------------------------------------------------------------------
-
-    def _one_window(self, arm: Arm, steps: int | None = None) -> Generator[Window, None, Window]:
-        steps = steps or self.rules.window
-        window = Window(arm, steps, steps - 1)
-        yield window
-        if window.problem is not None:
-            self._drop(arm, window.problem)
-        return window
-
-    def _drop(self, arm: Arm, why: str) -> None:
-        """This arm cannot be run any more."""
-        self._arms = [a for a in self._arms if a != arm] or [Arm(NOTHING)]
-        self.verdicts[arm] = why
-        self.times.pop(arm, None)
-        if self.best == arm:
-            self._choose(self._arms[0], why)
-            self._reopen = why
 
     def _agreed(
         self, rounds: Sequence[tuple[Window, Sequence[Window]]]
     ) -> tuple[Summary, Summary, tuple[int, int]]:
         """What all ranks have measured: of the incumbent, of the challenger, and in how many rounds each was slower."""
-        a, b = _of([window for _, mine in rounds for window in mine]), _of([window for window, _ in rounds])
-        apart = [_of(windows).mean for window, mine in rounds for windows in (mine, [window])]
+        a, b = (
+            of_windows([window for _, mine in rounds for window in mine]),
+            of_windows([window for window, _ in rounds]),
+        )
+        apart = [of_windows(windows).mean for window, mine in rounds for windows in (mine, [window])]
         numbers = self._agree([a.mean, a.error, -a.freedom, b.mean, b.error, -b.freedom, *apart])
         pairs = [pair for pair in zip(numbers[6::2], numbers[7::2], strict=True) if math.isfinite(sum(pair))]
         slower = sum(there < here for here, there in pairs)
@@ -347,37 +234,3 @@ class Controller:
             Summary(numbers[3], numbers[4], -numbers[5]),
         )
         return ours, other, (slower, len(pairs) - slower)
-
-    def _hopeless(self, arm: Arm, best: float, *, first: bool) -> str | None:
-        """Why an arm is not even tried, None when it is."""
-        known = self._estimate(arm, self.best, best)
-        left = self._steps_left()
-        steps = (max(self.steps, 1) if left is None else left) - known.after / best
-        likely = known.least if known.likely is None else known.likely
-        seen = 0.0 if known.seen is None or not first else known.seen  # what was seen long ago is stale
-        least, likely, earlier, one_time, steps = self._agree(
-            [known.least, likely, -seen, known.one_time, float(steps)]
-        )
-        because = f" ({known.why})" if known.why else ""
-        if least >= best * (1 - self.rules.min_gain):
-            return f"not tried: at least {least * 1e3:.3g} ms{because}"
-        if -earlier > best * self.rules.warmup_slack:
-            return f"not tried: {-earlier * 1e3:.3g} ms in warm-up{because}"
-        if one_time > max(0.0, best - likely) * steps:
-            self._too_dear.add(arm)
-            return f"not tried: {one_time:.3g} s would not pay in {max(steps, 0):.0f} steps{because}"
-        if self._waits(arm):
-            self._waiting.add(arm)
-            return f"not tried yet: what it needs is made beside the training{because}"
-        return None
-
-    def _choose(self, arm: Arm, why: str) -> None:
-        before, self.best = self.best, arm
-        if before != arm or not self.history:
-            self.history.append(Switch(self.steps, arm, before, why))
-            self._decided(self.history[-1])
-        self.verdicts[arm] = f"kept: {why}"
-
-
-def _of(windows: Sequence[Window]) -> Summary:
-    return summary([sample for window in windows for sample in window.samples])

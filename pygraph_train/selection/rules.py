@@ -20,6 +20,9 @@ class Rules:
         min_gain: a change that gains a smaller share of the step time than this is not made.
         tolerance: where a draw leaves an arm this share slower than no graphs, there are no graphs.
         warmup_slack: times seen in warm-up are taken to be up to this factor too long.
+        slack_apart: the same where the graphs of the best arm would have to make way, and be captured again.
+        again: share of the run so far that all further captures for plans which have lost a comparison may take.
+        again_of_gain: the same, of what such a plan could gain if its fastest window was the only undisturbed one.
         drift: a lasting change of the chosen arm's time by more than this share opens the question again.
         patience: looks in a row that must agree on a drift.
         look_every: steps from one look at the chosen arm to the next; doubled by every opening that
@@ -34,6 +37,9 @@ class Rules:
     min_gain: float = 0.01
     tolerance: float = 0.01
     warmup_slack: float = 2.0
+    slack_apart: float = 1.5
+    again: float = 0.01
+    again_of_gain: float = 0.25
     drift: float = 0.1
     patience: int = 3
     look_every: int = 64

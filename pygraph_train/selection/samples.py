@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-__all__ = ["Summary", "summary", "surely_faster", "surely_no_faster"]
+__all__ = ["Summary", "margin", "summary", "surely_faster", "surely_no_faster"]
 
 _TRIM = 0.25
 """Share of the samples left out at each end: a garbage collection or a page fault is no property of a plan."""
@@ -65,6 +65,12 @@ def surely_no_faster(one: Summary, other: Summary, *, confidence: float, gain: f
     wanted = other.mean * (1 - gain)
     error = math.hypot(one.error, other.error * (1 - gain))
     return one.mean - _student(confidence, min(one.freedom, other.freedom)) * error > wanted
+
+
+def margin(one: Summary, other: Summary, *, confidence: float) -> float:
+    """By how much the difference of two means may be wrong, at this one-sided confidence."""
+    error = math.hypot(one.error, other.error)
+    return _student(confidence, min(one.freedom, other.freedom)) * error
 
 
 def _student(confidence: float, freedom: float) -> float:

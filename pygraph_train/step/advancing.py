@@ -384,7 +384,8 @@ class Advancing:
 
     def compare_plans(self, variant: Variant) -> Choice:
         """A comparison of the plans of this kind of call, from the next step on."""
-        return self._decisions.choice(variant, self._updates.plans(), self._training.steps_made)
+        plans, made = self._updates.plans(), self._training.steps_made
+        return self._decisions.choice(variant, plans, made, self._capturing.makes_way)
 
     def consider_compiling(self, variant: Variant) -> None:
         """A variant that is used a lot deserves the kernels that were asked for after all."""

@@ -80,6 +80,7 @@ class Capturing:
 
     Attributes:
         compared: makes a replay that must give what the step gives without a graph.
+        makes_way: see `Room`.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class Capturing:
         self._updates = updates
         self._decisions = decisions
         self._maker = maker
-        self._room = Room(training, signatures)
+        self._room = Room(training, signatures, alone=together is None)
+        self.makes_way = self._room.makes_way
         self._leave_update_outside = leave_update_outside
         self._together = together
         self._captured = False
@@ -122,11 +124,8 @@ class Capturing:
 
         Beside them such a step would need its memory twice. They are captured again when their turn comes.
         """
-        graphed = variant.captures and not variant.arm.plan.forward_backward and variant.lead is None
-        alone = self._training.engine.shares_memory and self._together is None
-        if graphed and alone and self._room.is_short_beside(variant):
-            variant.forget_captures()
-            variant.inputs = None
+        if variant.captures and not variant.arm.plan.forward_backward and self.makes_way(variant):
+            variant.make_way()
             self._updates.release_graphs(variant.arm.plan, whole_steps=False)
             self._training.engine.trim()
 
@@ -356,6 +355,7 @@ class Capturing:
         place, family, verify = variant.capture_key(position), variant.family, config.verify != "off"
         if variant.lead is None:
             self._room.make(variant)
+            verify = verify and variant.is_compared(place, config.verify)
         elif family is not None:  # room was asked for when it had earned its captures
             verify = verify and family.is_compared(place, config.verify)
         self._room.capture_begins()
@@ -387,14 +387,14 @@ class Capturing:
         variant.captures[place] = capture
         training.report.shapes.got_graph(variant.key)
         seconds = time.perf_counter() - started
+        variant.capture_seconds = seconds - (capture.audits.last if expected is not None else 0.0)
         if family is not None:
             family.captured(place, seconds if training.engine.name == "cuda" else None)
         what = str(position if variant.arm.plan.fused else position.without_update())
         if variant.choice is None:
             training.report.runs_with(variant.arm.plan)
-        training.report.captured(
-            CaptureRecord(what, seconds, capture.graph.nodes, variant.arm.compiled, training.step)
-        )
+        nodes = capture.graph.nodes
+        training.report.captured(CaptureRecord(what, seconds, nodes, variant.arm.compiled, training.step))
         training.clock.interrupted()
-        log.info("pygraph: captured %s in %.2f s (%d nodes)", what, seconds, capture.graph.nodes)
+        log.info("pygraph: captured %s in %.2f s (%d nodes)", what, seconds, nodes)
         return capture, expected

@@ -164,6 +164,7 @@ class Comparing:
         training.report.compared(seconds, audit=capture.verified)
         training.clock.interrupted()
         capture.audits.took(seconds, first=not capture.verified)
+        variant.compare_seconds = capture.audits.last
         if variant.family is not None and training.engine.name == "cuda":
             variant.family.costs.compares(seconds)
         problem = None

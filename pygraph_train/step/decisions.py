@@ -124,16 +124,25 @@ class Decisions:
             arms.sort(key=lambda arm: arm != known.arm)
         return arms
 
-    def choice(self, variant: Variant | None, plans: Sequence[Plan], step: Callable[[], int]) -> Choice:
+    def choice(
+        self,
+        variant: Variant | None,
+        plans: Sequence[Plan],
+        step: Callable[[], int],
+        makes_way: Callable[[Variant], bool] | None = None,
+    ) -> Choice:
         """A comparison of these arms, from the next step on.
 
         Args:
             variant, plans: see `arms`.
             step: the training step that is being made.
+            makes_way: whether graphs of forward and backward make way for steps without them; None where there are
+                none.
         """
 
         # the report keeps the controller, and may be kept when the training is over
         me, steps = weakref.ref(self), held_weakly(step)
+        way = None if makes_way is None else held_weakly(makes_way)
         of_variant = weakref.ref(variant) if variant is not None else lambda: None
 
         def decided(switch: Switch) -> None:
@@ -162,6 +171,9 @@ class Decisions:
             agree=together.agree,
             known=known.seconds if known is not None and known.arm == arms[0] else None,
             decided=decided,
+            comes_back=lambda best, arm: (
+                None if (alive := me()) is None else alive._comes_back(of_variant(), best, arm, way)
+            ),
             waits=lambda arm: False if (alive := me()) is None else alive._waits(of_variant(), arm),
         )
         self._report.compares(controller)
@@ -206,11 +218,21 @@ class Decisions:
         """What is known of an arm before it is tried."""
         if self._engine.name == "emulated":
             return Estimate(least=timing.declared_seconds(arm), why="declared: the emulation shows graphs")
+        return self._measured(variant, controller, arm, best_seconds)
+
+    def _measured(
+        self, variant: Variant | None, controller: Controller, arm: Arm, best_seconds: float
+    ) -> Estimate:
+        """What was measured, or can be told from that."""
+        price = 0.0 if variant is None else self._price(variant, arm)
+        if price and arm in controller.times:
+            return Estimate(likely=controller.times[arm], one_time=price, why="one more capture")
         graphed = {phase for graph in arm.plan.graphs for phase in graph}
         for known, seconds in controller.times.items():
             inside = {phase for graph in known.plan.graphs for phase in graph}
             if graphed and graphed <= inside and known.compiled == arm.compiled:
-                return Estimate(least=seconds, why=f"the kernels of {known}, and more launches")
+                why = f"the kernels of {known}, and more launches"
+                return Estimate(least=seconds, one_time=price, why=why)
         if arm.compiled:
             whole = cost = self._times.compiling or compile_seconds(_operations(variant, arm))
             share = _COMPILED_SHARE
@@ -234,6 +256,31 @@ class Decisions:
             if None not in outside:
                 return Estimate(seen=sum(filter(None, outside)), why="forward and backward, launch-bound")
         return Estimate()
+
+    def _price(self, variant: Variant, arm: Arm) -> float:
+        """Seconds that one more capture of forward and backward takes; 0 where the graph is there, or was never."""
+        if not arm.plan.forward_backward or not (variant.makes_way or variant.proved):
+            return 0.0
+        if any(fused == arm.plan.fused and kind == arm.compiled for _, fused, kind in variant.captures):
+            return 0.0
+        return self._seconds_to_capture(variant, arm)
+
+    def _seconds_to_capture(self, variant: Variant, arm: Arm) -> float:
+        places = [place for place in variant.proved if place[1:] == (arm.plan.fused, arm.compiled)]
+        verify = self._config.verify
+        compared = verify != "off" and (not places or any(variant.is_compared(p, verify) for p in places))
+        if self._engine.name == "emulated":
+            return timing.declared_capture_seconds(compared=compared)
+        return variant.capture_seconds + compared * variant.compare_seconds
+
+    def _comes_back(
+        self, variant: Variant | None, best: Arm, arm: Arm, makes_way: Callable[[Variant], bool] | None
+    ) -> float | None:
+        """See `Comparison`."""
+        alike = best.plan.forward_backward == arm.plan.forward_backward
+        if variant is None or makes_way is None or alike or not makes_way(variant):
+            return None
+        return self._seconds_to_capture(variant, best) if best.plan.forward_backward else 0.0
 
     def _is_made_beside(self, variant: Variant, arm: Arm) -> bool:
         """Whether training has not to wait for Inductor's kernels of this arm."""

@@ -1,7 +1,9 @@
 """Does the GPU wait for the host at all? Asked before anything is traced or captured.
 
 Where the host needs a small part of the time that the device needs for a step, the device is never idle without
-graphs, and a graph of the same kernels has nothing to gain: the step is left as it is, at no cost.
+graphs, and a graph of the same kernels has nothing to gain: the step is left as it is, at no cost. The same holds
+where it needs up to half of that time, and is so far ahead of the device that it launches the whole of a step while
+earlier ones are still being made. A loop that waits for each step is never ahead.
 """
 
 from __future__ import annotations
@@ -19,8 +21,22 @@ R = TypeVar("R")
 _SHARE = 0.25
 """A host that is done after this share of the step stays ahead of the device whatever disturbs it."""
 
+_AHEAD = 0.5
+"""The same for a host that is ahead: even where the device is idle between launches of a step that it was waited for,
+it is busy for longer than the host takes."""
+
+_UNTIL_AHEAD = 4
+"""Steps from one look to the next, in which the host may get ahead."""
+
+_TRIAL_STEPS = 300
+"""Tracing, capturing and comparing a step take about as long as so many steps."""
+
+_TRIAL_SHARE = 0.01
+"""Of a run: so much may finding out take whether a graph is faster for a device that does not wait."""
+
 _AGREEING = 2
-"""Measured steps that must say so; the very first one, which sets things up, is not measured."""
+"""Measured steps that must say so; the very first one, which sets things up, is not measured. So many looks in a row
+must find a host that is not ahead."""
 
 _FIRST_DISTANCE = 256
 """Steps from the first look to the next: sequences may get shorter, or the GPU may change. Each look that finds the
@@ -61,6 +77,7 @@ class LaunchBoundCheck:
         self._settled = settled
         self._clock = clock
         self._steps = self._agreeing = 0
+        self._behind = 0  # looks in a row
         self._next = 2
         self._distance = _FIRST_DISTANCE
 
@@ -75,18 +92,31 @@ class LaunchBoundCheck:
         self._steps += 1
         if self._steps < self._next:
             return step()
+        begun = self._clock()
         self._synchronize()
         started = self._clock()
         result = step()
         host = self._clock() - started
         self._synchronize()
         whole = self._clock() - started
-        self._judge(host, whole)
+        self._judge(host, whole, ahead=started - begun)
         return result
 
-    def _judge(self, host: float, whole: float) -> None:
-        if host > _SHARE * whole or self._compiling_pays(whole):
+    def _judge(self, host: float, whole: float, *, ahead: float) -> None:
+        """Decide what a look has shown.
+
+        Args:
+            ahead: seconds of earlier steps that the device had still to make when this one began.
+        """
+        close = host > _SHARE * whole
+        self._behind = self._behind + 1 if close and ahead < host else 0
+        may_gain = close and (host > _AHEAD * whole or self._trial_is_cheap())
+        if may_gain or self._compiling_pays(whole):
             self.open = True
+            return
+        if self._behind:  # after the first step, or something else that was waited for, nothing is ahead
+            self.open = self._behind >= _AGREEING
+            self._next = self._steps + _UNTIL_AHEAD
             return
         self._agreeing += 1
         if self._agreeing == _AGREEING:
@@ -94,7 +124,9 @@ class LaunchBoundCheck:
                 f"the GPU does not wait for the host: launching a step takes {host * 1000.0:.3g} ms, and the step "
                 f"takes {whole * 1000.0:.3g} ms"
             )
-        if self._agreeing >= _AGREEING:
+        if self._agreeing < _AGREEING:
+            self._next = self._steps + (_UNTIL_AHEAD if close else 1)
+        else:
             self._next = self._steps + max(1, min(self._distance, self._until_compiling_pays(whole)))
             self._distance = min(2 * self._distance, _LARGEST_DISTANCE)
 
@@ -112,6 +144,11 @@ class LaunchBoundCheck:
             return False
         left = self._steps_left()
         return seconds * _COMPILED_SAVES * (self._steps if left is None else left) > self._compile_seconds
+
+    def _trial_is_cheap(self) -> bool:
+        """Whether graphs may be tried that can gain a few percent at most."""
+        left = self._steps_left()
+        return _TRIAL_SHARE * (self._steps + (left or 0)) >= _TRIAL_STEPS
 
     def _until_compiling_pays(self, seconds: float) -> int:
         """Steps from now on, where nobody knows how many training will make. Others only get fewer."""

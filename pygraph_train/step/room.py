@@ -29,9 +29,11 @@ class Room:
 
     Args:
         training, signatures: of the runner.
+        alone: whether no other process captures with this one.
     """
 
-    def __init__(self, training: TrainingRun, signatures: Signatures) -> None:
+    def __init__(self, training: TrainingRun, signatures: Signatures, *, alone: bool) -> None:
+        self._alone = alone
         self._training = training
         self._signatures = signatures
         self._asked = training.config.max_signatures
@@ -67,6 +69,12 @@ class Room:
         if oldest is None:
             raise NotLegal(self._problem())
         self._release(oldest)
+
+    def makes_way(self, variant: Variant) -> bool:
+        """Whether graphs of forward and backward make way for steps without them, as far as is known."""
+        if variant.lead is not None or not self._alone or not self._training.engine.shares_memory:
+            return False
+        return self.is_short_beside(variant) if variant.captures else variant.makes_way
 
     def is_short_beside(self, variant: Variant) -> bool:
         """Whether a step without a graph, made beside the only captures that there are, needs more than ever before.

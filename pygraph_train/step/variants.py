@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import Storages
 from pygraph_train.identity import identities
 from pygraph_train.selection.arms import NOTHING, Arm
-from pygraph_train.selection.returns import Returns
+from pygraph_train.selection.returns import Returns, is_sampled
 from pygraph_train.step.batch_gradients import GivenGradients
 from pygraph_train.step.beside import Beside, WorkState
 from pygraph_train.step.choice import Choice
@@ -125,6 +126,9 @@ class Variant:
         lead: whose trace it shares, and whose plan it follows. None for a kind of call with a trace of its own.
         anew: how often cuDNN's generator for recurrent networks had begun anew before a step that was to be replayed.
         opened: whether objects of its call are opened from now on, so that their tensors are leaves.
+        proved: how many graphs of each kind there were that made way, since one of them was compared with a plain step.
+        makes_way: whether its graphs had to make way for steps without them.
+        capture_seconds, compare_seconds: of its latest capture, and of the latest comparison of a first replay.
     """
 
     trace: Trace
@@ -153,6 +157,10 @@ class Variant:
     lead: Variant | None = None
     anew: int = 0
     opened: bool = False
+    proved: Counter[CaptureKey] = field(default_factory=Counter)
+    makes_way: bool = False
+    capture_seconds: float = 0.0
+    compare_seconds: float = 0.0
 
     def member(self, key: Key) -> Variant:
         """A kind of call with other sizes that this one's trace holds for. Nothing has to be found out for it."""
@@ -244,7 +252,8 @@ class Variant:
 
     def last_comparison(self) -> float:
         """Seconds that an audit of a capture will take, which was not compared itself."""
-        return 0.0 if self.family is None else self.family.costs.compared or 0.0
+        known = None if self.family is None else self.family.costs.compared
+        return self.compare_seconds if self.lead is None else known or 0.0
 
     def capture_key(self, position: PositionInAccumulation) -> CaptureKey:
         """Where the capture is that serves this position under the present arm."""
@@ -275,13 +284,34 @@ class Variant:
         for place in list(self.captures):
             _, fused, compiled = place
             if not plan.forward_backward or fused != plan.fused or compiled != arm.compiled:
-                self.captures.pop(place).graph.close()
+                self._release(place)
+
+    def make_way(self) -> None:
+        """Release graphs that may come back: all that they rest on is as it was."""
+        for place in list(self.captures):
+            self._release(place)
+        self.makes_way, self.inputs = True, None
+        self._has_no_graphs()
+
+    def _release(self, place: CaptureKey) -> None:
+        capture = self.captures.pop(place)
+        capture.graph.close()
+        self.proved[place] += capture.verified
+
+    def is_compared(self, place: CaptureKey, verify: str) -> bool:
+        """Whether the first replay of its next capture is compared: a sample, where the same kernels were compared."""
+        made = self.proved[place]
+        return verify != "sample" or not made or (made > 1 and is_sampled(made + 1))
 
     def forget_captures(self) -> None:
         """Release them: they rest on something that has changed."""
         for capture in self.captures.values():
             capture.graph.close()
         self.captures.clear()
+        self.proved.clear()
+        self._has_no_graphs()
+
+    def _has_no_graphs(self) -> None:
         if self.life.stage in (Stage.PREPARED, Stage.COMPILED, Stage.GRAPHED):
             self.meets(LifeEvent.STALE)
 
