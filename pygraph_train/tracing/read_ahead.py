@@ -26,6 +26,9 @@ from pygraph_train.tracing.signature import ARGUMENTS
 
 __all__ = ["ReadingAhead"]
 
+_NUMBER = "number at {}"
+"""A place whose numbers are no tensors, among those that are left to the step."""
+
 
 class ReadingAhead(Recording):
     """Notes what one trace draws on the host, and what it reads of tensors that it is given.
@@ -123,6 +126,15 @@ class ReadingAhead(Recording):
     def was_read(self, slot: CallResult) -> bool:
         """See `Recording.was_read`."""
         return bool(self._read_at.get(slot.place))
+
+    def holds_number(self, where: str) -> bool:
+        """See `device_numbers.NumberReader`."""
+        self.has_read |= (held := _NUMBER.format(where) not in self._left)
+        return held
+
+    def leave_number(self, where: str) -> None:
+        """See `device_numbers.NumberReader`."""
+        self._left.add(_NUMBER.format(where))
 
     # -- at the end of a trace ----------------------------------------------------------------------------
 

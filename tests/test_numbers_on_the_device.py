@@ -1,0 +1,246 @@
+"""Numbers that a step reads of its own tensors, and takes for nothing but the shift of a roll (Autoformer)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_failures import fail_in_capture
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from training import Diary, adamw, batches, both
+
+from pygraph_train.torch_private.rolled import can_be_rolled, rolled
+from pygraph_train.tracing.read_ahead import ReadingAhead
+
+STEPS = 16
+ENOUGH = 8
+
+
+class Delays(nn.Module):
+    """Its hidden states are moved by what was computed of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 3)
+        self.n = 0
+
+    def forward(self, x: Tensor, kind: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        delays = hidden.mean(0).topk(3).indices
+        moved: Tensor = kind(hidden, delays)
+        result: Tensor = self.second(moved * hidden)
+        return result
+
+
+def autoformer(x: Tensor, delays: Tensor) -> Tensor:
+    total = torch.zeros_like(x).float()
+    for i in range(3):
+        total += x.roll(shifts=-int(delays[i]), dims=1) * x[:, i].view(-1, 1)
+    return total
+
+
+def item(x: Tensor, delays: Tensor) -> Tensor:
+    return torch.roll(x, delays[0].item(), 1) - torch.roll(x, dims=[-1], shifts=[delays[1].item()])
+
+
+def arithmetic(x: Tensor, delays: Tensor) -> Tensor:
+    first, second = int(delays[0]), int(delays[1])
+    moved = x.roll((3 - first) * 2 + second - 1, 0) + x.roll(-(-first % 4), (1,))
+    first += 2
+    return moved + x.roll(int(+first), 1)
+
+
+def before_it_changes(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    delays += 1
+    moved = x.roll(shift, 1) + x.roll(int(delays[0]), 1)
+    delays.zero_()
+    return moved
+
+
+def of_what_needs_no_gradient(x: Tensor, delays: Tensor) -> Tensor:
+    return x.detach().roll(int(delays[0].to(torch.int32)), 1) + x * torch.ones_like(x).long().roll(
+        int(delays[1]), 0
+    )
+
+
+KINDS = (autoformer, item, arithmetic, before_it_changes, of_what_needs_no_gradient)
+
+
+def script_of(kind: Callable[[Tensor, Tensor], Tensor], *, count: int = STEPS) -> Callable[[Diary], None]:
+    def script(diary: Diary) -> None:
+        net = Delays()
+        optimizer = adamw(net)
+
+        def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+            return nn.functional.cross_entropy(net(batch[0], kind), batch[1])
+
+        step = diary.step(step_fn, model=net, optimizer=optimizer)
+        for batch in batches(count):
+            diary.write("result", step(batch).detach())
+        diary.write_state(net, optimizer)
+
+    return script
+
+
+@pytest.mark.parametrize("verify", ["sample", "always"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shift_that_is_computed_stays_on_the_device(kind, verify):
+    both(script_of(kind), replays=ENOUGH, plan="{F B O}", verify=verify)
+
+
+def test_compilers_trace_into_the_roll():
+    graph = torch.fx.Graph()
+    x, shift = graph.placeholder("x"), graph.placeholder("shift")
+    graph.output((graph.call_function(rolled, (x, shift, 1)),))
+    given = torch.randn(3, 5, requires_grad=True)
+    compiled = aot_eager(torch.fx.GraphModule({}, graph), [given, torch.tensor(2)])
+    for n in (2, -7):
+        (found,), want = compiled(given, torch.tensor(n)), given.roll(n, 1)
+        assert torch.equal(found, want)
+        factor = torch.randn(3, 5)
+        gradients = [torch.autograd.grad((made * factor).sum(), given)[0] for made in (found, want)]
+        assert torch.equal(*gradients)
+
+
+def test_steps_go_on_plainly_after_a_capture_that_fails(monkeypatch):
+    left = fail_in_capture(monkeypatch, RuntimeError("planted"))
+    report = both(script_of(autoformer), replays=1)
+    assert left == [0] and report.steps_replayed == 0, str(report)
+
+
+def an_index(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll(shift, 1) + x[:, shift].view(-1, 1)
+
+
+def a_decision(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll(shift, 1) if shift > 3 else x.roll(-shift, 1)
+
+
+def a_factor(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll(shift, 1) * shift
+
+
+def a_fraction(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll(int(shift / 2), 1)
+
+
+def a_text(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll(len(f"{shift}"), 1)
+
+
+def a_range(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll(len(range(shift)), 1)
+
+
+def a_key(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll({shift: 3}.get(2, 1), 1)
+
+
+def a_list(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll(1 if shift in [1, 2] else 2, 1)
+
+
+def all_dimensions(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll(shift)
+
+
+def two_dimensions(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x.roll((shift, 1), (0, 1))
+
+
+def four_dimensions(x: Tensor, delays: Tensor) -> Tensor:
+    """On a CPU the result may be channels-last."""
+    shift = int(delays[0])
+    return x.view(2, 2, 2, 9).roll(shift, 1).view(8, 9)
+
+
+REFUSED = (
+    an_index,
+    a_decision,
+    a_factor,
+    a_fraction,
+    a_text,
+    a_range,
+    a_key,
+    a_list,
+    all_dimensions,
+    two_dimensions,
+    four_dimensions,
+)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_anything_else_that_follows_is_refused_as_before(kind, monkeypatch):
+    report = both(script_of(kind, count=4), never="a number is read")
+    assert report.fallbacks
+    monkeypatch.setattr(ReadingAhead, "holds_number", lambda self, where: False)
+    assert report.fallbacks == both(script_of(kind, count=4), never="a number is read").fallbacks
+
+
+def test_a_number_that_the_step_writes_or_returns_is_refused():
+    def script(diary: Diary) -> None:
+        net = Delays()
+
+        def writes(x: Tensor, delays: Tensor) -> Tensor:
+            net.n = int(delays[0])
+            return x.roll(net.n, 1)
+
+        def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+            return nn.functional.cross_entropy(net(batch[0], writes), batch[1])
+
+        step = diary.step(step_fn, model=net, optimizer=adamw(net))
+        for batch in batches(4):
+            diary.write("result", (step(batch).detach(), net.n))
+
+    both(script, refused="the value of a tensor is read on the host")
+
+
+SHAPES: list[tuple[tuple[int, ...], int]] = [
+    ((7,), 0),
+    ((3, 5), 1),
+    ((3, 5), 0),
+    ((2, 3, 4), 1),
+    ((2, 3, 4), -1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize(("shape", "dim"), SHAPES)
+def test_a_roll_moves_the_same_bits_to_the_same_places(shape, dim, dtype):
+    """Also -0.0 and NaN, of tensors that lie in another order, and with gradients of gradients."""
+    x = torch.randn(shape).mul(3).to(dtype)
+    if dtype.is_floating_point:
+        x.view(-1)[0], x.view(-1)[-1] = -0.0, float("nan")
+    for source in (x, x.mT.contiguous().mT if x.dim() > 1 else x, x[:1].expand_as(x)):
+        assert can_be_rolled(source)
+        for shift in (-13, -1, 0, 1, 2, 100):
+            want, found = source.roll(shift, dim), rolled(source, torch.tensor(shift), dim)
+            assert want.dtype == found.dtype and want.stride() == found.stride()
+            assert torch.equal(want.contiguous().view(torch.uint8), found.contiguous().view(torch.uint8))
+            if not dtype.is_floating_point:
+                continue
+            results = []
+            for roll in (
+                lambda t, n=shift: t.roll(n, dim),
+                lambda t, n=shift: rolled(t, torch.tensor(n), dim),
+            ):
+                leaf = source.detach().nan_to_num().requires_grad_()
+                (first,) = torch.autograd.grad(roll(leaf).square().sum(), leaf, create_graph=True)
+                (second,) = torch.autograd.grad((first * first).sum(), leaf)
+                results.append((first, second))
+            for one, other in zip(*results, strict=True):
+                assert torch.equal(one, other) and one.stride() == other.stride()
+                assert torch.equal(one.signbit(), other.signbit())
