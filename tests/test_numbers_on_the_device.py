@@ -1,8 +1,9 @@
-"""Numbers that a step reads of its own tensors, and takes for nothing but the shift of a roll (Autoformer)."""
+"""Numbers that a step reads of its own tensors for the shift of a roll, or to take a column (Autoformer)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from training import Diary, adamw, batches, both
 
 from pygraph_train.torch_private.rolled import can_be_rolled, rolled
+from pygraph_train.torch_private.selected import selected
 from pygraph_train.tracing.read_ahead import ReadingAhead
 
 STEPS = 16
@@ -66,7 +68,16 @@ def of_what_needs_no_gradient(x: Tensor, delays: Tensor) -> Tensor:
     )
 
 
-KINDS = (autoformer, item, arithmetic, before_it_changes, of_what_needs_no_gradient)
+def columns(x: Tensor, delays: Tensor) -> Tensor:
+    """Autoformer takes these as well, which torch reads on the host."""
+    weights = torch.stack([x[:, delays[i]] for i in range(3)], dim=-1).softmax(-1)
+    total = torch.zeros_like(x)
+    for i in range(3):
+        total += x.roll(-int(delays[i]), 1) * weights[:, i].view(-1, 1)
+    return total
+
+
+KINDS = (columns, autoformer, item, arithmetic, before_it_changes, of_what_needs_no_gradient)
 
 
 def script_of(kind: Callable[[Tensor, Tensor], Tensor], *, count: int = STEPS) -> Callable[[Diary], None]:
@@ -167,7 +178,38 @@ def four_dimensions(x: Tensor, delays: Tensor) -> Tensor:
     return x.view(2, 2, 2, 9).roll(shift, 1).view(8, 9)
 
 
+def a_column_alone(x: Tensor, delays: Tensor) -> Tensor:
+    """It is a view: kernels may add its elements in another order than those of a copy."""
+    return x * x[:, delays[0]].sum()
+
+
+def a_column_that_is_written(x: Tensor, delays: Tensor) -> Tensor:
+    x = x.clone()
+    column = x[:, delays[0]]
+    x += 1
+    return x * torch.stack([column]).view(-1, 1)
+
+
+def a_place_that_was_changed(x: Tensor, delays: Tensor) -> Tensor:
+    delays -= 9
+    return x * torch.stack([x[:, delays[0]]]).view(-1, 1)
+
+
+def a_place_of_something_else(x: Tensor, delays: Tensor) -> Tensor:
+    places = (delays > 3).long()
+    return x * torch.stack([x[:, places[0]]]).view(-1, 1)
+
+
+def a_row_of_fewer(x: Tensor, delays: Tensor) -> Tensor:
+    return x * torch.stack([torch.cat([x, x.detach()[:2]])[:9][:, :8][:, delays[0] * 0]]).view(-1, 1)[:8]
+
+
 REFUSED = (
+    a_column_alone,
+    a_column_that_is_written,
+    a_place_that_was_changed,
+    a_place_of_something_else,
+    a_row_of_fewer,
     an_index,
     a_decision,
     a_factor,
@@ -208,6 +250,28 @@ def test_a_number_that_the_step_writes_or_returns_is_refused():
     both(script, refused="the value of a tensor is read on the host")
 
 
+def test_a_column_has_the_same_bits_and_gradients():
+    x = torch.randn(3, 5)
+    x[:, 2] = -0.0
+    for dim, place in ((1, 0), (1, 2), (0, 2)):
+        results = []
+        for take in (
+            lambda t, n=place, d=dim: t.select(d, n),
+            lambda t, n=place, d=dim: selected(t, torch.tensor(n), d),
+        ):
+            leaf = x.clone().requires_grad_()
+            made = torch.stack([take(leaf), take(leaf)])
+            factor = torch.full_like(made, -0.0)
+            factor[:, 1] = 2.0
+            (first,) = torch.autograd.grad((made * factor).sum(), leaf, create_graph=True)
+            (again,) = torch.autograd.grad((take(leaf) ** 3).sum(), leaf, create_graph=True)
+            (second,) = torch.autograd.grad(again.sum(), leaf)
+            results.append((made, first, again, second))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
+            assert one.stride() == other.stride()
+
+
 SHAPES: list[tuple[tuple[int, ...], int]] = [
     ((7,), 0),
     ((3, 5), 1),
@@ -244,3 +308,43 @@ def test_a_roll_moves_the_same_bits_to_the_same_places(shape, dim, dtype):
             for one, other in zip(*results, strict=True):
                 assert torch.equal(one, other) and one.stride() == other.stride()
                 assert torch.equal(one.signbit(), other.signbit())
+
+
+def test_autoformer_is_one_graph():
+    transformers = pytest.importorskip("transformers")
+
+    def script(diary: Diary) -> None:
+        config = transformers.AutoformerConfig(
+            prediction_length=6,
+            context_length=8,
+            lags_sequence=[1, 2],
+            num_time_features=1,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            encoder_layerdrop=0.0,
+            decoder_layerdrop=0.0,
+            label_length=4,
+            moving_average=3,
+        )
+        net = transformers.AutoformerForPrediction(config).train()
+        optimizer = adamw(net)
+        step = diary.step(lambda batch: net(**batch).loss, model=net, optimizer=optimizer)
+        generator = torch.Generator().manual_seed(1)
+        past = config.context_length + max(config.lags_sequence)
+
+        def batch() -> dict[str, Any]:
+            sizes = {"past_values": (2, past), "past_time_features": (2, past, 1)}
+            sizes |= {"future_values": (2, 6), "future_time_features": (2, 6, 1)}
+            made = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+            return {**made, "past_observed_mask": torch.ones(2, past)}
+
+        for _ in range(14):
+            diary.write("result", step(batch()).detach())
+        diary.write_state(net, optimizer)
+
+    both(script, replays=6, plan="{F B O}")

@@ -1,8 +1,9 @@
 """Whole numbers that a step reads of its own tensors, under Dynamo, where nothing but the shift of a roll follows.
 
 No graph can hold `int(delays[i])`, because the host waits for the device there. `x.roll(-int(delays[i]), 1)` needs
-no number on the host: `rolled` takes it where it is. So the number is a value of its own kind, which stands for a copy
-of the tensor. Signs, sums, differences, products and remainders with small constants make others of that kind.
+no number on the host: `rolled` takes it where it is, as `selected` does for a column. So it is a value of its own kind,
+which stands for a copy of the tensor. Signs, sums, differences, products and remainders with small constants make
+others of that kind.
 
 Where anything else is done with such a number, the trace is given up, and the next one has what Dynamo has.
 
@@ -25,6 +26,7 @@ from pygraph_train.torch_private.drawn_numbers import DrawRecorder, graph_of, pl
 from pygraph_train.torch_private.jumps import conditional_jumps
 from pygraph_train.torch_private.numbers_with_tensors import is_tensor
 from pygraph_train.torch_private.rolled import can_be_rolled, rolled
+from pygraph_train.torch_private.selected import let_select
 
 __all__ = ["NumberReader", "changes"]
 
@@ -52,6 +54,7 @@ _SMALL = 2**20
 def changes(reader: NumberReader) -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), on top of those of `host_draws`, for one trace."""
     from torch._dynamo import symbolic_convert
+    from torch._dynamo.variables import builder, tensor
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.misc import StringFormatVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -65,6 +68,8 @@ def changes(reader: NumberReader) -> tuple[tuple[Any, str, Any], ...]:
         (TorchInGraphFunctionVariable, "call_function", Around(hooks.calling_functions)),
         (symbolic_convert, "compare_op_handlers", Around(hooks.comparing)),
         (StringFormatVariable, "create", Around(hooks.formatting)),
+        (builder, "get_fake_value", Around(hooks.selecting)),
+        (tensor, "get_fake_value", Around(hooks.selecting)),
         *conditional_jumps(hooks.truth),
     )
 
@@ -143,6 +148,23 @@ class _Hooks:
 
     def _number(self, tensor: Any, where: frozenset[str]) -> Any:
         return self._class(tensor, where, self._reader)
+
+    def selecting(self, get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
+        """Before Dynamo computes what a node is like: `x[:, places[i]]` reads a place."""
+
+        def found(node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            def allowed() -> str | None:
+                inside = tx.output.current_tracer is not tx.output.root_tracer
+                where = None if inside or node.graph is not graph_of(tx) else place_in(tx)
+                if where is None:
+                    return None
+                self._reader.begin(node.graph)
+                return where if self._reader.holds_number(where) else None
+
+            let_select(node, allowed)
+            return get_fake_value(node, tx, *args, **kwargs)
+
+        return found
 
     # -- what is done with them ---------------------------------------------------------------------------
 

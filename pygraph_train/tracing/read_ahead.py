@@ -16,12 +16,13 @@ from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dispatch import no_autocast, no_fake_mode
 from pygraph_train.torch_private.drawn_numbers import CallResult
 from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
+from pygraph_train.torch_private.selected import unfit_selections
 from pygraph_train.torch_private.selections import changed_mask
 from pygraph_train.tracing.chains import chain_of, chain_with_writes
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.graph_calls import alike, function_of, is_write, slots_in
 from pygraph_train.tracing.host_draws import Given, HostDraws, Made, filled
-from pygraph_train.tracing.reasons import line_of
+from pygraph_train.tracing.reasons import line_of, read_on_host
 from pygraph_train.tracing.signature import ARGUMENTS
 
 __all__ = ["ReadingAhead"]
@@ -142,6 +143,10 @@ class ReadingAhead(Recording):
         """See `Recording.finish`. The graph loses what is computed for conditions alone."""
         if (changed := changed_mask(graph.graph)) is not None:
             raise NotLegal(_changed_later(changed))
+        if unfit := list(unfit_selections(graph.graph)):
+            for where in unfit:
+                self.leave_number(where)
+            raise NotLegal(read_on_host(unfit[0]))
         if self._trace is graph.graph:
             for node in reversed(graph.graph.nodes):
                 known = node in self._followed or node in self._on_the_way

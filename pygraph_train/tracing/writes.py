@@ -15,6 +15,7 @@ from pygraph_train.torch_private.counted_scatter import counted_scatter
 from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator, written_by_schema
 from pygraph_train.torch_private.memory import storage_key, tensor_version
 from pygraph_train.torch_private.rolled import rolled
+from pygraph_train.torch_private.selected import selected
 from pygraph_train.tracing.graph_calls import function_of, is_write, tensors_in
 
 __all__ = ["NORMALISATIONS", "maybe_written", "memory_in_trace", "statistics_written", "written_arguments"]
@@ -93,7 +94,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     fn = function_of(node)
     if isinstance(fn, HigherOrderOperator):
         return _written_within(node)
-    if fn is counted_scatter or fn is rolled:
+    if fn in (counted_scatter, rolled, selected):
         return []
     found: list[fx.Node] = []
     names = _STATISTICS.get(getattr(fn, "__name__", ""), {}).get(
