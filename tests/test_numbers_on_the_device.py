@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -162,6 +163,78 @@ def a_list(x: Tensor, delays: Tensor) -> Tensor:
     return x.roll(1 if shift in [1, 2] else 2, 1)
 
 
+def a_tuple(x: Tensor, delays: Tensor) -> Tensor:
+    """Dynamo of torch 2.13 says of a size that it does not know that nothing is equal to it."""
+    shift = int(delays[0])
+    return x * 2 if torch.zeros(2, delays[0]).size() == (2, shift) else x
+
+
+def a_tuple_in_a_list(x: Tensor, delays: Tensor) -> Tensor:
+    shift = int(delays[0])
+    return x * 2 if [(1, 3), shift] != [(1, 3), delays.sum().item()] else x
+
+
+QUESTIONS: dict[str, Callable[[int, Tensor], Any]] = {
+    "the greatest": lambda n, t: max([n, 3]),
+    "a constant in a list": lambda n, t: 4 in [n, 11],
+    "a constant in a tuple": lambda n, t: 4 in (11, n),
+    "a constant in a list of lists": lambda n, t: [4] in [[n]],
+    "among the values of a dict": lambda n, t: 4 in {"a": n}.values(),
+    "in a set": lambda n, t: 4 in {n, 11},
+    "the place in a list": lambda n, t: [n, 4].index(4),
+    "how often": lambda n, t: [n, 4].count(4),
+    "a list that is sorted": lambda n, t: sorted([n, 4])[0],
+    "two lists": lambda n, t: [n, 1] == [4, 1],
+    "two tuples": lambda n, t: (n, 2) > (4, 1),
+    "two dicts": lambda n, t: {"a": n} == {"a": 4},
+    "two ranges": lambda n, t: range(n) == range(4),
+    "identity": lambda n, t: n is None,
+    "whether any": lambda n, t: any([n - 4]),
+    "a size that is not known": lambda n, t: torch.zeros(2, t[0]).size() == (2, n),
+    "a chain of comparisons": lambda n, t: 3 < n < 5,
+    "truth": lambda n, t: bool(n - 4) or not n,
+    "a class of its own": lambda n, t: Box(n) == Box(4),
+    "a named tuple": lambda n, t: Pair(n, 1) == Pair(4, 1),
+    "a match": lambda n, t: matched(n),
+    "a slice": lambda n, t: len([1, 2, 3, 4, 5, 6, 7, 8, 9][:n]),
+    "an index": lambda n, t: [1, 2, 3, 4, 5, 6, 7, 8, 9][n],
+    "a power": lambda n, t: n**2,
+    "bits": lambda n, t: n & 3,
+    "a method": lambda n, t: n.bit_length(),
+    "a division": lambda n, t: divmod(n, 3)[0] + n // 2,
+}
+
+
+@dataclasses.dataclass
+class Box:
+    n: int
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+def matched(n: int) -> int:
+    match n:
+        case 4:
+            return 5
+        case _:
+            return 7
+
+
+@pytest.mark.parametrize("ask", QUESTIONS)
+def test_a_question_is_never_answered_by_the_trace(ask):
+    """A number of its own kind equals nothing that Dynamo knows: a wrong answer would train in another way."""
+
+    def asks(x: Tensor, delays: Tensor) -> Tensor:
+        shift = int(delays[0])
+        return x * float(QUESTIONS[ask](shift, delays)) + x.roll(shift, 1)
+
+    report = both(script_of(asks, count=4), never="a number is read")
+    assert report.fallbacks, "the trace has answered"
+
+
 def all_dimensions(x: Tensor, delays: Tensor) -> Tensor:
     shift = int(delays[0])
     return x.roll(shift)
@@ -218,6 +291,8 @@ REFUSED = (
     a_range,
     a_key,
     a_list,
+    a_tuple,
+    a_tuple_in_a_list,
     all_dimensions,
     two_dimensions,
     four_dimensions,

@@ -46,6 +46,11 @@ _WITH_NUMBERS = {
     **{getattr(operator, f"i{name}"): getattr(operator, name) for name in ("add", "sub", "mul", "mod")},
 }
 _OF_TYPES = frozenset({isinstance, type, issubclass})
+_OF_LISTS = frozenset({max, min, sum, sorted, any, all, set, frozenset, operator.contains})
+_ASKING = frozenset(
+    {"__contains__", "index", "count", "remove", "sort", "__eq__", "__ne__", "__lt__", "__gt__"}
+)
+"""Methods of lists and tuples: Dynamo compares constants with constants alone."""
 _WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _SMALL = 2**20
 """Constants of this size lead no number that is a place in a tensor out of 64 bits."""
@@ -54,8 +59,10 @@ _SMALL = 2**20
 def changes(reader: NumberReader) -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), on top of those of `host_draws`, for one trace."""
     from torch._dynamo import symbolic_convert
-    from torch._dynamo.variables import builder, tensor
+    from torch._dynamo import utils as dynamo_utils
+    from torch._dynamo.variables import builder, lists, tensor
     from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.lists import BaseListVariable
     from torch._dynamo.variables.misc import StringFormatVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -70,6 +77,10 @@ def changes(reader: NumberReader) -> tuple[tuple[Any, str, Any], ...]:
         (StringFormatVariable, "create", Around(hooks.formatting)),
         (builder, "get_fake_value", Around(hooks.selecting)),
         (tensor, "get_fake_value", Around(hooks.selecting)),
+        (dynamo_utils, "iter_contains", Around(hooks.containing)),
+        (lists, "iter_contains", Around(hooks.containing)),
+        (BaseListVariable, "call_method", Around(hooks.of_lists)),
+        *hooks.comparing_symbols(),
         *conditional_jumps(hooks.truth),
     )
 
@@ -175,6 +186,8 @@ class _Hooks:
             fn = variable.fn
             if fn is int and len(args) == 1 and not kwargs and (read := self._read(tx, args[0])) is not None:
                 return read
+            if fn in _OF_LISTS:
+                self._refuse_any(args)
             if fn in _OF_TYPES or not any(isinstance(x, self._class) for x in args):
                 return call_function(variable, tx, args, kwargs)
             return self._computed(tx, fn, args, kwargs)
@@ -251,6 +264,40 @@ class _Hooks:
 
         return {sign: around(handler) for sign, handler in handlers.items()}
 
+    def containing(self, iter_contains: Callable[..., Any]) -> Callable[..., Any]:
+        """Whether something is among others."""
+
+        def contains(items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            items = list(items)
+            self._refuse_any([*items, search])
+            return iter_contains(items, search, tx, *args, **kwargs)
+
+        return contains
+
+    def of_lists(self, call_method: Callable[..., Any]) -> Callable[..., Any]:
+        """Methods of lists and tuples."""
+
+        def called(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name in _ASKING:
+                self._refuse_any([variable, *args])
+            return call_method(variable, tx, name, args, kwargs)
+
+        return called
+
+    def comparing_symbols(self) -> list[tuple[Any, str, Any]]:
+        """Numbers that Dynamo does not know: for torch 2.13 they equal nothing but what it knows itself."""
+        from torch._dynamo.variables.tensor import SymNodeVariable
+
+        def around(stock: Callable[..., Any]) -> Callable[..., Any]:
+            def richcompare_impl(variable: Any, tx: Any, other: Any, op: str) -> Any:
+                self._refuse_any([other])
+                return stock(variable, tx, other, op)
+
+            return richcompare_impl
+
+        known = hasattr(SymNodeVariable, "richcompare_impl")
+        return [(SymNodeVariable, "richcompare_impl", Around(around))] if known else []
+
     def formatting(self, create: Any) -> Any:
         """A text with a number."""
 
@@ -266,9 +313,13 @@ class _Hooks:
         return None
 
     def _refuse_any(self, variables: Sequence[Any]) -> None:
+        from torch._dynamo.variables.lists import BaseListVariable
+
         for variable in variables:
             if isinstance(variable, self._class):
                 variable.refuse()
+            if isinstance(variable, BaseListVariable):
+                self._refuse_any(variable.items)
 
 
 def _only(variable: Any) -> Any:
