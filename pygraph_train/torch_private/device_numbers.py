@@ -245,7 +245,8 @@ class _Hooks:
         example: Any = x.as_proxy().node.meta.get("example_value") if x is not None and is_tensor(x) else None
         if not isinstance(example, Tensor) or dim is None or len(given) != 3 or not can_be_rolled(example):
             shift.refuse()
-        if not -example.dim() <= dim < example.dim():
+        elsewhere = example.device != shift.tensor.as_proxy().node.meta["example_value"].device
+        if elsewhere or not -example.dim() <= dim < example.dim():
             shift.refuse()
         operands = (x.as_proxy(), shift.tensor.as_proxy(), dim % example.dim())  # type: ignore[union-attr]
         return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", rolled, operands, {}))

@@ -63,7 +63,7 @@ def let_select(node: fx.Node, allowed: Callable[[], str | None]) -> None:
     if not whole or not dim < example.dim() <= 3 or len(parts) > example.dim() or not example.numel():
         return
     place: Any = parts[dim]
-    if not _is_place(place, example.shape[dim]) or (where := allowed()) is None:
+    if not _is_place(place, example, dim) or (where := allowed()) is None:
         return
     node.op, node.target, node.args = "call_function", selected, (x, place, dim)
     node.meta[_SELECTED] = where, tensor_version(example)
@@ -83,10 +83,12 @@ def _example(value: Any) -> Any:
     return value.meta.get("example_value") if isinstance(value, fx.Node) else value
 
 
-def _is_place(node: Any, size: int) -> bool:
-    """Whether a node is a number on the device that is a place in a dimension of so many elements."""
-    example = _example(node)
+def _is_place(node: Any, x: Tensor, dim: int) -> bool:
+    """Whether a node is a number on the device of a tensor, and a place in a dimension of it."""
+    example, size = _example(node), x.shape[dim]
     if not isinstance(example, Tensor) or example.dim() or example.dtype != torch.int64:
+        return False
+    if example.device != x.device:
         return False
     result: Any = None
     while isinstance(node, fx.Node):
