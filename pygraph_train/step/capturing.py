@@ -93,7 +93,7 @@ class Capturing:
         leave_update_outside: Callable[[StepInFlight, Problem], None],
         together: Together | None = None,
     ) -> None:
-        self._training = training
+        self._training, self._writes = training, PythonWrites(training.program)
         self._updates = updates
         self._decisions = decisions
         self._maker = maker
@@ -362,7 +362,7 @@ class Capturing:
         call = self._silent_call_of(variant)
         if isinstance(call, SilentCall):  # in the capture it would be part of the graph
             call.trace.fill(training.program.function(), args, kwargs)
-        leaves = PythonWrites(training.program).load(variant, None, args, kwargs, leaves)
+        leaves = self._writes.before_capture(training.engine, variant, args, kwargs, leaves)
         make = functools.partial(
             self._maker.make,
             variant,

@@ -41,7 +41,7 @@ from pygraph_train.tracing.seat import LEFT, FailedRuns, Seat, unless_left
 from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Compiler, Trace
 from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
-from pygraph_train.tracing.undo import Undo
+from pygraph_train.tracing.undo import Undo, exchange
 
 __all__ = ["ReproducingTrace"]
 
@@ -147,6 +147,10 @@ class ReproducingTrace(Trace):
             seat.places, seat.keeps, seat.undoes, seat.marks = {}, False, undoes, False
             undo.restore()
         return result
+
+    def exchange(self, frame: dict[str, Any], change: Callable[[Any], Any]) -> bool:
+        """Let `change` return what objects hold until the step, which does not read it, replaces it: see `exchange`."""
+        return exchange(self.effects, frame, self._code.__globals__, [*self.inputs, *self.carried], change)
 
     def take_outputs(self) -> list[Any]:
         """What the graph has returned in the last run that kept it: tensors."""
