@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import Arm
-from pygraph_train.selection.returns import Costs, TraceReturns, is_sampled
+from pygraph_train.selection.returns import Costs, TraceReturns, is_sampled, sampled_share
 from pygraph_train.step.inputs import InputMemory
 from pygraph_train.tracing.signature import Dims, Key, Sizes, family_of
 from pygraph_train.verification import AuditLedger
@@ -54,7 +54,9 @@ class Family:
         inputs: where the graphs of shapes that share a trace read their batches.
         differed: whether a replay differed from the step without a graph: no capture goes unchecked any more.
         audits: what the audits of its graphs have cost, but for those of kinds of calls with traces of their own.
-        steps_without_inductor: of other shapes than the first one, since Inductor has compiled.
+        steps_without_inductor: without a graph and with eager kernels, of other shapes than the first one, since
+            Inductor has compiled.
+        replays_without_inductor: of eager kernels, in the same way.
         compile_seconds: what Inductor has taken the last time; None where that was not measured.
         timed_compiled: steps with Inductor's kernels that were timed, without the one in which it compiled.
     """
@@ -73,11 +75,9 @@ class Family:
         self.inputs = InputMemory()
         self.differed = False
         self.audits: AuditLedger | None = None
-        self.steps_without_inductor = 0
+        self.steps_without_inductor = self.replays_without_inductor = 0
         self.compile_seconds: float | None = None
         self.timed_compiled = -1
-        self._compiled: float | None = None
-        self._eager: float | None = None
         self._failures = 0
         self._first_sizes = sizes
         self._dynamic: dict[int, frozenset[int]] = {}
@@ -125,10 +125,9 @@ class Family:
 
         Its kernels would have to have saved that time in the steps since it compiled last.
         """
-        if self.compile_seconds is not None and self._eager is not None and self._compiled is not None:
-            saved = self.steps_without_inductor * (self._eager - self._compiled)
-            if saved < self.compile_seconds:
-                return False
+        saved = self.costs.saved_by_kernels(self.steps_without_inductor, self.replays_without_inductor)
+        if self.compile_seconds is not None and saved is not None and saved < self.compile_seconds:
+            return False
         return sum(other.trace is lead.trace for other in self.leads) < _MOST_RECOMPILED
 
     def leads_again(self, lead: Variant) -> None:
@@ -157,23 +156,24 @@ class Family:
 
     def ran_without_graph(self, seconds: float, *, compiled: bool) -> None:
         """A step without a graph was timed."""
-        if not compiled:
-            self._eager = seconds if self._eager is None else min(self._eager, seconds)
-        elif self.timed_compiled < 0:  # Inductor has compiled in it
-            self.timed_compiled = 0
-            return
-        else:
+        if compiled:
             self.timed_compiled += 1
-            self._compiled = seconds if self._compiled is None else min(self._compiled, seconds)
-        self.costs.plain = min(s for s in (self._eager, self._compiled) if s is not None)
+        if not compiled or self.timed_compiled:  # in the first one Inductor has compiled
+            self.costs.ran(seconds, compiled=compiled)
 
     def compiled_is_faster(self) -> bool:
         """Whether Inductor's kernels without a graph are faster than eager ones."""
-        return self._compiled is not None and self._eager is not None and self._compiled < self._eager
+        return self.costs.compiled_is_faster()
 
     def is_compared(self, place: CaptureKey, verify: str) -> bool:
         """Whether the first replay of the next capture of this kind is compared with a step without a graph."""
         return verify != "sample" or self.differed or is_sampled(self._captures[place] + 1)
+
+    def share_compared(self, verify: str) -> float:
+        """The share of captures whose first replay is compared, if each shape gets one."""
+        if verify == "off":
+            return 0.0
+        return 1.0 if verify != "sample" or self.differed else sampled_share(self.shapes)
 
     def captured(self, place: CaptureKey, seconds: float | None) -> None:
         """A capture was made, and took so long."""

@@ -154,13 +154,17 @@ class Variant:
     anew: int = 0
     opened: bool = False
 
-    def member(self, key: Key) -> Variant:
-        """A kind of call with other sizes that this one's trace holds for. Nothing has to be found out for it."""
+    def member(self, key: Key, *, prepared: bool = False) -> Variant:
+        """A kind of call with other sizes that this one's trace holds for. Nothing has to be found out for it.
+
+        Args:
+            prepared: whether a step with these sizes has run with the kernels that a graph will hold.
+        """
         return Variant(
             self.trace,
             self.lengths._replace(prepared=1),
             key,
-            Life(Stage.PREPARED),
+            Life(Stage.GRAPHED, 1) if prepared else Life(Stage.PREPARED),
             used=self.used,
             anchored=self.anchored,
             arm=self.arm,
@@ -256,7 +260,7 @@ class Variant:
         self.replays += 1
         if self.family is not None:
             self.family.replays += 1
-            self.family.steps_without_inductor += self.lead is not None and self.compiled is None
+            self.family.replays_without_inductor += self.lead is not None and self.compiled is None
 
     def follow(self) -> None:
         """Run with the plan that was found to be the best one for other shapes. Hot path."""
@@ -295,6 +299,7 @@ class Signature:
         family: of signatures that differ in sizes alone; None where each one is on its own.
         returns: how often it has come without a graph, where its family has a trace for it.
         lead: whose trace that is, as long as somebody else has it; None where none was found.
+        ran: whose kernels its latest step without a graph had, and whether these were Inductor's.
         latest: the number of its latest step of those that were looked at for a trace.
         in_a_row: such steps one after the other.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
@@ -309,6 +314,7 @@ class Signature:
     family: Family | None = None
     returns: Returns = field(default_factory=Returns)
     lead: weakref.ref[Variant] | None = None
+    ran: tuple[weakref.ref[Variant], bool] | None = None
     latest: int = 0
     in_a_row: int = 0
     retraces: int = 0
