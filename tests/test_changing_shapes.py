@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -430,7 +430,7 @@ def let_inductor_compile(monkeypatch: pytest.MonkeyPatch, *, asks: bool) -> None
         monkeypatch.setattr(inductor, "compile_whole", with_a_guard)
 
 
-def train_on_lengths(lengths: range) -> tuple[GraphedStep, nn.Module, nn.Module, list[Any]]:
+def train_on_lengths(lengths: Iterable[int]) -> tuple[GraphedStep, nn.Module, nn.Module, list[Any]]:
     """Train a model with Inductor's kernels, and its twin plainly; each loss is compared.
 
     Returns:
@@ -470,7 +470,7 @@ def test_lengths_that_never_return_run_with_kernels_for_all_lengths(
     let_inductor_compile(monkeypatch, asks=codes == 2)
     monkeypatch.setattr(Family, "compiled_is_faster", lambda self: True)
     monkeypatch.setattr(Capturing, "untimed", counted)
-    step, model, twin, found = train_on_lengths(range(3, 60))
+    step, model, twin, found = train_on_lengths(random.Random(0).sample(range(3, 60), 57))
     x, y = batches(1, size=200)[0]
     compiled = found[2:]
     assert len(compiled) == codes, "after a trace of the first length, and a trace of all lengths"
@@ -478,7 +478,7 @@ def test_lengths_that_never_return_run_with_kernels_for_all_lengths(
     for size in (77, 78):
         fit = [trace.holds(function, ((x[:size], y[:size]),), {}) for trace in compiled]
         assert all(trace.dynamic for trace in compiled) and sum(fit) == 1
-    assert len(with_kernels) > 25, "steps of either kind"
+    assert len(with_kernels) > 15, "steps of either kind"
     assert step.report().compile_seconds > 0 and not step.report().captures
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)

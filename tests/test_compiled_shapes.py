@@ -9,8 +9,9 @@ import pytest
 import torch
 from test_changing_shapes import let_inductor_compile, train_on_lengths
 
-from pygraph_train.step.families import Family
+from pygraph_train.step.families import Families, Family
 from pygraph_train.step.shapes import Shapes
+from pygraph_train.tracing.signature import flattened, key_of
 
 
 def family(seconds: float | None, eager: float, compiled: float) -> Family:
@@ -79,3 +80,23 @@ def test_code_for_other_lengths_is_compiled_when_it_pays(
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
     step.close()
+
+
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("numbers only")
+def test_inductor_compiles_for_a_shape_in_the_middle_and_does_not_wait_long() -> None:
+    """Where it asks whether a size is above some bound, at least half of the shapes are on the side of that one."""
+    keys = {n: key_of(*flattened((torch.zeros(4, n),))) for n in range(16, 65)}
+
+    def is_typical(length: int) -> bool:
+        families = Families()
+        (family,) = {families.meet(key) for key in keys.values()}
+        return family.is_typical(keys[length])
+
+    assert [n for n in keys if is_typical(n)] == list(range(33, 48))
+    family = Families().meet(keys[20])
+    assert family.is_typical(keys[20]), "the only one"
+    family.meet(((4, 40),))
+    family.meet(((4, 60),))
+    waits = [family.is_typical(keys[20]) for _ in range(40)]
+    assert waits.index(True) == 15, "no other one comes"

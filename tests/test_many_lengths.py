@@ -12,8 +12,8 @@ from training import Diary, adamw, both
 from pygraph_train.graphs.emulated import EmulatedEngine
 
 LENGTHS = range(16, 65)
-FIRST_QUARTER_OF_CODE = 31
-"""Inductor's code is for the 16 shortest lengths, or for the others."""
+BOUND = 31
+"""Inductor's code is for the 16 lengths up to this one, or for the 33 others."""
 
 
 def paid(step: float, replay: float) -> float:
@@ -29,26 +29,31 @@ def test_49_lengths_have_graphs_of_compiled_kernels_when_these_are_paid_for(
     report = both(train(drawn(LENGTHS, 3000)), replays=1850, plan="{F B O}", compile=True)
     captures = times.steps_with("capture", compiled=True)
     assert len(captures) == 49 and report.shapes.with_graphs == 49
-    assert sorted(captures)[24] <= 1.1 * paid(0.0098, 0.0025), "half of them"
+    assert sorted(captures)[24] <= 1.15 * paid(0.0098, 0.0025), "half of them"
     assert sorted(captures)[-1] <= 1800, "all of them"
     assert len(times.steps_with("Inductor", compiled=True)) == 1
     without = times.count(1, 3000)["step", False] + times.count(1, 3000)["step", True]
     assert without <= paid(0.0098, 0.0025) + 100
-    assert times.count(2251, 3000) == {("replay", True): 750}
+    assert times.count(2251, 3000)["replay", True] == 750
     assert not report.fallbacks, str(report)
 
 
 @pytest.mark.slow
 def test_lengths_that_code_is_not_for_have_graphs_of_eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lose more without a graph than the others, and get theirs first. No length is left out."""
-    times = SimulatedTimes(monkeypatch, code_up_to=FIRST_QUARTER_OF_CODE)
-    report = both(train(drawn(LENGTHS, 3000)), replays=2350, plan="{F B O}", compile=True)
+    """They lose more without a graph than the others, and get theirs first. No length is left out.
+
+    Inductor compiles in a step of a length in the middle, so that its code is for most of them.
+    """
+    times = SimulatedTimes(monkeypatch, code_up_to=BOUND)
+    report = both(train(drawn(LENGTHS, 3000)), replays=2050, plan="{F B O}", compile=True)
     assert not report.fallbacks, str(report)
     assert report.shapes.with_graphs == 49
     assert len(times.steps_with("Inductor", compiled=True)) == 1, "other code would save less than it takes"
-    assert len(times.steps_with("capture", compiled=True)) == 16
-    others = [step for step in times.steps_with("capture", compiled=False) if step > 110]
-    assert len(others) == 33 and sorted(others)[16] <= 1.2 * paid(0.027, 0.005)
+    assert len(times.steps_with("capture", compiled=True)) == 33
+    (compiled,) = times.steps_with("Inductor", compiled=True)
+    others = [step for step in times.steps_with("capture", compiled=False) if step > compiled]
+    assert len(others) == 16 and sorted(others)[8] <= 1.45 * paid(0.027, 0.005)
+    assert times.seconds(2251, 3000) <= 750 * (2 / 3 * 0.0025 + 1 / 3 * 0.005) * 1.1
     assert times.count(1, 3000)["step", False] <= paid(0.027, 0.005) + 100
 
 
@@ -69,7 +74,7 @@ def test_a_run_that_says_how_long_it_is_waits_for_no_captures(monkeypatch: pytes
     both(train(drawn(LENGTHS, 600)), replays=300, plan="{F B O}", compile=True)
     captures = times.steps_with("capture", compiled=True)
     assert len(captures) == 49
-    assert sorted(captures)[24] <= 210 and sorted(captures)[40] <= 400
+    assert sorted(captures)[24] <= 230 and sorted(captures)[40] <= 400
 
 
 def test_a_run_that_ends_soon_makes_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,15 @@ _MOST_TRACES = 3
 
 _REPLAYS_PER_TRACE = 50
 """Replays that pay for one more."""
+
+_MIDDLE = 0.35, 0.65
+"""Shapes that are neither among the smallest nor among the largest, by their share of those met."""
+
+_MOST_WAITING = 16
+"""Steps that wait for such a shape."""
+
+_MOST_SIZES = 1024
+"""Shapes whose sizes are remembered."""
 
 _MOST_FAILURES = 3
 """Shapes whose captures fail, after which no other shape is tried."""
@@ -78,7 +89,8 @@ class Family:
         self.steps_without_inductor = self.replays_without_inductor = 0
         self.compile_seconds: float | None = None
         self.timed_compiled = -1
-        self._failures = 0
+        self._failures = self._waited = 0
+        self._volumes: list[int] = []
         self._first_sizes = sizes
         self._dynamic: dict[int, frozenset[int]] = {}
         self._captures: Counter[CaptureKey] = Counter()
@@ -86,6 +98,8 @@ class Family:
     def meet(self, sizes: Sizes) -> None:
         """Another shape of it was met."""
         self.shapes += 1
+        if len(self._volumes) < _MOST_SIZES:
+            insort(self._volumes, _volume(sizes))
         for i, size in enumerate(sizes):
             first = self._first_sizes[i]
             if size != first:
@@ -129,6 +143,21 @@ class Family:
         if self.compile_seconds is not None and saved is not None and saved < self.compile_seconds:
             return False
         return sum(other.trace is lead.trace for other in self.leads) < _MOST_RECOMPILED
+
+    def is_typical(self, key: Key) -> bool:
+        """Whether Inductor should compile the trace in a step of this shape, and not wait for another one.
+
+        Where it asks in the middle of its work whether a size is above some bound, its code is for the shapes on the
+        same side. That of a shape in the middle is for half of them at least.
+        """
+        self._waited += 1
+        volume, volumes = _volume(family_of(key)[1]), self._volumes
+        first, last = (share * len(volumes) for share in _MIDDLE)
+        typical = bisect_left(volumes, volume) <= last and bisect_right(volumes, volume) >= first
+        if typical or self._waited >= _MOST_WAITING:
+            self._waited = 0
+            return True
+        return False
 
     def leads_again(self, lead: Variant) -> None:
         """This kind of call has a trace that leads already, and other code of Inductor."""
@@ -186,6 +215,11 @@ class Family:
         self._failures += 1
         if self._failures >= _MOST_FAILURES and not self.replays:
             self.ended = problem
+
+
+def _volume(sizes: Sizes) -> int:
+    """How many elements the tensors of a batch have."""
+    return sum(map(math.prod, sizes))
 
 
 class Families:

@@ -278,7 +278,8 @@ class Shapes:
                 return kernels(step, lead, run)
         elif self._decisions.compiles:
             family.steps_without_inductor += 1
-            if lead.compiled is None and (lead.compile_next or self._wants_inductor(family)):
+            wanted = lead.compiled is None and (lead.compile_next or self._wants_inductor(family))
+            if wanted and family.is_typical(signature.key):
                 return self._compiled(step, signature, lead, args, kwargs, run)
             if lead.compiled is not None and self._wants_inductor(family) and family.may_recompile(lead):
                 again = lead.recompiled()
