@@ -112,9 +112,8 @@ class SimulatedTimes:
                 self._note("step", _is_compiled(variant), self.STEP[_is_compiled(variant)])
             return make(me, step, variant, *rest)
 
-        def untimed(make: Any, me: Any, step: Any, variant: Variant, run: Any) -> Any:
+        def with_code(make: Any, me: Any, step: Any, code: Trace, run: Any) -> Any:
             self._note("step", True, self.STEP[True])
-            assert make is not None
             return run(plain_call)
 
         def plainly(make: Any, me: Any, run: Any) -> Any:
@@ -157,7 +156,7 @@ class SimulatedTimes:
 
         self._around(TrainingRun, "__post_init__", begins)
         self._around(Capturing, "timed", timed)
-        self._around(Capturing, "untimed", untimed)
+        self._around(UngraphedSteps, "with_code", with_code)
         self._around(UngraphedSteps, "plainly", plainly)
         self._around(StepRunner, "_replay", replay)
         self._around(Capturing, "capture", capture)

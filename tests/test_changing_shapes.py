@@ -17,10 +17,10 @@ from pygraph_train import GraphedStep, StepReport
 from pygraph_train.regions import inductor
 from pygraph_train.step import shapes
 from pygraph_train.step.capture_maker import CaptureMaker
-from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family
 from pygraph_train.step.inputs import InputMemory, StaticInputs
+from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.tracing.trace import Trace
 
 
@@ -460,16 +460,16 @@ def test_lengths_that_never_return_run_with_kernels_for_all_lengths(
     codes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As under `torch.compile`: Inductor compiles once for all lengths, or once for each kind that its guards make."""
-    untimed = Capturing.untimed
+    with_code = UngraphedSteps.with_code
     with_kernels: list[int] = []
 
     def counted(self: Any, step: Any, *args: Any) -> Any:
         with_kernels.append(step.position)
-        return untimed(self, step, *args)
+        return with_code(self, step, *args)
 
     let_inductor_compile(monkeypatch, asks=codes == 2)
     monkeypatch.setattr(Family, "compiled_is_faster", lambda self: True)
-    monkeypatch.setattr(Capturing, "untimed", counted)
+    monkeypatch.setattr(UngraphedSteps, "with_code", counted)
     step, model, twin, found = train_on_lengths(random.Random(0).sample(range(3, 60), 57))
     x, y = batches(1, size=200)[0]
     compiled = found[2:]

@@ -21,6 +21,7 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Signature, Variant
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Shapes", "WithoutGraph"]
@@ -101,8 +102,8 @@ class Shapes:
         if family.ended is not None:
             signature.life = Life(Stage.REFUSED)
             return None
-        if variant is None and (known := self._still_rare(signature, family)) is not None:
-            return self._rare(signature, family, known)
+        if variant is None and (known := self._still_rare(signature, family, args, kwargs)) is not None:
+            return known
         lead, holds = self._lead_for(family, args, kwargs, leaves)
         if lead is None:
             family.steps_without_inductor += 1
@@ -126,10 +127,7 @@ class Shapes:
         signature.lead = weakref.ref(lead)
         if not self._has_earned(signature, family, code=holds):
             return self._rare(signature, family, lead, holds=holds)
-        ran = signature.ran
-        prepared = (
-            ran is not None and ran[0]() is lead and ran[1] is self._graph_is_compiled(family, code=holds)
-        )
+        prepared = signature.ran_with(lead) is self._graph_is_compiled(family, code=holds)
         member = lead.member(signature.key, prepared=prepared)
         member.last_used = self._training.step
         signature.variants.insert(0, member)
@@ -142,17 +140,26 @@ class Shapes:
         self._training.report.shapes.ran_as_rare()
         return WithoutGraph(signature, family, lead, holds)
 
-    def _still_rare(self, signature: Signature, family: Family) -> Variant | None:
-        """The lead of a shape that has not earned a graph yet, where nothing depends on its guards in this step.
+    def _still_rare(
+        self, signature: Signature, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> WithoutGraph | None:
+        """The step of a shape that has not earned a graph yet, where nothing else depends on guards.
 
-        To check them takes as long as several percent of a step.
+        To check them takes as long as several percent of a step. Code of Inductor that the shape has run with is
+        checked for itself, and once.
         """
         lead = None if signature.lead is None else signature.lead()
         if lead is None or not any(other is lead for other in family.leads):
             return None
+        code = False
         if self._decisions.compiles and (self._training.config.compile is True or lead.compiled is not None):
-            return None  # the guards say with which kernels it runs
-        return None if self._pays(signature, family, code=False) else lead
+            ran = signature.ran_with(lead)
+            if lead.compiled is None or ran is None or (not ran and self._compiles_again(family, lead)):
+                return None  # the guards say with which kernels it runs
+            code = ran
+        if self._pays(signature, family, code=code) or (code and not self._holds(lead, args, kwargs)):
+            return None
+        return self._rare(signature, family, lead, holds=code)
 
     def _lead_for(
         self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
@@ -274,14 +281,16 @@ class Shapes:
         if self._decisions.compiles and holds:
             if family.timed_compiled < _TIMED or family.compiled_is_faster():
                 signature.ran = weakref.ref(lead), True
-                kernels = self._capturing.timed if family.timed_compiled < _TIMED else self._capturing.untimed
-                return kernels(step, lead, run)
+                if family.timed_compiled < _TIMED:
+                    return self._capturing.timed(step, lead, run)
+                assert isinstance(lead.compiled, ReproducingTrace)
+                return self._ungraphed.with_code(step, lead.compiled, run)
         elif self._decisions.compiles:
             family.steps_without_inductor += 1
             wanted = lead.compiled is None and (lead.compile_next or self._wants_inductor(family))
             if wanted and family.is_typical(signature.key):
                 return self._compiled(step, signature, lead, args, kwargs, run)
-            if lead.compiled is not None and self._wants_inductor(family) and family.may_recompile(lead):
+            if lead.compiled is not None and self._compiles_again(family, lead):
                 again = lead.recompiled()
                 result = self._compiled(step, signature, again, args, kwargs, run)
                 if again.compiled is not None:
@@ -295,6 +304,10 @@ class Shapes:
         wanted = self._training.config.compile is True and self._decisions.compiles
         steps = family.steps_without_inductor + family.replays_without_inductor
         return wanted and steps >= STEPS_BEFORE_COMPILING
+
+    def _compiles_again(self, family: Family, lead: Variant) -> bool:
+        """Whether Inductor is to compile for shapes that its code so far is not for."""
+        return self._wants_inductor(family) and family.may_recompile(lead)
 
     def _holds(self, lead: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the compiled trace is for this call: Inductor may have set further guards."""
@@ -328,6 +341,7 @@ class Shapes:
             lead.compiled is not None
         ):  # that code is for this shape, and need not be for the one that was traced
             self._signatures.moves(lead, signature)
+            self._signatures.forget_kernels()
         return result
 
     def wants_inductor(self, variant: Variant) -> None:

@@ -98,6 +98,11 @@ class Signatures:
         variant.key, variant.inputs = signature.key, None
         signature.variants.insert(0, variant)
 
+    def forget_kernels(self) -> None:
+        """There is other code: which kernels a shape runs with has to be found out again."""
+        for signature in self._by_key.values():
+            signature.ran = None
+
     def forget(self, signature: Signature) -> None:
         """No call has this key any more, and nothing was captured for it."""
         self._by_key.pop(signature.key, None)

@@ -325,6 +325,10 @@ class Signature:
     refused: int = 0
     unseen: int = 0
 
+    def ran_with(self, lead: Variant) -> bool | None:
+        """Whether its latest step without a graph had Inductor's kernels of this trace; None where it had others."""
+        return None if self.ran is None or self.ran[0]() is not lead else self.ran[1]
+
     def comes(self, step: int) -> None:
         """It is looked for a trace in the step with this number."""
         self.in_a_row = self.in_a_row + 1 if self.latest == step - 1 else 1
