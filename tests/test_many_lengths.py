@@ -75,6 +75,18 @@ def test_a_run_that_says_how_long_it_is_waits_for_no_captures(monkeypatch: pytes
     captures = times.steps_with("capture", compiled=True)
     assert len(captures) == 49
     assert sorted(captures)[24] <= 230 and sorted(captures)[40] <= 400
+    assert len(times.steps_with("capture", compiled=False)) <= 2, "Inductor is to replace them"
+
+
+def test_few_lengths_have_no_graphs_that_inductor_will_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor compiles when all lengths together have gone 100 steps without it, and then each has its graph."""
+    times = SimulatedTimes(monkeypatch)
+    report = both(train(drawn([16, 24, 32, 40, 48], 400)), replays=280, plan="{F B O}", compile=True)
+    (compiled,) = times.steps_with("Inductor", compiled=True)
+    assert 100 <= compiled <= 140
+    assert len(times.steps_with("capture", compiled=False)) <= 5
+    assert len(times.steps_with("capture", compiled=True)) == 5 == report.shapes.with_graphs
+    assert times.count(301, 400)["replay", True] == 100
 
 
 def test_a_run_that_ends_soon_makes_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:

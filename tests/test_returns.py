@@ -106,7 +106,7 @@ def test_no_shape_costs_more_than_twice_what_would_have_been_best(comes_back: in
     ("steps", "made", "left", "earned"),
     [
         (3, 100, 2900, True),  # 87 more
-        (2, 100, 2900, False),  # too few to say anything
+        (1, 100, 2900, False),  # too few to say anything
         (3, 100, 300, False),  # 9 more
         (50, 2900, 100, False),  # 1 or 2 more
         (50, 2900, 600, True),

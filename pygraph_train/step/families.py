@@ -113,6 +113,11 @@ class Family:
         """Which sizes have been seen to change. Empty where a trace for many shapes cannot be had."""
         return {} if self.static else dict(self._dynamic)
 
+    @property
+    def without_inductor(self) -> int:
+        """Steps and replays without Inductor's kernels, since it has compiled."""
+        return self.steps_without_inductor + self.replays_without_inductor
+
     def may_trace(self) -> bool:
         """Whether another trace has a chance to be worth its time."""
         return self.traces < _MOST_TRACES + self.replays // _REPLAYS_PER_TRACE

@@ -44,8 +44,7 @@ class WithoutGraph(NamedTuple):
     """The step has no graph: its shape is rare so far.
 
     Attributes:
-        signature: of the shape.
-        family: of the shape.
+        signature, family: of the shape.
         lead: whose trace holds for it, None where no trace does.
         holds: whether that one's code of Inductor is for it as well.
     """
@@ -125,7 +124,7 @@ class Shapes:
             signature.variants.remove(variant)
             family.drop(variant)
         signature.lead = weakref.ref(lead)
-        if not self._has_earned(signature, family, code=holds):
+        if not self._has_earned(signature, family, lead, code=holds):
             return self._rare(signature, family, lead, holds=holds)
         prepared = signature.ran_with(lead) is self._graph_is_compiled(family, code=holds)
         member = lead.member(signature.key, prepared=prepared)
@@ -145,8 +144,7 @@ class Shapes:
     ) -> WithoutGraph | None:
         """The step of a shape that has not earned a graph yet, where nothing else depends on guards.
 
-        To check them takes as long as several percent of a step. Code of Inductor that the shape has run with is
-        checked for itself, and once.
+        To check them takes several percent of a step: those of code of Inductor are checked, and once.
         """
         lead = None if signature.lead is None else signature.lead()
         if lead is None or not any(other is lead for other in family.leads):
@@ -157,7 +155,7 @@ class Shapes:
             if lead.compiled is None or ran is None or (not ran and self._compiles_again(family, lead)):
                 return None  # the guards say with which kernels it runs
             code = ran
-        if self._pays(signature, family, code=code) or (code and not self._holds(lead, args, kwargs)):
+        if self._pays(signature, family, lead, code=code) or (code and not self._holds(lead, args, kwargs)):
             return None
         return self._rare(signature, family, lead, holds=code)
 
@@ -208,28 +206,28 @@ class Shapes:
             )
         return False
 
-    def _has_earned(self, signature: Signature, family: Family, *, code: bool) -> bool:
+    def _has_earned(self, signature: Signature, family: Family, lead: Variant, *, code: bool) -> bool:
         """Whether a graph for this shape is worth its price, and has room."""
-        if not self._pays(signature, family, code=code):
+        if not self._pays(signature, family, lead, code=code):
             return False
         if self._capturing.has_room(None):
             return True
         signature.returns.dropped()
         return False
 
-    def _pays(self, signature: Signature, family: Family, *, code: bool) -> bool:
-        """Whether a graph for this shape is worth its price.
-
-        Args:
-            code: whether there is code of Inductor for the shape.
-        """
+    def _pays(self, signature: Signature, family: Family, lead: Variant, *, code: bool) -> bool:
+        """Whether a graph for this shape is worth its price, with `code` of Inductor for it or without."""
         settled, config, training = family.settled(), self._training.config, self._training
         if settled is not None and not settled.plan.forward_backward:
             return False
         compiled = self._graph_is_compiled(family, code=code)
         share, least = family.share_compared(config.verify), max(1, self._signatures.lengths.met)
         price = family.costs.steps(least, compared=share, compiled=compiled, code=code)
-        return signature.returns.earned(price, training.step, training.steps_left())
+        left = training.steps_left()
+        if lead.compiled is None and config.compile is True and self._decisions.compiles:
+            soon = 0 if lead.compile_next else STEPS_BEFORE_COMPILING - family.without_inductor
+            left = soon if left is None else min(left, soon)  # then graphs of eager kernels go
+        return signature.returns.earned(price, training.step, left)
 
     def _graph_is_compiled(self, family: Family, *, code: bool) -> bool:
         """Whether the graph of a shape has Inductor's kernels, where there is code of Inductor for it."""
@@ -287,9 +285,10 @@ class Shapes:
                 return self._ungraphed.with_code(step, lead.compiled, run)
         elif self._decisions.compiles:
             family.steps_without_inductor += 1
-            wanted = lead.compiled is None and (lead.compile_next or self._wants_inductor(family))
-            if wanted and family.is_typical(signature.key):
-                return self._compiled(step, signature, lead, args, kwargs, run)
+            if lead.compiled is None and (lead.compile_next or self._wants_inductor(family)):
+                if family.is_typical(signature.key):
+                    return self._compiled(step, signature, lead, args, kwargs, run)
+                self._wanted_for(lead)  # shapes without graphs come by here
             if lead.compiled is not None and self._compiles_again(family, lead):
                 again = lead.recompiled()
                 result = self._compiled(step, signature, again, args, kwargs, run)
@@ -302,8 +301,7 @@ class Shapes:
     def _wants_inductor(self, family: Family) -> bool:
         """Whether Inductor's kernels were asked for, and enough steps ran without them to be worth its time."""
         wanted = self._training.config.compile is True and self._decisions.compiles
-        steps = family.steps_without_inductor + family.replays_without_inductor
-        return wanted and steps >= STEPS_BEFORE_COMPILING
+        return wanted and family.without_inductor >= STEPS_BEFORE_COMPILING
 
     def _compiles_again(self, family: Family, lead: Variant) -> bool:
         """Whether Inductor is to compile for shapes that its code so far is not for."""

@@ -254,13 +254,21 @@ class Variant:
         """Where the capture is that serves this position under the present arm."""
         return (position, self.arm.plan.fused, self.arm.compiled)
 
-    def replayed(self, step: int) -> None:
-        """Note a replay in this training step. Hot path."""
+    def replayed(self, step: int) -> int:
+        """Note a replay in this training step. Hot path.
+
+        Returns:
+            How many steps went without Inductor's kernels: of all shapes, where they share the trace.
+        """
         self.last_used = step
         self.replays += 1
-        if self.family is not None:
-            self.family.replays += 1
-            self.family.replays_without_inductor += self.lead is not None and self.compiled is None
+        if (family := self.family) is None:
+            return self.replays
+        family.replays += 1
+        if self.compiled is not None or not self.trace.dynamic:
+            return self.replays
+        family.replays_without_inductor += 1
+        return family.replays_without_inductor + family.steps_without_inductor
 
     def follow(self) -> None:
         """Run with the plan that was found to be the best one for other shapes. Hot path."""
