@@ -110,11 +110,6 @@ class Capturing:
         variant.meets(LifeEvent.RAN)
         return result
 
-    def untimed(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
-        """Make a step of another shape with a kind of call's kernels."""
-        with self._updates.context(), self._maker.warm_up(fresh=step.position.fresh):
-            return run(variant.compiled or self._call_of(variant))
-
     def has_room(self, variant: Variant | None) -> bool:
         """Whether another shape may have graphs now, or this one."""
         return self._training.program.replication.ready() and self._room.is_there(variant)

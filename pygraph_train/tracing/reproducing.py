@@ -58,9 +58,10 @@ class ReproducingTrace(Trace):
         reproduces: whether there are writes that Dynamo's code has to make in each step.
         carried: expressions of tensors that the step reads and replaces, so that they lie elsewhere in the next step.
         runs: how many steps were made.
+        known_to_hold: whether `holds` was asked a moment ago for the call that comes.
     """
 
-    may_read = True
+    may_read, known_to_hold = True, False
 
     def __init__(
         self,
@@ -173,6 +174,8 @@ class ReproducingTrace(Trace):
 
     def holds(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """See `Trace`. Hot path."""
+        if self.known_to_hold:
+            return True
         if not super().holds(fn, args, kwargs):
             return False
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
