@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_changing_shapes import let_inductor_compile, train_on_lengths
+from test_changing_shapes import drawn, let_inductor_compile, train, train_on_lengths
+from torch import nn
+from training import CONFIG, PlainStep, adamw, batches, both, loss_of
 
-from pygraph_train.step.families import Family
+from pygraph_train import GraphedStep
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.regions import inductor
+from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.families import Families, Family
 from pygraph_train.step.shapes import Shapes
+from pygraph_train.step.ungraphed import UngraphedSteps
+from pygraph_train.tracing.signature import family_of, flattened, key_of
+from pygraph_train.tracing.trace import Trace
 
 
 def family(seconds: float | None, eager: float, compiled: float) -> Family:
@@ -79,3 +90,95 @@ def test_code_for_other_lengths_is_compiled_when_it_pays(
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
     step.close()
+
+
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("numbers only")
+def test_inductor_compiles_for_a_shape_in_the_middle_and_does_not_wait_long() -> None:
+    """Where it asks whether a size is above some bound, at least half of the shapes are on the side of that one."""
+    keys = {n: key_of(*flattened((torch.zeros(4, n),))) for n in range(16, 65)}
+
+    def is_typical(length: int) -> bool:
+        families = Families()
+        (family,) = {families.meet(key) for key in keys.values()}
+        return family.is_typical(keys[length])
+
+    assert [n for n in keys if is_typical(n)] == list(range(33, 48))
+    family = Families().meet(keys[20])
+    assert family.is_typical(keys[20]), "the only one"
+    family.meet(((4, 40),))
+    family.meet(((4, 60),))
+    waits = [family.is_typical(keys[20]) for _ in range(40)]
+    assert waits.index(True) == 15, "no other one comes"
+
+
+def test_guards_of_code_are_checked_once_for_a_shape_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by Dynamo, as under `torch.compile`. Shapes that code is not for need none of it."""
+    checks, made, seen = [0], [0], set()
+    holds, with_code = Trace.holds, UngraphedSteps.with_code
+
+    def counted(self: Trace, *args: Any) -> bool:
+        checks[0] += 1
+        return holds(self, *args)
+
+    def counted_step(self: UngraphedSteps, *args: Any) -> Any:
+        made[0] += 1
+        return with_code(self, *args)
+
+    def compile_whole(graph: Any, inputs: Any, left: list[str]) -> Any:
+        for value in inputs:
+            if isinstance(value, torch.SymInt):
+                bool(value <= 6)
+        return graph
+
+    let_inductor_compile(monkeypatch, asks=False)
+    monkeypatch.setattr(inductor, "compile_whole", compile_whole)
+    monkeypatch.setattr(Family, "compiled_is_faster", lambda self: True)
+    monkeypatch.setattr(Family, "may_recompile", lambda self, lead: False)
+    monkeypatch.setattr(Shapes, "_pays", lambda self, *args, **kinds: False)
+    monkeypatch.setattr(Capturing, "may_begin", lambda self, *args: False)
+    monkeypatch.setattr(Trace, "holds", counted)
+    monkeypatch.setattr(UngraphedSteps, "with_code", counted_step)
+    lengths = random.Random(0).choices(range(4, 10), k=160)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+    twin = copy.deepcopy(model)
+    optimizer, other = adamw(model), adamw(twin)
+    step = GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=CONFIG, compile=True)
+    plain = PlainStep(loss_of(twin), model=twin, optimizer=other)
+    x, y = batches(1, size=10)[0]
+    for number, length in enumerate(lengths):
+        checks[0] = made[0] = 0
+        torch.manual_seed(number)
+        loss = step((x[:length], y[:length]))
+        torch.manual_seed(number)
+        assert torch.equal(loss, plain((x[:length], y[:length])).detach())
+        if number >= 60 and not _is_lead(step, length):
+            seen.add(length)
+            code = length > 6
+            assert made[0] == checks[0] == code, f"step {number} of length {length}"
+    assert len(seen) == 5 and min(seen) <= 6
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    step.close()
+
+
+def _is_lead(step: GraphedStep, length: int) -> bool:
+    """Whether this length has a kind of call of its own, which was traced or compiled for it."""
+    variants = step._runner._signatures.variants()
+    return any(size[:1] == (length,) for v in variants for size in family_of(v.key)[1])
+
+
+def test_a_trace_that_inductor_has_no_code_for_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of recurrent networks, for example. Shapes go on with eager kernels, and a row says why."""
+
+    def compile_whole(graph: Any, inputs: Any, left: list[str]) -> Any:
+        tried.append(len(inputs))
+        raise NotLegal(Problem("there is a recurrent network"))
+
+    tried: list[int] = []
+    let_inductor_compile(monkeypatch, asks=False)
+    monkeypatch.setattr(inductor, "compile_whole", compile_whole)
+    report = both(train(drawn([8, 10, 12, 14, 16], 120)), replays=60, plan="{F B O}", compile=True)
+    assert len(tried) == 1
+    assert any("recurrent network" in row.reason for row in report.fallbacks), str(report)
+    assert report.shapes.with_graphs == 5

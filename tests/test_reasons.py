@@ -70,19 +70,19 @@ torch_generator = torch.Generator().manual_seed(0)
 
 def host_float(model: nn.Module, x: Tensor) -> dict[str, Any]:
     loss = model(x).square().mean()
-    return {"loss": loss, "value": float(loss)}  # here
+    return {"loss": loss * float(loss)}  # here
 
 
 def host_item(model: nn.Module, x: Tensor) -> dict[str, Any]:
     loss = model(x).square().mean()
     value = loss.item()  # here
-    return {"loss": loss, "deep": {"deeper": [(value,)], "computed": 2 * value + 1}}
+    return {"loss": loss * value, "deep": {"deeper": [(value,)], "computed": 2 * value + 1}}
 
 
 def host_int(model: nn.Module, x: Tensor) -> dict[str, Any]:
     loss = model(x).square().mean()
-    count = int((x > 0).sum())  # here
-    return {"loss": loss, "count": count}
+    count = int((model(x) > 0).sum())  # here
+    return {"loss": loss * count, "count": count}
 
 
 def host_bool(model: nn.Module, x: Tensor) -> dict[str, Any]:
@@ -258,15 +258,16 @@ class LogsItsLoss(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("x", self.read(loss))
-        return loss
+        value = self.read(loss)
+        self.log("x", value)
+        return loss * value
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
 @pytest.mark.parametrize("read", [lambda loss: loss.item(), float], ids=["item", "float"])
-def test_a_loss_that_is_logged_as_a_number_is_told_as_a_read_on_the_host(read: Callable[..., Any]) -> None:
+def test_a_loss_that_is_weighted_with_a_number_is_told_as_a_read_on_the_host(read: Callable[..., Any]) -> None:
     _, graphed = parity(lambda: LogsItsLoss(read), replays=5, max_epochs=1)
     assert graphed.report is not None
     row = graphed.report.fallbacks[0]

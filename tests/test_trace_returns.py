@@ -184,8 +184,8 @@ def test_guards_are_checked_once_for_a_shape_without_a_graph(monkeypatch: pytest
     """They take as long as several percent of a step of BERT; only a step that may get a graph needs them."""
     least, checks, pays, holds = 12, [0], Costs.steps, Trace.holds
 
-    def steps(self: Costs, unmeasured: int, *, compared: bool) -> float:
-        return pays(self, least, compared=compared)
+    def steps(self: Costs, unmeasured: int, **kinds: Any) -> float:
+        return pays(self, least, **kinds)
 
     def counted(self: Trace, *args: Any) -> bool:
         checks[0] += 1

@@ -8,6 +8,7 @@ everything that is built on graphs; it is slower than plain PyTorch.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -214,7 +215,8 @@ class EmulatedEngine:
         """The CPU allocator keeps nothing back."""
 
     def tidy(self) -> None:
-        """The CPU allocator keeps nothing back."""
+        """See `Engine.tidy`. The CPU allocator keeps nothing back."""
+        gc.collect()
 
     def untidied(self) -> AbstractContextManager[None]:
         """Nothing is tidied."""

@@ -8,29 +8,32 @@ trace that the shapes share. Nothing here looks at a clock.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["Costs", "Returns", "TraceReturns", "is_sampled"]
+__all__ = ["Costs", "Returns", "TraceReturns", "is_sampled", "sampled_share"]
 
 
 _ENOUGH = 2
 """Captures that have to be measured before their cost decides."""
 
+_SEEN = 2
+"""Times that a shape has to come before they say how often it will come in the steps that are left."""
+
 
 @dataclass
 class Costs:
-    """What is known of the steps and the captures of one family of shapes. Seconds, None where nothing was measured.
+    """What is known of the steps and the captures of one family of shapes. Seconds; nothing where it was not measured.
 
     Attributes:
-        plain: a step without a graph.
-        replay: a step from a graph.
+        plain: a step without a graph: with eager kernels, and with those of Inductor (True).
+        replay: a step from a graph, in the same way.
         capture: another capture: the shortest one so far.
         compared: what the comparison of a first replay adds: the shortest one so far.
         captures: that were measured. The first ones set things up that all others use.
     """
 
-    plain: float | None = None
-    replay: float | None = None
+    plain: dict[bool, float] = field(default_factory=dict)
+    replay: dict[bool, float] = field(default_factory=dict)
     capture: float | None = None
     compared: float | None = None
     captures: int = 0
@@ -44,21 +47,42 @@ class Costs:
         """The comparison of a first replay took so long."""
         self.compared = seconds if self.compared is None else min(seconds, self.compared)
 
-    def replayed(self, seconds: float) -> None:
-        """A step from a graph took so long."""
-        self.replay = seconds if self.replay is None else min(seconds, self.replay)
+    def ran(self, seconds: float, *, compiled: bool) -> None:
+        """A step without a graph took so long."""
+        self.plain[compiled] = min(seconds, self.plain.get(compiled, seconds))
 
-    def steps(self, unmeasured: int, *, compared: bool) -> float:
+    def replayed(self, seconds: float, *, compiled: bool) -> None:
+        """A step from a graph took so long."""
+        self.replay[compiled] = min(seconds, self.replay.get(compiled, seconds))
+
+    def compiled_is_faster(self) -> bool:
+        """Whether Inductor's kernels without a graph are faster than eager ones."""
+        return True in self.plain and False in self.plain and self.plain[True] < self.plain[False]
+
+    def saved_by_kernels(self, steps: int, replays: int) -> float | None:
+        """What Inductor's kernels would have saved in so many steps without a graph and replays of eager kernels."""
+        if not {True, False} <= self.plain.keys():
+            return None
+        saved = steps * (self.plain[False] - self.plain[True])
+        if {True, False} <= self.replay.keys():
+            return saved + replays * (self.replay[False] - self.replay[True])
+        return saved + replays * (self.plain[False] - self.plain[True])
+
+    def steps(self, unmeasured: int, *, compared: float, compiled: bool = False, code: bool = False) -> float:
         """After how many steps without a graph a capture has been paid for; infinity where replays gain nothing.
 
         Args:
             unmeasured: the answer as long as something is not measured.
-            compared: whether the first replay is compared with a step without a graph.
+            compared: the share of captures whose first replay is compared with a step without a graph.
+            compiled: whether its graph has Inductor's kernels.
+            code: whether steps of it without a graph may have them.
         """
-        if self.plain is None or self.replay is None or self.capture is None or self.captures < _ENOUGH:
+        plain = [self.plain[kind] for kind in {False, code} if kind in self.plain]
+        replay = self.replay.get(compiled)
+        if not plain or replay is None or self.capture is None or self.captures < _ENOUGH:
             return unmeasured
-        gain = self.plain - self.replay
-        price = self.capture + ((self.compared or 0.0) if compared else 0.0)
+        gain = min(plain) - replay
+        price = self.capture + (self.compared or 0.0) * compared
         return math.inf if gain <= 0 else max(1.0, price / gain)
 
 
@@ -115,7 +139,7 @@ class TraceReturns:
 
 @dataclass
 class Returns:
-    """How often one shape has come without a graph, since its last one was dropped.
+    """How often one shape has come, since its last graph was dropped for want of room.
 
     Attributes:
         steps: so often.
@@ -125,13 +149,19 @@ class Returns:
     steps: int = 0
     price: int = 1
 
-    def earned(self, steps: float) -> bool:
-        """Whether it has paid for a capture.
+    def earned(self, steps: float, made: int = 0, left: float | None = None) -> bool:
+        """Whether it pays for a capture.
 
         Args:
             steps: see `Costs.steps`.
+            made: steps of the training so far.
+            left: how many training will still make: the shape is expected to come as often in them as it has come in
+                those so far. None where nobody knows: then it is expected to come once more as often as it has come.
         """
-        return self.steps >= steps * self.price
+        if left is None or not made:
+            return self.steps >= steps * self.price
+        seen = self.steps >= min(steps, _SEEN) and math.isfinite(steps)
+        return seen and self.steps / made * left >= steps * self.price
 
     def dropped(self) -> None:
         """Its graph had to make room, or there was no room for one."""
@@ -142,3 +172,11 @@ class Returns:
 def is_sampled(count: int) -> bool:
     """Whether the capture with this number, counted from 1, is compared: the 1st, 2nd, 4th, 8th and so on."""
     return count & (count - 1) == 0
+
+
+def sampled_share(count: int) -> float:
+    """Of so many captures the share that is compared.
+
+    Each shape pays for that share. If those paid whose turn it is, all shapes would wait for the one that has.
+    """
+    return count.bit_length() / max(count, 1)

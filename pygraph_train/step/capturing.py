@@ -93,7 +93,7 @@ class Capturing:
         leave_update_outside: Callable[[StepInFlight, Problem], None],
         together: Together | None = None,
     ) -> None:
-        self._training = training
+        self._training, self._writes = training, PythonWrites(training.program)
         self._updates = updates
         self._decisions = decisions
         self._maker = maker
@@ -109,11 +109,6 @@ class Capturing:
         result = self.timed(step, variant, run)
         variant.meets(LifeEvent.RAN)
         return result
-
-    def untimed(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> R:
-        """Make a step of another shape with a kind of call's kernels."""
-        with self._updates.context(), self._maker.warm_up(fresh=step.position.fresh):
-            return run(variant.compiled or self._call_of(variant))
 
     def has_room(self, variant: Variant | None) -> bool:
         """Whether another shape may have graphs now, or this one."""
@@ -362,7 +357,7 @@ class Capturing:
         call = self._silent_call_of(variant)
         if isinstance(call, SilentCall):  # in the capture it would be part of the graph
             call.trace.fill(training.program.function(), args, kwargs)
-        leaves = PythonWrites(training.program).load(variant, None, args, kwargs, leaves)
+        leaves = self._writes.before_capture(training.engine, variant, args, kwargs, leaves)
         make = functools.partial(
             self._maker.make,
             variant,

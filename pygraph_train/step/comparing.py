@@ -197,14 +197,14 @@ class Comparing:
 
     def _timed(self, variant: Variant, replay: Callable[[], R]) -> R:
         """Make a replay that is compared, and so waited for. What it takes decides which shapes get graphs."""
-        engine, family = self._training.engine, variant.family
+        engine, family, compiled = self._training.engine, variant.family, variant.arm.compiled
         if family is None or engine.name != "cuda":
             return replay()
         engine.synchronize()
         started = time.perf_counter()
         result = replay()
         engine.synchronize()
-        family.costs.replayed(time.perf_counter() - started)
+        family.costs.replayed(time.perf_counter() - started, compiled=compiled)
         return result
 
     def _left_by(self, capture: Capture) -> Fingerprint:

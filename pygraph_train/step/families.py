@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import Arm
-from pygraph_train.selection.returns import Costs, TraceReturns, is_sampled
+from pygraph_train.selection.returns import Costs, TraceReturns, is_sampled, sampled_share
 from pygraph_train.step.inputs import InputMemory
 from pygraph_train.tracing.signature import Dims, Key, Sizes, family_of
 from pygraph_train.verification import AuditLedger
@@ -33,6 +35,15 @@ _MOST_TRACES = 3
 _REPLAYS_PER_TRACE = 50
 """Replays that pay for one more."""
 
+_MIDDLE = 0.35, 0.65
+"""Shapes that are neither among the smallest nor among the largest, by their share of those met."""
+
+_MOST_WAITING = 16
+"""Steps that wait for such a shape."""
+
+_MOST_SIZES = 1024
+"""Shapes whose sizes are remembered."""
+
 _MOST_FAILURES = 3
 """Shapes whose captures fail, after which no other shape is tried."""
 
@@ -54,7 +65,9 @@ class Family:
         inputs: where the graphs of shapes that share a trace read their batches.
         differed: whether a replay differed from the step without a graph: no capture goes unchecked any more.
         audits: what the audits of its graphs have cost, but for those of kinds of calls with traces of their own.
-        steps_without_inductor: of other shapes than the first one, since Inductor has compiled.
+        steps_without_inductor: without a graph and with eager kernels, of other shapes than the first one, since
+            Inductor has compiled.
+        replays_without_inductor: of eager kernels, in the same way.
         compile_seconds: what Inductor has taken the last time; None where that was not measured.
         timed_compiled: steps with Inductor's kernels that were timed, without the one in which it compiled.
     """
@@ -73,12 +86,11 @@ class Family:
         self.inputs = InputMemory()
         self.differed = False
         self.audits: AuditLedger | None = None
-        self.steps_without_inductor = 0
+        self.steps_without_inductor = self.replays_without_inductor = 0
         self.compile_seconds: float | None = None
         self.timed_compiled = -1
-        self._compiled: float | None = None
-        self._eager: float | None = None
-        self._failures = 0
+        self._failures = self._waited = 0
+        self._volumes: list[int] = []
         self._first_sizes = sizes
         self._dynamic: dict[int, frozenset[int]] = {}
         self._captures: Counter[CaptureKey] = Counter()
@@ -86,6 +98,8 @@ class Family:
     def meet(self, sizes: Sizes) -> None:
         """Another shape of it was met."""
         self.shapes += 1
+        if len(self._volumes) < _MOST_SIZES:
+            insort(self._volumes, _volume(sizes))
         for i, size in enumerate(sizes):
             first = self._first_sizes[i]
             if size != first:
@@ -98,6 +112,11 @@ class Family:
     def dynamic(self) -> Dims:
         """Which sizes have been seen to change. Empty where a trace for many shapes cannot be had."""
         return {} if self.static else dict(self._dynamic)
+
+    @property
+    def without_inductor(self) -> int:
+        """Steps and replays without Inductor's kernels, since it has compiled."""
+        return self.steps_without_inductor + self.replays_without_inductor
 
     def may_trace(self) -> bool:
         """Whether another trace has a chance to be worth its time."""
@@ -125,11 +144,25 @@ class Family:
 
         Its kernels would have to have saved that time in the steps since it compiled last.
         """
-        if self.compile_seconds is not None and self._eager is not None and self._compiled is not None:
-            saved = self.steps_without_inductor * (self._eager - self._compiled)
-            if saved < self.compile_seconds:
-                return False
+        saved = self.costs.saved_by_kernels(self.steps_without_inductor, self.replays_without_inductor)
+        if self.compile_seconds is not None and saved is not None and saved < self.compile_seconds:
+            return False
         return sum(other.trace is lead.trace for other in self.leads) < _MOST_RECOMPILED
+
+    def is_typical(self, key: Key) -> bool:
+        """Whether Inductor should compile the trace in a step of this shape, and not wait for another one.
+
+        Where it asks in the middle of its work whether a size is above some bound, its code is for the shapes on the
+        same side. That of a shape in the middle is for half of them at least.
+        """
+        self._waited += 1
+        volume, volumes = _volume(family_of(key)[1]), self._volumes
+        first, last = (share * len(volumes) for share in _MIDDLE)
+        typical = bisect_left(volumes, volume) <= last and bisect_right(volumes, volume) >= first
+        if typical or self._waited >= _MOST_WAITING:
+            self._waited = 0
+            return True
+        return False
 
     def leads_again(self, lead: Variant) -> None:
         """This kind of call has a trace that leads already, and other code of Inductor."""
@@ -157,23 +190,24 @@ class Family:
 
     def ran_without_graph(self, seconds: float, *, compiled: bool) -> None:
         """A step without a graph was timed."""
-        if not compiled:
-            self._eager = seconds if self._eager is None else min(self._eager, seconds)
-        elif self.timed_compiled < 0:  # Inductor has compiled in it
-            self.timed_compiled = 0
-            return
-        else:
+        if compiled:
             self.timed_compiled += 1
-            self._compiled = seconds if self._compiled is None else min(self._compiled, seconds)
-        self.costs.plain = min(s for s in (self._eager, self._compiled) if s is not None)
+        if not compiled or self.timed_compiled:  # in the first one Inductor has compiled
+            self.costs.ran(seconds, compiled=compiled)
 
     def compiled_is_faster(self) -> bool:
         """Whether Inductor's kernels without a graph are faster than eager ones."""
-        return self._compiled is not None and self._eager is not None and self._compiled < self._eager
+        return self.costs.compiled_is_faster()
 
     def is_compared(self, place: CaptureKey, verify: str) -> bool:
         """Whether the first replay of the next capture of this kind is compared with a step without a graph."""
         return verify != "sample" or self.differed or is_sampled(self._captures[place] + 1)
+
+    def share_compared(self, verify: str) -> float:
+        """The share of captures whose first replay is compared, if each shape gets one."""
+        if verify == "off":
+            return 0.0
+        return 1.0 if verify != "sample" or self.differed else sampled_share(self.shapes)
 
     def captured(self, place: CaptureKey, seconds: float | None) -> None:
         """A capture was made, and took so long."""
@@ -186,6 +220,11 @@ class Family:
         self._failures += 1
         if self._failures >= _MOST_FAILURES and not self.replays:
             self.ended = problem
+
+
+def _volume(sizes: Sizes) -> int:
+    """How many elements the tensors of a batch have."""
+    return sum(map(math.prod, sizes))
 
 
 class Families:

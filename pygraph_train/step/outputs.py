@@ -18,7 +18,7 @@ from pygraph_train.tracing.opened import is_open, objects_in
 from pygraph_train.tracing.returned_objects import ReturnedObjects, undeclared
 from pygraph_train.tracing.signature import flatten, map_leaves
 
-__all__ = ["Outputs", "detached_results"]
+__all__ = ["Outputs", "detached_results", "without_graphs"]
 
 # what `guard_constants` and Dynamo's own guards cover
 _CONSTANTS = (
@@ -191,6 +191,9 @@ class _Used(torch.autograd.Function):
         )
 
 
+_USED = "_UsedBackward"
+
+
 def _with_history(places: list[list[int]]) -> _Make:
     root = torch.zeros((), requires_grad=True)
 
@@ -202,6 +205,28 @@ def _with_history(places: list[list[int]]) -> _Make:
                     values[position] = value
 
     return make
+
+
+def without_graphs(tree: Any) -> Any:
+    """What somebody keeps of an earlier step, as a replay would have left it: its tensors have used histories.
+
+    The same object, where no tensor has another history or it is of a class that only its author can rebuild.
+    """
+    found: dict[int, Tensor] = {}
+
+    def let_go(leaf: Any) -> Any:
+        if type(leaf) is not Tensor or leaf.grad_fn is None or leaf.grad_fn.name() == _USED:
+            return leaf
+        if id(leaf) not in found:
+            with torch.enable_grad():  # `data`: others may need the tensor's version
+                found[id(leaf)] = _Used.apply(leaf.data, torch.zeros((), requires_grad=True))
+        return found[id(leaf)]
+
+    try:
+        other = map_leaves(let_go, tree)
+    except TypeError:
+        return tree
+    return other if found else tree
 
 
 def _show(position: int, tensor: Tensor) -> _Make:

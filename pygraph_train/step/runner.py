@@ -208,11 +208,11 @@ class StepRunner:
         if capture.number:
             self._training.program.replication.replayed(sync=capture.sync)
         capture.audits.left -= 1
-        variant.replayed(self._training.step)
+        without_inductor = variant.replayed(self._training.step)
         self._training.replays += 1
         self._training.clock.replayed(self._training.step)
         self._present.came_from_graph(updated=capture.updates)
-        if variant.replays == REPLAYS_BEFORE_COMPILING:
+        if without_inductor == REPLAYS_BEFORE_COMPILING:
             self._advance.consider_compiling(variant)
         return Replayed(capture.outputs(leaves), capture.updates)
 

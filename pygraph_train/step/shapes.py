@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from pygraph_train.problems import Problem
-from pygraph_train.selection.arms import Arm
+from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family
@@ -21,6 +21,7 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Signature, Variant
+from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Shapes", "WithoutGraph"]
@@ -43,11 +44,12 @@ class WithoutGraph(NamedTuple):
     """The step has no graph: its shape is rare so far.
 
     Attributes:
-        family: of the shape.
+        signature, family: of the shape.
         lead: whose trace holds for it, None where no trace does.
         holds: whether that one's code of Inductor is for it as well.
     """
 
+    signature: Signature
     family: Family
     lead: Variant | None = None
     holds: bool = False
@@ -99,8 +101,8 @@ class Shapes:
         if family.ended is not None:
             signature.life = Life(Stage.REFUSED)
             return None
-        if variant is None and (known := self._still_rare(step, signature, family)) is not None:
-            return self._rare(signature, family, known)
+        if variant is None and (known := self._still_rare(signature, family, args, kwargs)) is not None:
+            return known
         lead, holds = self._lead_for(family, args, kwargs, leaves)
         if lead is None:
             family.steps_without_inductor += 1
@@ -115,16 +117,17 @@ class Shapes:
                     return variant
                 signature.returns.steps += 1
             self._training.report.shapes.ran_as_rare()
-            return WithoutGraph(family)
+            return WithoutGraph(signature, family)
         if lead.life.stage in _EARLY:
             return lead
         if variant is not None:  # it was on its own way to a trace, which nobody needs any more
             signature.variants.remove(variant)
             family.drop(variant)
         signature.lead = weakref.ref(lead)
-        if not self._has_earned(step, signature, family, lead):
+        if not self._has_earned(signature, family, lead, code=holds):
             return self._rare(signature, family, lead, holds=holds)
-        member = lead.member(signature.key)
+        prepared = signature.ran_with(lead) is self._graph_is_compiled(family, code=holds)
+        member = lead.member(signature.key, prepared=prepared)
         member.last_used = self._training.step
         signature.variants.insert(0, member)
         return member
@@ -134,19 +137,27 @@ class Shapes:
     ) -> WithoutGraph:
         signature.returns.steps += 1
         self._training.report.shapes.ran_as_rare()
-        return WithoutGraph(family, lead, holds)
+        return WithoutGraph(signature, family, lead, holds)
 
-    def _still_rare(self, step: StepInFlight, signature: Signature, family: Family) -> Variant | None:
-        """The lead of a shape that has not earned a graph yet, where nothing depends on its guards in this step.
+    def _still_rare(
+        self, signature: Signature, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> WithoutGraph | None:
+        """The step of a shape that has not earned a graph yet, where nothing else depends on guards.
 
-        To check them takes as long as several percent of a step.
+        To check them takes several percent of a step: those of code of Inductor are checked, and once.
         """
         lead = None if signature.lead is None else signature.lead()
         if lead is None or not any(other is lead for other in family.leads):
             return None
+        code = False
         if self._decisions.compiles and (self._training.config.compile is True or lead.compiled is not None):
-            return None  # the guards say with which kernels it runs
-        return None if self._pays(step, signature, family, lead) else lead
+            ran = signature.ran_with(lead)
+            if lead.compiled is None or ran is None or (not ran and self._compiles_again(family, lead)):
+                return None  # the guards say with which kernels it runs
+            code = ran
+        if self._pays(signature, family, lead, code=code) or (code and not self._holds(lead, args, kwargs)):
+            return None
+        return self._rare(signature, family, lead, holds=code)
 
     def _lead_for(
         self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
@@ -195,24 +206,33 @@ class Shapes:
             )
         return False
 
-    def _has_earned(self, step: StepInFlight, signature: Signature, family: Family, lead: Variant) -> bool:
+    def _has_earned(self, signature: Signature, family: Family, lead: Variant, *, code: bool) -> bool:
         """Whether a graph for this shape is worth its price, and has room."""
-        if not self._pays(step, signature, family, lead):
+        if not self._pays(signature, family, lead, code=code):
             return False
         if self._capturing.has_room(None):
             return True
         signature.returns.dropped()
         return False
 
-    def _pays(self, step: StepInFlight, signature: Signature, family: Family, lead: Variant) -> bool:
-        """Whether a graph for this shape is worth its price."""
-        settled = family.settled()
+    def _pays(self, signature: Signature, family: Family, lead: Variant, *, code: bool) -> bool:
+        """Whether a graph for this shape is worth its price, with `code` of Inductor for it or without."""
+        settled, config, training = family.settled(), self._training.config, self._training
         if settled is not None and not settled.plan.forward_backward:
             return False
-        place = lead.capture_key(step.position)
-        compared = family.is_compared(place, self._training.config.verify)
-        least = max(1, self._signatures.lengths.met)
-        return signature.returns.earned(family.costs.steps(least, compared=compared))
+        compiled = self._graph_is_compiled(family, code=code)
+        share, least = family.share_compared(config.verify), max(1, self._signatures.lengths.met)
+        price = family.costs.steps(least, compared=share, compiled=compiled, code=code)
+        left = training.steps_left()
+        if lead.compiled is None and config.compile is True and self._decisions.compiles:
+            soon = 0 if lead.compile_next else STEPS_BEFORE_COMPILING - family.without_inductor
+            left = soon if left is None else min(left, soon)  # then graphs of eager kernels go
+        return signature.returns.earned(price, training.step, left)
+
+    def _graph_is_compiled(self, family: Family, *, code: bool) -> bool:
+        """Whether the graph of a shape has Inductor's kernels, where there is code of Inductor for it."""
+        settled = family.settled()
+        return code and (self._training.config.compile is True or (settled is not None and settled.compiled))
 
     def arm_of(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arm:
         """What a kind of call runs with that follows a lead."""
@@ -248,7 +268,7 @@ class Shapes:
     ) -> R:
         """Make a step of a shape that has no graph: with the kernels that were compiled for all shapes if they are
         faster, else as it is."""
-        family, lead, holds = served
+        signature, family, lead, holds = served
         if lead is None:
             return self.plainly(family, run)
         settled = family.settled()
@@ -256,29 +276,36 @@ class Shapes:
             self._updates.prepare()
             step.arm = settled
             return self._ungraphed.as_its_arm_says(step, run)
-        if not self._decisions.compiles:
-            return self._ungraphed.plainly(run)
-        if not holds:
+        if self._decisions.compiles and holds:
+            if family.timed_compiled < _TIMED or family.compiled_is_faster():
+                signature.ran = weakref.ref(lead), True
+                if family.timed_compiled < _TIMED:
+                    return self._capturing.timed(step, lead, run)
+                assert isinstance(lead.compiled, ReproducingTrace)
+                return self._ungraphed.with_code(step, lead.compiled, run)
+        elif self._decisions.compiles:
             family.steps_without_inductor += 1
             if lead.compiled is None and (lead.compile_next or self._wants_inductor(family)):
-                return self._compiled(step, lead, args, kwargs, run)
-            if lead.compiled is not None and self._wants_inductor(family) and family.may_recompile(lead):
+                if family.is_typical(signature.key):
+                    return self._compiled(step, signature, lead, args, kwargs, run)
+                self._wanted_for(lead)  # shapes without graphs come by here
+            if lead.compiled is not None and self._compiles_again(family, lead):
                 again = lead.recompiled()
-                result = self._compiled(step, again, args, kwargs, run)
+                result = self._compiled(step, signature, again, args, kwargs, run)
                 if again.compiled is not None:
                     family.leads_again(again)
                 return result
-            return self._ungraphed.plainly(run)
-        if family.timed_compiled < _TIMED:
-            return self._capturing.timed(step, lead, run)
-        if family.compiled_is_faster():
-            return self._capturing.untimed(step, lead, run)
+        signature.ran = weakref.ref(lead), False
         return self._ungraphed.plainly(run)
 
     def _wants_inductor(self, family: Family) -> bool:
         """Whether Inductor's kernels were asked for, and enough steps ran without them to be worth its time."""
         wanted = self._training.config.compile is True and self._decisions.compiles
-        return wanted and family.steps_without_inductor >= STEPS_BEFORE_COMPILING
+        return wanted and family.without_inductor >= STEPS_BEFORE_COMPILING
+
+    def _compiles_again(self, family: Family, lead: Variant) -> bool:
+        """Whether Inductor is to compile for shapes that its code so far is not for."""
+        return self._wants_inductor(family) and family.may_recompile(lead)
 
     def _holds(self, lead: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the compiled trace is for this call: Inductor may have set further guards."""
@@ -289,6 +316,7 @@ class Shapes:
     def _compiled(
         self,
         step: StepInFlight,
+        signature: Signature,
         lead: Variant,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -297,6 +325,7 @@ class Shapes:
         """Let Inductor compile the step, for all shapes that its trace holds for. Graphs of other kernels go."""
         self._updates.prepare()
         self._wanted_for(lead)
+        self._give_back()
         lead.arm = self._decisions.arms(lead, self._updates.plans())[0]
         if not lead.arm.compiled:
             return self._ungraphed.plainly(run)
@@ -306,6 +335,11 @@ class Shapes:
         result = self._capturing.compiled(step, lead, args, kwargs, run)
         if family is not None and self._training.engine.name == "cuda":
             family.compile_seconds = times.compiling - before
+        if (
+            lead.compiled is not None
+        ):  # that code is for this shape, and need not be for the one that was traced
+            self._signatures.moves(lead, signature)
+            self._signatures.forget_kernels()
         return result
 
     def wants_inductor(self, variant: Variant) -> None:
@@ -317,13 +351,20 @@ class Shapes:
             return
         self._wanted_for(lead)
 
+    def _give_back(self) -> None:
+        """Graphs of other kernels are gone: let go of the gradients that they have written, and of their memory."""
+        left = {compiled for v in self._signatures.variants() for _, _, compiled in v.captures}
+        self._training.addresses.keep(left)
+        if not left:
+            self._updates.release_graphs(NOTHING, whole_steps=False)
+
     def _wanted_for(self, lead: Variant) -> None:
         """Inductor is to compile this trace: graphs of eager kernels go that others have of it or in its place."""
         family = lead.family
         lead.choice, lead.compile_next = None, True
         lead.forget_captures()
         if family is not None:
-            family.steps_without_inductor = 0
+            family.steps_without_inductor = family.replays_without_inductor = 0
         for other in list(self._signatures.variants()):
             if other.compiled is not None:
                 continue

@@ -75,14 +75,33 @@ class Signatures:
             variant.forget_captures()
 
     def drop(self, variant: Variant, *, doubled: bool = True) -> None:
-        """Forget a kind of call, its graphs included: its shape has to earn them anew, for the doubled price."""
+        """Forget a kind of call, its graphs included.
+
+        Args:
+            doubled: its shape has to earn them anew, for the doubled price. Otherwise its steps so far go on counting:
+                its next graph has other kernels.
+        """
         variant.forget_captures()
         signature = self._by_key.get(variant.key)
         if signature is not None:
             signature.variants = [other for other in signature.variants if other is not variant]
-            signature.returns.steps = 0
+            signature.returns.steps += variant.replays
             if doubled:
                 signature.returns.dropped()
+
+    def moves(self, variant: Variant, signature: Signature) -> None:
+        """A kind of call without graphs is one of this signature from now on."""
+        before = self._by_key.get(variant.key)
+        if before is None or before is signature or not any(v is variant for v in before.variants):
+            return
+        before.variants = [other for other in before.variants if other is not variant]
+        variant.key, variant.inputs = signature.key, None
+        signature.variants.insert(0, variant)
+
+    def forget_kernels(self) -> None:
+        """There is other code: which kernels a shape runs with has to be found out again."""
+        for signature in self._by_key.values():
+            signature.ran = None
 
     def forget(self, signature: Signature) -> None:
         """No call has this key any more, and nothing was captured for it."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
+from pygraph_train.optimizers.program import optimized
 from pygraph_train.problems import NotLegal
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
@@ -14,6 +16,7 @@ from pygraph_train.step.regions import Regions
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.tracing.refusals import may_be_of_step
+from pygraph_train.tracing.reproducing import ReproducingTrace
 
 __all__ = ["UngraphedSteps"]
 
@@ -48,6 +51,23 @@ class UngraphedSteps:
             return run(plain_call)
         with self._updates.context():  # the step makes its updates itself
             return run(plain_call)
+
+    def with_code(self, step: StepInFlight, code: ReproducingTrace, run: Callable[[Call], R]) -> R:
+        """Make a step with code of Inductor that was just found to hold for it.
+
+        Gradients are added up in the stream of this step, as in plain training, where nothing of it is left to keep
+        its autograd graph: see `Engine.warm_up`.
+        """
+        program, adds = self._training.program, None
+        if code.effects or not program.detaches_results:
+            owned = optimized(program.optimizer) or program.model.parameters()
+            adds = self._training.engine.warm_up(owned if step.position.fresh else ())
+        code.known_to_hold = True
+        try:
+            with self._updates.context(), adds or nullcontext():
+                return run(code)
+        finally:
+            code.known_to_hold = False
 
     def before_refusal(
         self, step: StepInFlight, refused: NotLegal, run: Callable[[Call], R]

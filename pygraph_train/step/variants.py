@@ -162,13 +162,17 @@ class Variant:
     capture_seconds: float = 0.0
     compare_seconds: float = 0.0
 
-    def member(self, key: Key) -> Variant:
-        """A kind of call with other sizes that this one's trace holds for. Nothing has to be found out for it."""
+    def member(self, key: Key, *, prepared: bool = False) -> Variant:
+        """A kind of call with other sizes that this one's trace holds for. Nothing has to be found out for it.
+
+        Args:
+            prepared: whether a step with these sizes has run with the kernels that a graph will hold.
+        """
         return Variant(
             self.trace,
             self.lengths._replace(prepared=1),
             key,
-            Life(Stage.PREPARED),
+            Life(Stage.GRAPHED, 1) if prepared else Life(Stage.PREPARED),
             used=self.used,
             anchored=self.anchored,
             arm=self.arm,
@@ -259,13 +263,21 @@ class Variant:
         """Where the capture is that serves this position under the present arm."""
         return (position, self.arm.plan.fused, self.arm.compiled)
 
-    def replayed(self, step: int) -> None:
-        """Note a replay in this training step. Hot path."""
+    def replayed(self, step: int) -> int:
+        """Note a replay in this training step. Hot path.
+
+        Returns:
+            How many steps went without Inductor's kernels: of all shapes, where they share the trace.
+        """
         self.last_used = step
         self.replays += 1
-        if self.family is not None:
-            self.family.replays += 1
-            self.family.steps_without_inductor += self.lead is not None and self.compiled is None
+        if (family := self.family) is None:
+            return self.replays
+        family.replays += 1
+        if self.compiled is not None or not self.trace.dynamic:
+            return self.replays
+        family.replays_without_inductor += 1
+        return family.replays_without_inductor + family.steps_without_inductor
 
     def follow(self) -> None:
         """Run with the plan that was found to be the best one for other shapes. Hot path."""
@@ -325,6 +337,7 @@ class Signature:
         family: of signatures that differ in sizes alone; None where each one is on its own.
         returns: how often it has come without a graph, where its family has a trace for it.
         lead: whose trace that is, as long as somebody else has it; None where none was found.
+        ran: whose kernels its latest step without a graph had, and whether these were Inductor's.
         latest: the number of its latest step of those that were looked at for a trace.
         in_a_row: such steps one after the other.
         no_graphs: the comparison of plans, of a signature that settled on no graphs.
@@ -339,6 +352,7 @@ class Signature:
     family: Family | None = None
     returns: Returns = field(default_factory=Returns)
     lead: weakref.ref[Variant] | None = None
+    ran: tuple[weakref.ref[Variant], bool] | None = None
     latest: int = 0
     in_a_row: int = 0
     retraces: int = 0
@@ -348,6 +362,10 @@ class Signature:
     other_way: tuple[Any, ...] | None = None
     refused: int = 0
     unseen: int = 0
+
+    def ran_with(self, lead: Variant) -> bool | None:
+        """Whether its latest step without a graph had Inductor's kernels of this trace; None where it had others."""
+        return None if self.ran is None or self.ran[0]() is not lead else self.ran[1]
 
     def comes(self, step: int) -> None:
         """It is looked for a trace in the step with this number."""

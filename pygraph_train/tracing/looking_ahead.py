@@ -12,6 +12,7 @@ from torch import Tensor
 from pygraph_train.graphs.memory import Storages
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.device_numbers import changes as held_numbers
 from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
 from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.sharding import local_tensor
@@ -77,7 +78,10 @@ class LookingAhead:
 
     def changes(self) -> tuple[tuple[Any, str, Any], ...]:
         """How Dynamo traces differently."""
-        return drawing(self._recording) if self._may_draw else ()
+        if not self._may_draw:
+            return ()
+        numbers = held_numbers(self._recording) if isinstance(self._recording, ReadingAhead) else ()
+        return (*drawing(self._recording), *numbers)
 
     def finish(self, graph: torch.fx.GraphModule) -> None:
         """At the end of the first trace.

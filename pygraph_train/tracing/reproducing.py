@@ -41,7 +41,7 @@ from pygraph_train.tracing.seat import LEFT, FailedRuns, Seat, unless_left
 from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Compiler, Trace
 from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
-from pygraph_train.tracing.undo import Undo
+from pygraph_train.tracing.undo import Undo, exchange
 
 __all__ = ["ReproducingTrace"]
 
@@ -58,9 +58,10 @@ class ReproducingTrace(Trace):
         reproduces: whether there are writes that Dynamo's code has to make in each step.
         carried: expressions of tensors that the step reads and replaces, so that they lie elsewhere in the next step.
         runs: how many steps were made.
+        known_to_hold: whether `holds` was asked a moment ago for the call that comes.
     """
 
-    may_read = True
+    may_read, known_to_hold = True, False
 
     def __init__(
         self,
@@ -148,6 +149,10 @@ class ReproducingTrace(Trace):
             undo.restore()
         return result
 
+    def exchange(self, frame: dict[str, Any], change: Callable[[Any], Any]) -> bool:
+        """Let `change` return what objects hold until the step, which does not read it, replaces it: see `exchange`."""
+        return exchange(self.effects, frame, self._code.__globals__, [*self.inputs, *self.carried], change)
+
     def take_outputs(self) -> list[Any]:
         """What the graph has returned in the last run that kept it: tensors."""
         assert self._seat is not None and self._seat.outputs is not None
@@ -169,6 +174,8 @@ class ReproducingTrace(Trace):
 
     def holds(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """See `Trace`. Hot path."""
+        if self.known_to_hold:
+            return True
         if not super().holds(fn, args, kwargs):
             return False
         frame = {"fn": fn, "args": args, "kwargs": kwargs}

@@ -1,13 +1,13 @@
-"""Takes back what Dynamo's code has written to Python."""
+"""Takes back what Dynamo's code has written to Python, and exchanges what it will replace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pygraph_train.torch_private.side_effects import SideEffect
 
-__all__ = ["Undo"]
+__all__ = ["Undo", "exchange"]
 
 
 class Undo:
@@ -75,3 +75,48 @@ def _attribute(names: dict[str, Any], name: str) -> Callable[[], None]:
             names.pop(name, None)
 
     return restore
+
+
+def exchange(
+    effects: Iterable[SideEffect],
+    frame: Mapping[str, Any],
+    names: Mapping[str, Any],
+    reads: Sequence[str],
+    change: Callable[[Any], Any],
+) -> bool:
+    """Let objects hold what `change` makes of what some code is about to replace. Returns whether anything changes.
+
+    Args:
+        effects, frame, names: see `Undo`.
+        reads: expressions of tensors that this code reads before. They stay as they are.
+    """
+    scope = {**names, "L": frame, "G": names}
+    changed = False
+    for effect in effects:
+        if any(expression.startswith(effect.places) for expression in reads):
+            continue
+        owner: Any = eval(effect.source, scope) if effect.places else None
+        if effect.kind == "cell":
+            changed |= _change_cell(owner, change)
+        elif effect.kind == "attribute":
+            changed |= _change(vars(owner), effect.attribute, change)
+        elif effect.kind == "dict":
+            for name in [name for name in owner if f"{effect.source}[{name!r}]" in effect.places]:
+                changed |= _change(owner, name, change)
+    return changed
+
+
+def _change(names: dict[Any, Any], name: Any, change: Callable[[Any], Any]) -> bool:
+    if name not in names or (other := change(names[name])) is names[name]:
+        return False
+    names[name] = other
+    return True
+
+
+def _change_cell(cell: Any, change: Callable[[Any], Any]) -> bool:
+    try:
+        contents = cell.cell_contents
+    except ValueError:  # it is empty
+        return False
+    cell.cell_contents = other = change(contents)
+    return other is not contents

@@ -16,6 +16,8 @@ from pygraph_train.torch_private.ctc_loss import ctc_loss
 from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator, written_by_schema
 from pygraph_train.torch_private.host_backwards import backward_in_gap
 from pygraph_train.torch_private.memory import storage_key, tensor_version
+from pygraph_train.torch_private.rolled import rolled
+from pygraph_train.torch_private.selected import selected
 from pygraph_train.tracing.graph_calls import function_of, is_write, tensors_in
 from pygraph_train.tracing.late_numbers import Check
 
@@ -96,7 +98,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     fn = function_of(node)
     if isinstance(fn, HigherOrderOperator):
         return _written_within(node)
-    if fn in (counted_scatter, ctc_loss, backward_in_gap):
+    if fn in (counted_scatter, ctc_loss, backward_in_gap, rolled, selected):
         return []
     found: list[fx.Node] = []
     names = _STATISTICS.get(getattr(fn, "__name__", ""), {}).get(

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_kept_histories import KINDS as KEEPING
+from test_kept_histories import Recurrent
+from test_kept_histories import state_of as kept_by
 from test_side_effects import KINDS, Net, state_of
 from training import PlainStep, batches, differs, frozen
 
@@ -89,3 +92,31 @@ def test_losses_that_are_kept_with_their_history_keep_steps_out_of_graphs() -> N
     assert report.steps_replayed >= 30 or any("default stream" in f.reason for f in report.fallbacks), str(
         report
     )
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_autograd_graphs_of_plain_steps_that_the_model_keeps(kind: str) -> None:
+    """Steps that ask whether the GPU waits are plain ones: their nodes belong to the default stream."""
+
+    def train(config: PyGraphConfig | None) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        net = Recurrent().cuda()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=2.0**-9, fused=True)
+
+        def step_fn(batch: Any) -> Tensor:
+            return KEEPING[kind](net, batch)
+
+        plain = PlainStep(step_fn, model=net, optimizer=optimizer)
+        options = {"model": net, "optimizer": optimizer}
+        step: Any = plain if config is None else GraphedStep(step_fn, config=config, **options)
+        noted = []
+        for index, (x, y) in enumerate(batches(STEPS)):
+            result = (plain if index < 3 else step)((x.cuda(), y.cuda()))
+            noted.append(frozen((result.detach(), kept_by(net))))
+        return noted, step
+
+    expected, _ = train(None)
+    found, step = train(PyGraphConfig(compile=False))
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert differs(one, other) is None, f"step {index}: {differs(one, other)}"
+    assert step.report().steps_replayed >= 30, str(step.report())

@@ -1,0 +1,146 @@
+"""Runs on 49 lengths drawn at random, with the times of a GPU: when which length gets which graph, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from simulated_times import SimulatedTimes
+from test_changing_shapes import Text, drawn, text, text_loss, train
+from training import Diary, adamw, both
+
+from pygraph_train.graphs.emulated import EmulatedEngine
+
+LENGTHS = range(16, 65)
+BOUND = 31
+"""Inductor's code is for the 16 lengths up to this one, or for the 33 others."""
+
+
+def paid(step: float, replay: float) -> float:
+    """Steps in which lengths have come often enough to pay for a graph: a capture, and its share of 6 comparisons."""
+    return (len(LENGTHS) * 0.15 + 6 * 0.15) / (step - replay)
+
+
+@pytest.mark.slow
+def test_49_lengths_have_graphs_of_compiled_kernels_when_these_are_paid_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = SimulatedTimes(monkeypatch)
+    report = both(train(drawn(LENGTHS, 3000)), replays=1850, plan="{F B O}", compile=True)
+    captures = times.steps_with("capture", compiled=True)
+    assert len(captures) == 49 and report.shapes.with_graphs == 49
+    assert sorted(captures)[24] <= 1.15 * paid(0.0098, 0.0025), "half of them"
+    assert sorted(captures)[-1] <= 1800, "all of them"
+    assert len(times.steps_with("Inductor", compiled=True)) == 1
+    without = times.count(1, 3000)["step", False] + times.count(1, 3000)["step", True]
+    assert without <= paid(0.0098, 0.0025) + 100
+    assert times.count(2251, 3000)["replay", True] == 750
+    assert not report.fallbacks, str(report)
+
+
+@pytest.mark.slow
+def test_lengths_that_code_is_not_for_have_graphs_of_eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lose more without a graph than the others, and get theirs first. No length is left out.
+
+    Inductor compiles in a step of a length in the middle, so that its code is for most of them.
+    """
+    times = SimulatedTimes(monkeypatch, code_up_to=BOUND)
+    report = both(train(drawn(LENGTHS, 3000)), replays=2050, plan="{F B O}", compile=True)
+    assert not report.fallbacks, str(report)
+    assert report.shapes.with_graphs == 49
+    assert len(times.steps_with("Inductor", compiled=True)) == 1, "other code would save less than it takes"
+    assert len(times.steps_with("capture", compiled=True)) == 33
+    (compiled,) = times.steps_with("Inductor", compiled=True)
+    others = [step for step in times.steps_with("capture", compiled=False) if step > compiled]
+    assert len(others) == 16 and sorted(others)[8] <= 1.45 * paid(0.027, 0.005)
+    assert times.seconds(2251, 3000) <= 750 * (2 / 3 * 0.0025 + 1 / 3 * 0.005) * 1.1
+    assert times.count(1, 3000)["step", False] <= paid(0.027, 0.005) + 100
+
+
+@pytest.mark.slow
+def test_graphs_of_eager_kernels_come_first_where_there_is_no_inductor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = SimulatedTimes(monkeypatch)
+    both(train(drawn(LENGTHS, 1500)), replays=1050, plan="{F B O}", compile=False, fuse="on")
+    captures = times.steps_with("capture", compiled=False)
+    assert len(captures) == 49 and sorted(captures)[24] <= 500
+    assert times.count(1, 1500)["step", False] <= paid(0.027, 0.005) + 100
+
+
+def test_a_run_that_says_how_long_it_is_waits_for_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3000 steps, the first 600: each length is expected to come often enough once it has come twice."""
+    times = SimulatedTimes(monkeypatch, steps_in_all=3000)
+    both(train(drawn(LENGTHS, 600)), replays=300, plan="{F B O}", compile=True)
+    captures = times.steps_with("capture", compiled=True)
+    assert len(captures) == 49
+    assert sorted(captures)[24] <= 230 and sorted(captures)[40] <= 400
+    assert len(times.steps_with("capture", compiled=False)) <= 2, "Inductor is to replace them"
+
+
+def test_few_lengths_have_no_graphs_that_inductor_will_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor compiles when all lengths together have gone 100 steps without it, and then each has its graph."""
+    times = SimulatedTimes(monkeypatch)
+    report = both(train(drawn([16, 24, 32, 40, 48], 400)), replays=280, plan="{F B O}", compile=True)
+    (compiled,) = times.steps_with("Inductor", compiled=True)
+    assert 100 <= compiled <= 140
+    assert len(times.steps_with("capture", compiled=False)) <= 5
+    assert len(times.steps_with("capture", compiled=True)) == 5 == report.shapes.with_graphs
+    assert times.count(301, 400)["replay", True] == 100
+
+
+def test_a_run_that_ends_soon_makes_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length that comes 6 times in 300 steps does not pay for a capture."""
+    times = SimulatedTimes(monkeypatch, steps_in_all=300)
+    both(train(drawn(LENGTHS, 300)), replays=1, compile=False, fuse="on")
+    assert len(times.steps_with("capture", compiled=False)) <= 5, "those by which the prices become known"
+
+
+def looking(lengths: list[int], look: Callable[[Diary, int], None]) -> Callable[[Diary], None]:
+    """A script that trains on texts of these lengths, and looks at the step after each one."""
+
+    def script(diary: Diary) -> None:
+        model = Text()
+        step = diary.step(text_loss(model), model=model, optimizer=adamw(model))
+        for number, length in enumerate(lengths):
+            diary.write("loss", step(text(length, seed=number)))
+            look(diary, number + 1)
+
+    return script
+
+
+def test_what_graphs_of_eager_kernels_have_used_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients and their memory, once Inductor has compiled; and many lengths need no more of it than few."""
+    kept: list[tuple[int, int, int]] = []
+    pools: list[int] = []
+    fresh_pool = EmulatedEngine.fresh_pool
+
+    def counted(self: EmulatedEngine) -> Callable[[], None]:
+        pools.append(times._run.step)
+        return fresh_pool(self)
+
+    def look(diary: Diary, number: int) -> None:
+        if not diary.graphed:
+            return
+        runner = diary.steps[0]._runner
+        written = runner._training.addresses._written
+        blocks = runner._training.engine._memory._blocks.values()
+        graphs = [place for v in runner._signatures.variants() for place in v.captures]
+        if number == compiled_in() + 1:
+            assert not graphs and not written[False]
+        if number > compiled_in() + 1:
+            assert all(compiled for _, _, compiled in graphs) and not written[False]
+        kept.append((number, len(graphs), sum(block.nbytes for block in blocks)))
+
+    def compiled_in() -> int:
+        return next(iter(times.steps_with("Inductor", compiled=True)), 1 << 30)
+
+    monkeypatch.setattr(EmulatedEngine, "shares_memory", True)
+    monkeypatch.setattr(EmulatedEngine, "fresh_pool", counted)
+    times = SimulatedTimes(monkeypatch, steps_in_all=3000)
+    both(looking(drawn(LENGTHS, 450), look), replays=180, plan="{F B O}", compile=True)
+    assert pools == [compiled_in()]
+    few = next(size for number, graphs, size in kept if number > compiled_in() and graphs == 5)
+    _, graphs, many = kept[-1]
+    assert graphs >= 40
+    assert many <= few + graphs * 64, "each graph has two numbers of its own: the loss and a mean"
