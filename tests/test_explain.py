@@ -73,8 +73,16 @@ def printed(model: nn.Module, x: Tensor) -> Any:
 
 
 def decided(model: nn.Module, x: Tensor) -> Any:
+    """No obstacle: steps that go another way are taken back."""
     loss = model(x).square().mean()
-    if loss > 1000:  # here: Python needs it for a decision
+    if loss > 1000 or torch.isnan(loss) or loss.item() < -1:
+        loss = loss / 2
+    return loss
+
+
+def decided_by_many(model: nn.Module, x: Tensor) -> Any:
+    loss = model(x).square().mean()
+    if (model(x) > 1000).tolist()[0][0]:  # here: read on the host
         loss = loss / 2
     return loss
 
@@ -191,7 +199,7 @@ STEPS = (
     *(
         item,
         printed,
-        decided,
+        decided_by_many,
         counter,
         drawn,
         numpys,
@@ -217,7 +225,7 @@ def several(model: nn.Module, x: Tensor) -> Any:
         memory.losses.append(loss)  # here: memory.losses is written
     else:
         loss = loss + torch.randn(3, generator=own_generator).sum()  # here: its own torch.Generator
-    if torch.isnan(loss):  # here: Python needs it for a decision
+    if torch.isnan(loss):
         raise ValueError("not a number")
     for name, value in zip(["a", "b"], helper(loss), strict=True):
         memory.texts[name] = f"{value}"  # here: puts a tensor into a text
@@ -304,7 +312,7 @@ def test_an_obstacle_is_found_with_its_line(
     assert where in str(found) and source in str(found)
 
 
-@pytest.mark.parametrize("fn", [only_read, speech])
+@pytest.mark.parametrize("fn", [only_read, speech, decided])
 def test_what_graphs_do_late_or_in_gaps_is_no_obstacle(fn: Callable[..., Any]) -> None:
     found = explained(fn)
     assert found.is_one_graph and not found.obstacles, found
@@ -313,7 +321,7 @@ def test_what_graphs_do_late_or_in_gaps_is_no_obstacle(fn: Callable[..., Any]) -
 def test_all_obstacles_of_one_step_are_found() -> None:
     found = explained(several)
     expected = promised(several, helper)
-    assert len(expected) == 12
+    assert len(expected) == 11
     for where, words in expected.items():
         assert any(p.where == where and words in p.reason for p in found.obstacles), (
             f"{where} {words}\n{found}"
@@ -543,21 +551,21 @@ def test_every_way_of_a_chain_of_conditions_is_looked_at() -> None:
 
     def step_fn(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
-        if loss > 3:  # here: Python needs it for a decision
+        if loss > 3:
             memory.count += 1  # here: memory.count is written
-        elif loss > 2:  # here: Python needs it for a decision
+        elif loss > 2:
             memory.texts = {"a": "b"}  # here: memory.texts is written
-        elif loss > 1:  # here: Python needs it for a decision
+        elif loss > 1:
             print("small")  # here: calls print()
         else:
             memory.losses = [1]  # here: memory.losses is written
-        if loss < 0:  # here: Python needs it for a decision
+        if loss < 0:
             raise ValueError("negative")
         return loss
 
     found = explain(step_fn, torch.randn(6, 6), model=model)
     expected = promised(step_fn)
-    assert len(expected) == 8
+    assert len(expected) == 4
     for where, words in expected.items():
         assert any(p.where == where and words in p.reason for p in found.obstacles), (
             f"{where} {words}\n{found}"

@@ -235,7 +235,7 @@ def test_a_text_that_is_printed_is_told_with_its_line(capsys: pytest.CaptureFixt
     ],
 )
 def test_the_reason_names_what_it_is_and_its_line(fn: Callable[[nn.Module, Tensor], Any], words: str) -> None:
-    only_eager = fn in (ctc, ctc_as_it_is, switched)
+    only_eager = fn in (ctc, ctc_as_it_is, switched, decided)
     reason, where = row_of(nn.Linear(4, 3), fn, compile=True if only_eager else "auto")
     assert words in reason and "BatchNorm" not in reason, reason
     file, _, line = str(where).rpartition(":")
@@ -267,7 +267,9 @@ class LogsItsLoss(pl.LightningModule):
 
 
 @pytest.mark.parametrize("read", [lambda loss: loss.item(), float], ids=["item", "float"])
-def test_a_loss_that_is_weighted_with_a_number_is_told_as_a_read_on_the_host(read: Callable[..., Any]) -> None:
+def test_a_loss_that_is_weighted_with_a_number_is_told_as_a_read_on_the_host(
+    read: Callable[..., Any],
+) -> None:
     _, graphed = parity(lambda: LogsItsLoss(read), replays=5, max_epochs=1)
     assert graphed.report is not None
     row = graphed.report.fallbacks[0]

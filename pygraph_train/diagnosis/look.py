@@ -25,7 +25,7 @@ from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_constants import make_once
 from pygraph_train.tracing.host_tables import HostTables
-from pygraph_train.tracing.late_numbers import late_numbers
+from pygraph_train.tracing.late_numbers import nothing_depends_on_numbers
 from pygraph_train.tracing.obstacles import batch_changed, gradients_asked, gradients_read, on_host, written
 from pygraph_train.tracing.opened import open_way_to
 from pygraph_train.tracing.read_ahead import ReadingAhead
@@ -171,6 +171,7 @@ class _OneLook:
             reads=self._reads,
             shapes=lambda where: self._note(shape_of_values(where)),
             texts=lambda where: self._note(text_of_tensor(where)),
+            decides=not by_hand,
             leaves_out=leaves_out,
         )
         self._fn, self._args, self._kwargs = fn, args, kwargs
@@ -245,7 +246,7 @@ class _OneLook:
             self._recording.finish(graph)  # what decides about the step's way is no obstacle
         except NotLegal as refused:
             self._note(refused.problem)
-        if not self._by_hand and not self._stands_in and late_numbers(graph) is not None:
+        if not self._by_hand and not self._stands_in and nothing_depends_on_numbers(graph):
             self.found = [problem for problem in self.found if problem not in self._only_read]
         for problem in (
             *written(self._fn, self._recorder),

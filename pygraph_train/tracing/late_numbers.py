@@ -23,7 +23,15 @@ from pygraph_train.torch_private.dynamo import copy_origins
 from pygraph_train.torch_private.late_decisions import QUESTIONS, OtherWay, bounds_bool, decided
 from pygraph_train.torch_private.memory import borrower
 
-__all__ = ["Check", "LateFloat", "LateInt", "LateNumbers", "late_numbers", "without_late_numbers"]
+__all__ = [
+    "Check",
+    "LateFloat",
+    "LateInt",
+    "LateNumbers",
+    "late_numbers",
+    "nothing_depends_on_numbers",
+    "without_late_numbers",
+]
 
 
 @dataclass(frozen=True)
@@ -152,8 +160,7 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
     """The numbers that a graph of Dynamo's reads, None where it reads none, or something depends on one."""
     found = _Found.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
-    allowed = {*found.numbers, *found.asks, gm.graph.output_node()}
-    if not (found.reads or found.asks) or any(not allowed.issuperset(node.users) for node in found.numbers):
+    if not (found.reads or found.asks) or not nothing_depends_on_numbers(gm):
         return None
     places = [i for i, node in enumerate(outputs) if node in found.numbers]
     if any(isinstance(_value(outputs[i]), torch.SymBool) for i in places):
@@ -165,6 +172,13 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
     if found.asks:
         check = Check(found.function(gm, found.asks), tuple(node.args[2] for node in found.asks))  # type: ignore[misc]
     return LateNumbers(len(found.reads), alone, tuple(places), floats, compute, check)
+
+
+def nothing_depends_on_numbers(gm: fx.GraphModule) -> bool:
+    """Whether the numbers that a graph reads, if any, are for its results and for decisions alone."""
+    found = _Found.of(gm)
+    allowed = {*found.numbers, *found.asks, gm.graph.output_node()}
+    return all(allowed.issuperset(node.users) for node in found.numbers)
 
 
 def _read_alone(node: fx.Node, reads: list[fx.Node]) -> int | None:
