@@ -151,6 +151,8 @@ class Seen:
 class _Regions(torch.autograd.Function):
     """One forward and its backward."""
 
+    boxed_grads_call = True  # torch 2.13 hands gradients over in a list, and holds them nowhere else
+
     @staticmethod
     def forward(ctx: Any, route: Route, *args: Any) -> Any:
         inputs = list(route.pick(args))
@@ -177,6 +179,7 @@ class _Regions(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *gradients: Any) -> Any:
+        given = gradients[0] if type(gradients[0]) is list else list(gradients)
         route, kept = ctx.route, ctx.kept
         if not kept:
             raise RuntimeError(
@@ -193,17 +196,16 @@ class _Regions(torch.autograd.Function):
         elif route.donates:
             refuse_retaining()
         del checked
-        missing = tuple([k for k, (i, _) in enumerate(route.tangents) if gradients[i] is None])
+        missing = tuple([k for k, (i, _) in enumerate(route.tangents) if given[i] is None])
         pick = route.picker(missing)
         if pick is None:
             return (None,) * (1 + len(route.gradients))
         zeros = route.zeros
         tangents = [
-            zeros.of(i, tangent, ctx.sizes.get(i))
-            if (given := gradients[i]) is None
-            else _coerced(given, tangent)
+            zeros.of(i, tangent, ctx.sizes.get(i)) if given[i] is None else _coerced(given[i], tangent)
             for i, tangent in route.tangents
         ]
+        given.clear()
         inputs = list(route.arrange([*saved, *tangents]))
         del saved, tangents, gradients
         others = route.absent.others(missing)
