@@ -22,6 +22,7 @@ from pygraph_train.regions.region import Region
 from pygraph_train.regions.zeros import Zeros
 from pygraph_train.torch_private.aot import mark_dynamic
 from pygraph_train.torch_private.autograd import (
+    autograd_is_traced,
     autograd_is_watched,
     backward_keeps_graph,
     refuse_retaining,
@@ -148,10 +149,15 @@ class Seen:
         return outputs
 
 
-class _Regions(torch.autograd.Function):
-    """One forward and its backward."""
+class _Boxed(type(torch.autograd.Function)):  # type: ignore[misc]
+    @property
+    def boxed_grads_call(cls) -> bool:
+        """Torch 2.13 hands gradients over in a list then, and holds them nowhere else. No trace takes such a list."""
+        return not autograd_is_traced()
 
-    boxed_grads_call = True  # torch 2.13 hands gradients over in a list, and holds them nowhere else
+
+class _Regions(torch.autograd.Function, metaclass=_Boxed):
+    """One forward and its backward."""
 
     @staticmethod
     def forward(ctx: Any, route: Route, *args: Any) -> Any:
