@@ -15,6 +15,7 @@ import pytest
 import torch
 from backend_training import Square
 from test_backend import compiled, graphed_regions, hostile  # noqa: F401
+from test_backend_retained import kept  # noqa: F401
 from torch import nn
 
 import pygraph_train.backend as backend
@@ -27,6 +28,7 @@ WEIGHTS = {
     "train again and again": 1,
     "leave a loss for later": 3,
     "differentiate a loss of before": 3,
+    "differentiate a loss and keep it": 4,
     "forget a loss": 1,
     "empty gradients": 1,
     "zero gradients": 1,
@@ -143,6 +145,10 @@ class World:
             self.losses.append(loss(*self.call(x)))
         elif what == "differentiate a loss of before" and self.losses:
             self.losses.pop(n % len(self.losses)).backward()
+        elif what == "differentiate a loss and keep it":
+            if not self.losses or n % 2:
+                self.losses.append(loss(*self.call(x)))
+            self.losses[n % len(self.losses)].backward(retain_graph=True)
         elif what == "forget a loss" and self.losses:
             self.losses.pop(n % len(self.losses))
         elif what.endswith("gradients"):

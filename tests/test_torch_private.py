@@ -121,6 +121,19 @@ def test_large_kernels_are_not_grouped() -> None:
     assert _grouped(waves, [torch.randn(1024, 1024) for _ in range(3)]) == []
 
 
+def test_kernels_of_sizes_that_change_are_not_grouped() -> None:
+    """Small ones of one batch are large ones of another, and what they read waits for the end of the group."""
+
+    def waves(weights: list[torch.Tensor], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [*(w.sin() for w in weights), *(x.cos() for x in xs)]
+
+    weights, xs = ([torch.rand(rows, 16) for _ in range(3)] for rows in (16, 5))
+    assert list(map(len, _grouped(waves, weights, xs))) == [3, 3]
+    for x in xs:
+        torch._dynamo.mark_dynamic(x, 0)
+    assert list(map(len, _grouped(waves, weights, xs))) == [3]
+
+
 @pytest.mark.parametrize(
     ("hint", "grouped"), [("DEFAULT", []), ("INNER", []), ("OUTER_TINY", [3]), ("OUTER", [3])]
 )

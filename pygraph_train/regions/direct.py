@@ -22,6 +22,7 @@ from pygraph_train.regions.region import Region
 from pygraph_train.regions.zeros import Zeros
 from pygraph_train.torch_private.aot import mark_dynamic
 from pygraph_train.torch_private.autograd import (
+    autograd_is_traced,
     autograd_is_watched,
     backward_keeps_graph,
     refuse_retaining,
@@ -148,7 +149,14 @@ class Seen:
         return outputs
 
 
-class _Regions(torch.autograd.Function):
+class _Boxed(type(torch.autograd.Function)):  # type: ignore[misc]
+    @property
+    def boxed_grads_call(cls) -> bool:
+        """Torch 2.13 hands gradients over in a list then, and holds them nowhere else. No trace takes such a list."""
+        return not autograd_is_traced()
+
+
+class _Regions(torch.autograd.Function, metaclass=_Boxed):
     """One forward and its backward."""
 
     @staticmethod
@@ -177,6 +185,7 @@ class _Regions(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *gradients: Any) -> Any:
+        given = gradients[0] if type(gradients[0]) is list else list(gradients)
         route, kept = ctx.route, ctx.kept
         if not kept:
             raise RuntimeError(
@@ -193,17 +202,16 @@ class _Regions(torch.autograd.Function):
         elif route.donates:
             refuse_retaining()
         del checked
-        missing = tuple([k for k, (i, _) in enumerate(route.tangents) if gradients[i] is None])
+        missing = tuple([k for k, (i, _) in enumerate(route.tangents) if given[i] is None])
         pick = route.picker(missing)
         if pick is None:
             return (None,) * (1 + len(route.gradients))
         zeros = route.zeros
         tangents = [
-            zeros.of(i, tangent, ctx.sizes.get(i))
-            if (given := gradients[i]) is None
-            else _coerced(given, tangent)
+            zeros.of(i, tangent, ctx.sizes.get(i)) if given[i] is None else _coerced(given[i], tangent)
             for i, tangent in route.tangents
         ]
+        given.clear()
         inputs = list(route.arrange([*saved, *tangents]))
         del saved, tangents, gradients
         others = route.absent.others(missing)

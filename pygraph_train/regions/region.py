@@ -1,7 +1,10 @@
 """One compiled callable, a forward or a backward, that turns itself into a CUDA graph.
 
 The life of a region: run as compiled until warm, capture, replay. Whatever a graph cannot serve (another
-address, memory in use, a backward that keeps its graph) runs as compiled, on the same inputs, once.
+address, memory in use) runs as compiled, on the same inputs, once.
+
+A backward's graph overwrites what the forward saved when it has read it. Where autograd's graph is kept for another
+backward (`retain_graph=True`, `create_graph=True`), the run comes from a second graph, which leaves that alone.
 """
 
 from __future__ import annotations
@@ -134,7 +137,9 @@ class Region:
         self._in_place = True  # gradients and large outputs are handed out where the graph writes them
         self.standing: tuple[torch.Tensor, ...] = ()  # inputs that are where they are for good
         self._otherwise = 0  # runs with other kernels
-        self._waited = 0  # for gradients to be emptied
+        self._retained = 0  # backwards without a graph that read what a later one will read again
+        self._reopened = 0  # so often the forward's graph was closed for the sake of these
+        self._waited = 0  # for gradients to be emptied, or for one of these
         self._lasting = False  # its memory comes from another pool than a forward's
         self._returned: list[int] | None = None  # outputs in memory of what the forward saved, once known
         self.plain_only = False
@@ -184,18 +189,19 @@ class Region:
         key = self._key(inputs)
         if self.plain_only:
             return self._plain(inputs)
-        if self.spec.phase == "backward" and backward_keeps_graph():
-            return self._plain(inputs)  # what the forward saved is needed again
+        # what the forward saved is needed again: that needs a graph which leaves it alone
+        spares = self.spec.phase == "backward" and not self.alone and backward_keeps_graph()
         blocked: list[Occupant] = []
         for capture in key.captures:
-            if capture.fits(inputs):
+            if capture.spares is spares and capture.fits(inputs):
                 blocked = self._arena.in_the_way(capture.occupants, capture.consumes)
                 if not blocked:
                     key.blocked = 0
                     return self._replay(capture, inputs, key)
         failure = None
-        if self._may_capture(key, inputs, blocked) and self._pair.bounds.allow():
-            new = self._capture(key, inputs)
+        self._retained += spares
+        if self._may_capture(key, inputs, blocked, spares) and self._pair.bounds.allow():
+            new = self._capture(key, inputs, spares)
             if isinstance(new, RegionCapture):
                 return self._replay(new, inputs, key)
             failure = new
@@ -287,7 +293,7 @@ class Region:
     def forget(self, consumed: Occupant) -> None:
         """Close the graphs that read these outputs of a graph that is gone."""
         for key in self._keys.values():
-            self._close(key, [capture for capture in key.captures if capture.consumes is consumed])
+            self._close(key, [capture for capture in key.captures if capture.source is consumed])
 
     def _close(self, key: _Key, gone: list[RegionCapture]) -> None:
         key.captures = [capture for capture in key.captures if capture not in gone]
@@ -364,24 +370,31 @@ class Region:
 
     # ------------------------------------------------------------------ capture
 
-    def _may_capture(self, key: _Key, inputs: list[Any], blocked: list[Occupant]) -> bool:
+    def _may_capture(self, key: _Key, inputs: list[Any], blocked: list[Occupant], spares: bool) -> bool:
         if self._outputs_in_the_way(blocked) or self._gradients_in_the_way(blocked):
             return False
         fed = self.spec.phase == "backward" and not self.alone
-        near = self._of_same_source(key, inputs) if fed else key.captures
+        near = self._of_same_source(key, inputs, spares) if fed else key.captures
         if blocked and len(near) >= MAX_VERSIONS:
             self._free_the_way(blocked)
             key.blocked += 1
             if key.blocked > BLOCKED:  # what its versions were made for does not come back
                 self._evict(key)
             return False
-        if near and not blocked and not self._moved(key, near[-1], inputs):
+        if near and not blocked and not self._moved(key, near, inputs):
             return False
         if not self._pair.worth.within(self.record.captures, self.record.replays + self.record.plain_runs):
             return False  # something closes its graphs again and again
         if fed:
-            unmeasured = self._pair.way is not None and not self.measurements.has(key.shapes)
-            return not unmeasured and self._source_is_owned(inputs)
+            if self._pair.way is not None and not self.measurements.has(key.shapes):
+                return False
+            often = self._retained > 0 and self._pair.worth.pays(self._retained, 0)
+            if spares:
+                return often and self._source_is_owned(inputs, spares)
+            if often and self._waited < BLOCKED and not self._of_same_source(key, inputs, spares=True):
+                self._waited += 1  # once there is a graph that frees what it reads, no other one can be made
+                return False
+            return self._source_is_owned(inputs, spares)
         return bool(blocked) or key.paid or self._pays(key)
 
     def _pays(self, key: _Key) -> bool:
@@ -400,10 +413,11 @@ class Region:
             return True
         return key.runs * plain >= self._arena.price  # at best the graph saves all of that
 
-    def _of_same_source(self, key: _Key, inputs: list[Any]) -> list[RegionCapture]:
-        """Backwards of the forward's graph that saved these inputs."""
+    def _of_same_source(self, key: _Key, inputs: list[Any], spares: bool) -> list[RegionCapture]:
+        """Backwards of the forward's graph that saved these inputs; those that leave them alone, or the others."""
         source = self._source(inputs)
-        return [c for c in key.captures if source is not None and c.consumes is source.occupant]
+        mine = [c for c in key.captures if source is not None and c.source is source.occupant]
+        return [capture for capture in mine if capture.spares is spares]
 
     def _outputs_in_the_way(self, blocked: list[Occupant]) -> bool:
         """Nothing but outputs that users keep is in the way: from now on these are copied."""
@@ -430,13 +444,17 @@ class Region:
         self._waited += 1  # those of closed graphs are in the way for a while, until somebody empties them
         return bool(here) or self._waited <= PATIENCE
 
-    def _source_is_owned(self, inputs: list[Any]) -> bool:
+    def _source_is_owned(self, inputs: list[Any], spares: bool) -> bool:
         """Whether a forward's graph saved these inputs, in memory that the pool will not hand out."""
         source = self._source(inputs)
         if source is None:
             return False
         if not source.occupant.owned and not self._lasting:
             assert self._pair.forward is not None
+            self._reopened += spares
+            if spares and self._reopened > MAX_VERSIONS:
+                return False
+            self._waited = 0
             self._pair.forward.capture_again()  # it is captured again with its next run, then this one
         return source.occupant.owned or self._lasting
 
@@ -444,8 +462,9 @@ class Region:
         """Runs of the first shapes before they are captured."""
         return max(self._options.warmup_runs, self.measurements.warm_runs)
 
-    def _moved(self, key: _Key, last: RegionCapture, inputs: list[Any]) -> bool:
+    def _moved(self, key: _Key, near: list[RegionCapture], inputs: list[Any]) -> bool:
         """An input of a captured region is elsewhere; if that goes on, it is one that moves."""
+        last = near[-1]
         moved = last.moved(inputs)
         if last.laid_out_anew(inputs):
             self.give_up("a parameter has other strides than when the function was compiled")
@@ -456,7 +475,7 @@ class Region:
                 return False
             self._moving |= moved
         key.misses = 0
-        self._drop(key)
+        self._close(key, [capture for capture in key.captures if capture.spares is last.spares])
         return True
 
     def _follows(self, before: Callable[[], Occupant | None] | None, i: int, tensor: torch.Tensor) -> bool:
@@ -488,12 +507,13 @@ class Region:
                 return capture
         return None
 
-    def _capture(self, key: _Key, inputs: list[Any]) -> RegionCapture | Exception | None:
+    def _capture(self, key: _Key, inputs: list[Any], spares: bool) -> RegionCapture | Exception | None:
         """A new graph; an exception if it may be the user's, which the run without a graph shows."""
         arena = self._arena
         source = self._source(inputs) if self.spec.phase == "backward" else None
-        consumed = source.occupant if source is not None else None
-        moving, settled = self._sort_inputs(inputs, source)
+        read = source.occupant if source is not None else None
+        consumed = None if spares else read
+        moving, settled = self._sort_inputs(inputs, source, consumed)
         prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
         further = any(other.captures for other in self._keys.values() if other is not key)
         if not further:
@@ -506,12 +526,12 @@ class Region:
         try:
             with arena.allocating(self._lasting), arena.growing(further), ExitStack() as stack:
                 stack.enter_context(arena.engine.bounded(self._pair.bounds.most))
-                owned = consumed is not None and consumed.owned
+                owned = read is not None and read.owned
                 keeps = arena.before_capture(consumed, self._lasting)
-                if consumed is not None:  # the graph may hold what it reads
-                    freed = consumed.blocks if owned and not consumed.owned else frozenset()
+                if read is not None:  # the graph may hold what it reads
+                    freed = read.blocks if owned and not read.owned else frozenset()
                     stack.callback(_held(inputs, freed).clear)
-                    stack.enter_context(consumed.recounting())
+                    stack.enter_context(read.recounting())
                 work = record(
                     arena.engine,
                     self._run_compiled,
@@ -544,7 +564,8 @@ class Region:
                 self._handing(len(work.result)),
                 keeps=keeps,
                 pool=arena.pool(self._lasting),
-                consumes=consumed,
+                source=read,
+                spares=spares,
                 watched=self._watched,
             )
             for occupant in capture.occupants:
@@ -564,11 +585,10 @@ class Region:
         return None
 
     def _sort_inputs(
-        self, inputs: list[Any], source: RegionCapture | None
+        self, inputs: list[Any], source: RegionCapture | None, consumed: Occupant | None
     ) -> tuple[list[int], dict[int, Occupant]]:
         """Tensors that will be elsewhere in the next run, and those that are outputs of another graph."""
         followed = set(source.served_at) if source is not None else set()  # saved by the forward as it came
-        consumed = source.occupant if source is not None else None
         moving: list[int] = []
         settled: dict[int, Occupant] = {}
         for i, x in enumerate(inputs):

@@ -52,10 +52,12 @@ class RegionCapture:
         mutated: inputs that the region writes to.
         handing: how outputs are handed out.
         keeps, pool: see `arena.Occupant`.
-        consumes: outputs of another graph that this one reads and frees.
+        source: outputs of a forward's graph that this one reads.
+        spares: it leaves them alone, for another backward that reads them; else it frees them.
         watched: look at the strides of what is read in place, because no guard does.
 
     Attributes:
+        consumes: outputs of another graph that this one reads and frees.
         producers: by settled input, a weak reference to the outputs that it was part of.
         occupants: outputs that are handed out in place; what a backward consumes of a forward comes first.
     """
@@ -68,12 +70,15 @@ class RegionCapture:
         handing: Handing,
         keeps: frozenset[Block],
         pool: int,
-        consumes: Occupant | None,
+        source: Occupant | None,
+        spares: bool = False,
         watched: bool = False,
     ) -> None:
         inputs, buffers, served = work.inputs, work.buffers, work.served
         self.graph = work.graph
-        self.consumes = consumes
+        self.source = source
+        self.spares = spares
+        self.consumes = None if spares else source
         tensors = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)]
         self.fixed = tuple(i for i in tensors if i not in buffers and i not in served)
         # one call in C for hundreds of parameters
@@ -295,8 +300,8 @@ class RegionCapture:
             for occupant in self.occupants:
                 occupant.on_change = None
                 stack.enter_context(occupant.recounting())
-            if self.consumes is not None:  # the graph may hold what it read
-                stack.enter_context(self.consumes.recounting())
+            if self.source is not None:  # the graph may hold what it read
+                stack.enter_context(self.source.recounting())
             # now, while it is told from what others hold
             self._template.clear()
             self._buffers.clear()

@@ -44,7 +44,7 @@ _TOGETHER = 16  # kernels made into one
 
 # The caches of Inductor and AOTAutograd know a compilation by its graph and these settings; what else is done
 # to the graph here they don't see. The number is nobody's default, so that nobody else's entries are taken.
-_TOGETHER_KEY: dict[str, Any] = {"combo_kernel_max_num_args": 240}
+_TOGETHER_KEY: dict[str, Any] = {"combo_kernel_max_num_args": 241}
 
 
 _ONE_WAY = ("OUTER", "OUTER_TINY")  # names of `ReductionHint`
@@ -91,6 +91,9 @@ def small_ends(scheduler: Any, device_type: str = "cuda") -> list[list[Any]]:
 
     Among sums only those that Inductor knows one way to compute, the last steps of large ones: where it tries
     several ways, it might choose another one for the group, and the sum would be rounded in another way.
+
+    What a kernel reads waits for the last one of the group. So there are none of sizes that change: Inductor knows
+    those of one batch, and what is small in that one keeps memory from the others where a later batch is longer.
     """
     from torch._inductor.scheduler import FusedMixOrderReductions
 
@@ -112,6 +115,8 @@ def _is_small_end(node: Any, special: set[str]) -> bool:
 
     if type(node) not in (SchedulerNode, FusedSchedulerNode) or special & set(node.used_buffer_names()):
         return False
+    if any(map(_size_changes, node.used_buffer_names())):
+        return False
     own = set(node.get_nodes())
     sums = [step for step in own if step.is_reduction()]
     if any(SIMDKernelFeatures.reduction_hint(step).name not in _ONE_WAY for step in sums):
@@ -122,6 +127,12 @@ def _is_small_end(node: Any, special: set[str]) -> bool:
         and all(isinstance(user.node, OutputNode) or user.node in own for user in made.users)
         for made in node.get_outputs()
     )
+
+
+def _size_changes(name: str) -> bool:
+    from torch._inductor.virtualized import V
+
+    return bool(getattr(V.graph.get_numel(name), "free_symbols", ()))
 
 
 def compile_with_inductor(
