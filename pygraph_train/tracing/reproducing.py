@@ -308,7 +308,8 @@ class ReproducingTrace(Trace):
             writes = bool(effects) or appends_in_frame()
             self.reproduces = (writes or self._is_filled()) and self.problem is None
             self._lists.clear()
-            if self._compiler is None and (writes or self.host_draws is not None) and not self.rebound:
+            all_at_once = writes or self.host_draws is not None or self.gaps.left
+            if self._compiler is None and all_at_once and not self.rebound:
                 seat.undoes = FailedRuns(graph, self.device)
             seat.begins, seat.leaves = held_weakly(self._begins), self.branches.leave_step
             self._seat = seat
