@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning_training import parity
 from torch import Tensor, nn
-from training import Diary, Net, adamw, batches, both
+from training import Diary, Net, adamw, batches, both, line_of
 
 from pygraph_train.problems import NotLegal
 from pygraph_train.step.outputs import Outputs
@@ -278,7 +278,12 @@ def test_each_tensor_is_read_once_in_a_replay() -> None:
             return super().item()
 
     late = LateNumbers(
-        2, (0, 1, None), (0, 1, 2), (True, True, False), lambda x, y: (x.item(), y.item(), x.item())
+        2,
+        (0, 1, None),
+        (0, 1, 2),
+        (True, True, False),
+        (None,) * 3,
+        lambda x, y: (x.item(), y.item(), x.item()),
     )
     marks = [
         x.item() if isinstance(x, LateTensor) else x
@@ -355,6 +360,19 @@ class LogsMore(Logs):
 def test_numbers_of_python_that_lightning_logs() -> None:
     _, graphed = parity(LogsMore, replays=10, plan="{F} {B} {O}", max_epochs=3)
     assert "self.log(...)" in graphed.report.fallbacks[0].reason
+
+
+def test_a_number_in_a_text_is_refused_with_the_line() -> None:
+    class Tells(Keeps):
+        def __call__(self, batch: Batch) -> Tensor:
+            loss = F.cross_entropy(self.model(batch[0]), batch[1])
+            value = loss.item()
+            self.kept.append(f"loss {value:.3f}")  # type: ignore[arg-type]
+            return loss
+
+    report = train(Tells, replays=1, plan="{F} {B} {O}")
+    (refused,) = report.fallbacks
+    assert "in a text" in refused.reason and refused.where == line_of(Tells, "loss.item()"), str(report)
 
 
 @pytest.mark.passes_without_graphs("marks are tested themselves")

@@ -50,6 +50,7 @@ class _BackwardInGap(torch.autograd.Function):
         if not may_leave_gap():
             return found, None, None, None
         refuse_second_gradient(method)
+        x, grad = x.resolve_neg(), grad.resolve_neg()  # a gap sees memory alone
         of_x, of_grad, result = map(borrower, (x, grad, found))
 
         def work() -> None:
@@ -74,7 +75,12 @@ def changes() -> tuple[tuple[Any, str, Any], ...]:
             if method is not None and not {"input", "out", "dtype"}.intersection(node.kwargs):
                 x, *rest = node.args
                 given = x.meta.get("example_value") if isinstance(x, fx.Node) else None
-                if isinstance(given, Tensor) and given.requires_grad and given.dim():
+                if (
+                    isinstance(given, Tensor)
+                    and given.requires_grad
+                    and given.dim()
+                    and not given.is_complex()
+                ):
                     node.op, node.target, node.args = "call_function", backward_in_gap, (x, method, *rest)
             return get_fake_value(node, *args, **kwargs)
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamo import copy_origins
+from pygraph_train.tracing.reasons import line_of
 
 __all__ = ["LateFloat", "LateInt", "LateNumbers", "LateTensor", "late_numbers", "without_late_numbers"]
 
@@ -29,6 +30,7 @@ class LateNumbers:
         alone: for each number, the one of these tensors that holds it; None where it is computed.
         results: places of the numbers among what Dynamo's code wants of the graph.
         floats: for each, whether it is a float, which that code takes out of a tensor; otherwise an int.
+        lines: for each, `file:line` where it is read or computed.
         compute: takes these tensors and returns these numbers.
     """
 
@@ -36,6 +38,7 @@ class LateNumbers:
     alone: tuple[int | None, ...]
     results: tuple[int, ...]
     floats: tuple[bool, ...]
+    lines: tuple[str | None, ...]
     compute: Callable[..., tuple[Any, ...]]
 
     def outputs(self, found: Sequence[Any], *, marked: bool) -> list[Any]:
@@ -57,7 +60,7 @@ class LateNumbers:
         marks: list[Any] = []
         for index, (is_float, place) in enumerate(zip(self.floats, self.alone, strict=True)):
             mark: LateFloat | LateInt = LateFloat() if is_float else LateInt()
-            mark.read, mark.index = read, index
+            mark.read, mark.index, mark.line = read, index, self.lines[index]
             mark.tensor = None if place is None else tensors[place]
             marks.append(LateTensor(mark) if is_float else mark)
         return marks
@@ -69,11 +72,13 @@ class _Mark:
     Attributes:
         read: returns all numbers of the step, once the graph has run.
         index: of this one among them.
+        line: where it comes from.
         tensor: holds the number in the graph; None where Python computes it of others.
     """
 
     read: Callable[[], list[Any]]
     index: int
+    line: str | None = None
     tensor: Tensor | None
 
 
@@ -85,8 +90,15 @@ class LateInt(_Mark, int):
     """Stands for an int."""
 
 
-def _refused(*_: Any) -> Any:
-    raise NotLegal(Problem("a number that the step reads of a tensor is used before its graph has run"))
+def _refused(self: _Mark, *_: Any) -> Any:
+    raise NotLegal(
+        Problem(
+            "the step uses a number that it reads of a tensor (in a text, a key or a condition), before its "
+            "graph has run",
+            self.line,
+            "Return the number, and use it outside of the step",
+        )
+    )
 
 
 _COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
@@ -128,7 +140,15 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[outputs[i]] for i in places))
     alone = tuple(_read_alone(outputs[i], reads) for i in places)
-    return LateNumbers(len(reads), alone, tuple(places), floats, fx.GraphModule(gm, graph).forward)
+    lines = tuple(_line(outputs[i]) for i in places)
+    return LateNumbers(len(reads), alone, tuple(places), floats, lines, fx.GraphModule(gm, graph).forward)
+
+
+def _line(node: fx.Node) -> str | None:
+    """What Dynamo adds behind the user's code has none."""
+    while (line := line_of(node)) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return line
 
 
 def _read_alone(node: fx.Node, reads: list[fx.Node]) -> int | None:
