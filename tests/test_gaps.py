@@ -292,6 +292,24 @@ def test_a_replay_that_raises_between_its_parts_is_made_as_it_is_written(
     assert not both(script, replays=20, plan="{F B O}").fallbacks
 
 
+def test_an_error_that_the_step_catches_while_it_is_captured() -> None:
+    def script(diary: Diary) -> None:
+        model = Speech()
+        optimizer = sgd(model)
+        fn = Catches(model)
+        step = diary.step(fn, model=model, optimizer=optimizer)
+        generator = torch.Generator().manual_seed(4)
+        for number in range(40):
+            batch = a_batch(generator)
+            if number in (3, 4, 5, 20):  # the first capture is made in one of these
+                batch["ends"] = batch["ends"] + 100
+            diary.write("loss", step(batch))
+            diary.write("kept", [fn.steps, *fn.kept])
+            diary.write_state(model, optimizer)
+
+    assert not both(script, replays=20, plan="{F B O}", verify="always").fallbacks
+
+
 def in_checkpoint(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     def loss_of(found: Tensor) -> Tensor:
         return F.ctc_loss(found, batch["y"], batch["ends"], batch["sizes"]) * 1.0

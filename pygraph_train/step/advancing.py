@@ -87,8 +87,7 @@ class Advancing:
         self._replay = replay
         self._together = together
         self._writes = PythonWrites(training.program)
-        self._begun = False
-        self._untraceable = 0  # steps in a row
+        self._begun, self._untraceable = False, 0  # steps in a row
 
     def __call__(
         self,
@@ -193,6 +192,8 @@ class Advancing:
                 self._signatures.drop(variant)  # it was known for long that this may happen: no failure
             else:
                 made = self._ungraphed.before_refusal(step, refused, run)
+                if made is not None and variant.excuses():
+                    return made
                 self._refusing.calls(step, signature, variant, refused.problem)
                 self._shapes.failed(variant, refused.problem)
                 if made is not None:
