@@ -292,7 +292,8 @@ def test_a_replay_that_raises_between_its_parts_is_made_as_it_is_written(
     assert not both(script, replays=20, plan="{F B O}").fallbacks
 
 
-def test_an_error_that_the_step_catches_while_it_is_captured() -> None:
+@pytest.mark.parametrize("verify", ["always", "off"])
+def test_an_error_that_the_step_catches_while_it_is_captured(verify: str) -> None:
     def script(diary: Diary) -> None:
         model = Speech()
         optimizer = sgd(model)
@@ -307,7 +308,7 @@ def test_an_error_that_the_step_catches_while_it_is_captured() -> None:
             diary.write("kept", [fn.steps, *fn.kept])
             diary.write_state(model, optimizer)
 
-    assert not both(script, replays=20, plan="{F B O}", verify="always").fallbacks
+    assert not both(script, replays=20, plan="{F B O}", verify=verify).fallbacks
 
 
 def in_checkpoint(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
