@@ -267,7 +267,9 @@ class LogsItsLoss(pl.LightningModule):
 
 
 @pytest.mark.parametrize("read", [lambda loss: loss.item(), float], ids=["item", "float"])
-def test_a_loss_that_is_weighted_with_a_number_is_told_as_a_read_on_the_host(read: Callable[..., Any]) -> None:
+def test_a_loss_that_is_weighted_with_a_number_is_told_as_a_read_on_the_host(
+    read: Callable[..., Any],
+) -> None:
     _, graphed = parity(lambda: LogsItsLoss(read), replays=5, max_epochs=1)
     assert graphed.report is not None
     row = graphed.report.fallbacks[0]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from pygraph_train.parallel.agreement import Word
-from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.problems import NotLegal
 from pygraph_train.step.capturing import MOST_RETRACES, REPLAYS_PER_RETRACE, Capturing
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
@@ -27,7 +27,6 @@ from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Variant
 from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.changing_numbers import changing_numbers
-from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
 from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.saved_on_host import SavedOnHost
@@ -74,8 +73,7 @@ class Advancing:
         replay: Callable[[Variant, Capture, Sequence[Any]], Replayed],
         together: Together | None = None,
     ) -> None:
-        self._training = training
-        self._updates = updates
+        self._training, self._updates = training, updates
         self._decisions = decisions
         self._signatures = signatures
         self._ungraphed = ungraphed
@@ -87,8 +85,7 @@ class Advancing:
         self._replay = replay
         self._together = together
         self._writes = PythonWrites(training.program)
-        self._begun = False
-        self._untraceable = 0  # steps in a row
+        self._begun, self._untraceable = False, 0  # steps in a row
 
     def __call__(
         self,
@@ -108,7 +105,7 @@ class Advancing:
         """
         if not self._begun:
             self._begun = True
-            self._ask_for_reasons()
+            self._refusing.ask_for_reasons()
         served: Variant | WithoutGraph | None = variant
         if signature.family is not None and signature.other_way is None and self._refusing.off is None:
             served = self._shapes.served(step, signature, variant, args, kwargs, leaves)
@@ -174,14 +171,15 @@ class Advancing:
                 if not self._all_capture(variant, step):
                     return Ran(capturing.prepared(step, variant, run))
                 if variant.trace.dynamic and variant.lead is None and not capturing.has_room(variant):
-                    self._signatures.drop(
-                        variant
-                    )  # its trace goes on serving others, and its shape has to earn a graph
+                    # its trace goes on serving others, and its shape has to earn a graph
+                    self._signatures.drop(variant)
                     return Ran(self._ungraphed.plainly(run))
                 with self._making():
                     capture, expected = capturing.capture(step, variant, args, kwargs, leaves)
-                if capture.verified:  # with verify="off"
-                    return self._replayed(variant, capture, args, kwargs, leaves)
+                if capture.verified:  # with verify="off"; `Replays` takes back what a gap raises
+                    if not variant.trace.gaps.left:
+                        return self._replayed(variant, capture, args, kwargs, leaves)
+                    return Ran(self._ungraphed.plainly(run))
             elif (word := self._all_replay(variant, capture)) is not Word.AUDIT:
                 if word is Word.PLAIN:
                     return Ran(self._ungraphed.plainly(run))
@@ -193,6 +191,8 @@ class Advancing:
                 self._signatures.drop(variant)  # it was known for long that this may happen: no failure
             else:
                 made = self._ungraphed.before_refusal(step, refused, run)
+                if made is not None and variant.excuses():
+                    return made
                 self._refusing.calls(step, signature, variant, refused.problem)
                 self._shapes.failed(variant, refused.problem)
                 if made is not None:
@@ -306,21 +306,6 @@ class Advancing:
         """One of the ways of a step has no graph. The others keep theirs."""
         signature.ways.close(way)
         signature.variants = [other for other in signature.variants if other is not variant]
-
-    def _ask_for_reasons(self) -> None:
-        """On the first step: why forward and backward cannot be in a graph at all."""
-        config, program = self._training.config, self._training.program
-        off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
-        off += ["fuse='off'"] if config.fuse == "off" and not off else []
-        asked = Problem(f"{', '.join(off)} is set, so forward and backward share no graph") if off else None
-        problem = (
-            asked
-            or program.replication.problem
-            or program.acts_before_backward()
-            or backward_hook(program.model)
-        )
-        if problem is not None:
-            self._refusing.run(problem, asked=asked is not None)
 
     def _new_variant(
         self,

@@ -16,6 +16,7 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Variant
+from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import BEGINS_ANEW
 
 __all__ = ["Refusing"]
@@ -47,6 +48,21 @@ class Refusing:
         self._decisions = decisions
         self._signatures = signatures
         self._ungraphed = ungraphed
+
+    def ask_for_reasons(self) -> None:
+        """On the first step: why forward and backward cannot be in a graph at all."""
+        config, program = self._training.config, self._training.program
+        off = [f"{p}='off'" for p in ("forward", "backward") if getattr(config, p) == "off"]
+        off += ["fuse='off'"] if config.fuse == "off" and not off else []
+        asked = Problem(f"{', '.join(off)} is set, so forward and backward share no graph") if off else None
+        problem = (
+            asked
+            or program.replication.problem
+            or program.acts_before_backward()
+            or backward_hook(program.model)
+        )
+        if problem is not None:
+            self.run(problem, asked=asked is not None)
 
     def calls(
         self, step: StepInFlight, signature: Signature, variant: Variant | None, problem: Problem

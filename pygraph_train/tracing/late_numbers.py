@@ -6,8 +6,6 @@ read when the graph has run. Until then a mark stands in its place.
 
 from __future__ import annotations
 
-import functools
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +16,9 @@ from torch import Tensor, fx
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamo import copy_origins
+from pygraph_train.tracing.reasons import line_of
 
-__all__ = ["LateFloat", "LateInt", "LateNumbers", "late_numbers", "without_late_numbers"]
+__all__ = ["LateFloat", "LateInt", "LateNumbers", "LateTensor", "late_numbers", "without_late_numbers"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class LateNumbers:
         alone: for each number, the one of these tensors that holds it; None where it is computed.
         results: places of the numbers among what Dynamo's code wants of the graph.
         floats: for each, whether it is a float, which that code takes out of a tensor; otherwise an int.
+        lines: for each, `file:line` where it is read or computed.
         compute: takes these tensors and returns these numbers.
     """
 
@@ -38,6 +38,7 @@ class LateNumbers:
     alone: tuple[int | None, ...]
     results: tuple[int, ...]
     floats: tuple[bool, ...]
+    lines: tuple[str | None, ...]
     compute: Callable[..., tuple[Any, ...]]
 
     def outputs(self, found: Sequence[Any], *, marked: bool) -> list[Any]:
@@ -53,15 +54,15 @@ class LateNumbers:
         return outputs
 
     def _marks(self, tensors: list[Tensor]) -> list[Any]:
-        def read(index: int) -> Any:
-            value = self.compute(*tensors)[index]
-            return value.item() if isinstance(value, Tensor) else value
+        def read() -> list[Any]:
+            return [x.item() if isinstance(x, Tensor) else x for x in self.compute(*tensors)]
 
         marks: list[Any] = []
         for index, (is_float, place) in enumerate(zip(self.floats, self.alone, strict=True)):
             mark: LateFloat | LateInt = LateFloat() if is_float else LateInt()
-            mark.read, mark.tensor = functools.partial(read, index), None if place is None else tensors[place]
-            marks.append(_Taken(mark) if is_float else mark)
+            mark.read, mark.index, mark.line = read, index, self.lines[index]
+            mark.tensor = None if place is None else tensors[place]
+            marks.append(LateTensor(mark) if is_float else mark)
         return marks
 
 
@@ -69,11 +70,15 @@ class _Mark:
     """Stands for a number until the graph has run. Whoever computes with it is refused.
 
     Attributes:
-        read: returns the number, once the graph has run.
+        read: returns all numbers of the step, once the graph has run.
+        index: of this one among them.
+        line: where it comes from.
         tensor: holds the number in the graph; None where Python computes it of others.
     """
 
-    read: Callable[[], Any]
+    read: Callable[[], list[Any]]
+    index: int
+    line: str | None = None
     tensor: Tensor | None
 
 
@@ -85,8 +90,15 @@ class LateInt(_Mark, int):
     """Stands for an int."""
 
 
-def _refused(*_: Any) -> Any:
-    raise NotLegal(Problem("a number that the step reads of a tensor is used before its graph has run"))
+def _refused(self: _Mark, *_: Any) -> Any:
+    raise NotLegal(
+        Problem(
+            "the step uses a number that it reads of a tensor (in a text, a key or a condition), before its "
+            "graph has run",
+            self.line,
+            "Return the number, and use it outside of the step",
+        )
+    )
 
 
 _COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
@@ -97,11 +109,11 @@ for _name in (set(dir(int) + dir(float)) - set(dir(object)) - _KEPT) | _COMPARIS
         setattr(_Mark, _name, _refused)
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """Stands for the tensor that Dynamo's code takes a float out of."""
+class LateTensor:
+    """Stands for the tensor that Dynamo's code takes a float out of. No result of a step can be one."""
 
-    mark: LateFloat | LateInt
+    def __init__(self, mark: LateFloat | LateInt) -> None:
+        self.mark = mark
 
     def item(self) -> Any:
         return self.mark
@@ -113,6 +125,8 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
     outputs: Any = gm.graph.output_node().args[0]
     allowed = {*numbers, gm.graph.output_node()}
     if not reads or any(not allowed.issuperset(node.users) for node in numbers):
+        return None
+    if any(node.args[0] in numbers for node in reads):  # of a tensor that is made of a number
         return None
     places = [i for i, node in enumerate(outputs) if node in numbers]
     if any(isinstance(_value(outputs[i]), torch.SymBool) for i in places):
@@ -126,7 +140,15 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[outputs[i]] for i in places))
     alone = tuple(_read_alone(outputs[i], reads) for i in places)
-    return LateNumbers(len(reads), alone, tuple(places), floats, fx.GraphModule(gm, graph).forward)
+    lines = tuple(_line(outputs[i]) for i in places)
+    return LateNumbers(len(reads), alone, tuple(places), floats, lines, fx.GraphModule(gm, graph).forward)
+
+
+def _line(node: fx.Node) -> str | None:
+    """What Dynamo adds behind the user's code has none."""
+    while (line := line_of(node)) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return line
 
 
 def _read_alone(node: fx.Node, reads: list[fx.Node]) -> int | None:
@@ -168,16 +190,25 @@ def _numbers(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, None]]:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node gives the same whenever it is done, on the host."""
-    if node.op != "call_function":
+    """Whether a node gives the same whenever it is done on the host, and raises nothing: the step is made by then."""
+    if node.op != "call_function" or node.kwargs.keys() - {"dtype"}:
         return False
-    name = getattr(node.target, "__name__", "")
-    if node.target in _OF_TORCH:
+    if node.target in _ALWAYS:
         return True
-    return getattr(operator, name, None) is node.target or getattr(math, name, None) is node.target
+    if node.target in _DIVISIONS:
+        divisor = node.args[1]
+        return isinstance(divisor, int | float) and divisor != 0
+    if node.target is torch.sym_int:  # there is none of what is not finite
+        return all(isinstance(_value(x), torch.SymInt) for x in node.all_input_nodes)
+    # without a dtype it is of the user
+    return node.target is torch.scalar_tensor and node.kwargs.get("dtype") is torch.float64
 
 
-_OF_TORCH = (torch.scalar_tensor, torch.sym_float, torch.sym_int)
+_ALWAYS = (
+    *(operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.abs),
+    *(operator.iadd, operator.isub, operator.imul, torch.sym_float),
+)
+_DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 
 
 def _value(node: fx.Node) -> Any:

@@ -32,6 +32,7 @@ class Gaps:
 
     def look_at(self, graph: torch.fx.GraphModule) -> None:
         """After a trace."""
-        targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+        graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+        targets = {node.target for each in graphs for node in each.nodes if node.op == "call_function"}
         self.left = not targets.isdisjoint((ctc_loss.ctc_loss, host_backwards.backward_in_gap))
         self.only_eager = self.left or cudnn_flags.set_flags in targets
