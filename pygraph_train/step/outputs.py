@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any
@@ -222,6 +223,8 @@ def without_graphs(tree: Any) -> Any:
 
     def let_go(leaf: Any) -> Any:
         if type(leaf) is not Tensor or leaf.grad_fn is None or leaf.grad_fn.name() == _USED:
+            return leaf
+        if weakref.getweakrefcount(leaf):  # recurrent networks know their weights so
             return leaf
         if id(leaf) not in found:
             with torch.enable_grad():  # `data`: others may need the tensor's version
