@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Callable
@@ -505,6 +506,7 @@ def test_what_cannot_be_graphed_as_a_whole_runs_in_regions() -> None:
             accelerator.backward(loss)
             optimizer.step()
             losses.append(loss.item())
+            print(losses[-1], file=io.StringIO())
 
         for batch in loader:
             step(batch)

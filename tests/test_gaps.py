@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training import Diary, both, sgd
 
 from pygraph_train.gaps import leave_gap
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.step.replays import Replays
+from pygraph_train.torch_private.ctc_loss import ctc_loss, reader
+from pygraph_train.torch_private.memory import storages
 
 BATCH, LENGTH, LABELS, CLASSES = 3, 12, 4, 7
 
@@ -135,9 +138,41 @@ def of_products(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (through * found).square().mean() + found.cumprod(0)[-1].mean() + products
 
 
+def of_made_lengths(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Targets and lengths are made by the step, and nobody else holds them."""
+    found = model(batch["x"])
+    return F.ctc_loss(found, batch["y"] % 3 + 1, torch.full((BATCH,), LENGTH), batch["sizes"].clamp(max=3))
+
+
+def with_its_gradient(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss has two backwards."""
+    found = model(batch["x"])
+    loss = F.ctc_loss(found, batch["y"], batch["ends"], batch["sizes"])
+    (gradient,) = torch.autograd.grad(loss, found, retain_graph=True)
+    return loss + gradient.square().mean()
+
+
+def seen_and_never_differentiated(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = model(batch["x"])
+    seen = F.ctc_loss(found, batch["y"], batch["ends"], batch["sizes"])
+    return {"loss": found.square().mean(), "seen": seen}
+
+
 @pytest.mark.parametrize(
     "loss_of",
-    [of_products, plainly, with_flags, of_numbers, of_modules, of_one, twice, under_autocast, only_looked_at],
+    [
+        *(
+            of_products,
+            of_products_under_autocast,
+            plainly,
+            with_flags,
+            of_numbers,
+            of_modules,
+            of_one,
+            twice,
+        ),
+        *(under_autocast, only_looked_at, of_made_lengths, with_its_gradient, seen_and_never_differentiated),
+    ],
 )
 def test_a_ctc_loss_is_computed_between_parts_of_the_graph(loss_of: Callable[..., Any]) -> None:
     report = train(loss_of)
@@ -189,45 +224,146 @@ def test_lengths_that_torch_refuses_raise_its_error_and_training_goes_on() -> No
     both(script, replays=20, plan="{F B O}")
 
 
-@pytest.mark.parametrize("on_cuda", [False, True])
-def test_an_error_in_a_gap_leaves_python_as_the_step_leaves_it(
-    on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+class Catches:
+    """Catches what torch says about the lengths, and keeps notes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.kept: list[Any] = []
+        self.steps = 0
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        self.steps += 1
+        found = self.model(batch["x"])
+        self.kept.append("before the loss")
+        try:
+            loss = F.ctc_loss(found, batch["y"], batch["ends"], batch["sizes"])
+        except RuntimeError:
+            loss = found.square().mean()
+            self.kept.append("an error")
+        self.kept.append(self.steps)
+        return loss
+
+
+class Notes(Catches):
+    """Keeps notes before and after the error that it does not catch."""
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        self.steps += 1
+        found = self.model(batch["x"])
+        self.kept.append("before the loss")
+        loss = F.ctc_loss(found, batch["y"], batch["ends"], batch["sizes"])
+        self.kept.append(self.steps)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Catches, Notes])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_replay_that_raises_between_its_parts_is_made_as_it_is_written(
+    kind: type[Catches], micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the step writes before its loss is written, and nothing behind it; its random numbers are drawn once."""
-    if on_cuda:  # where only gaps are known to fail, and less is put back
-        made = Replays.__init__
+    """As on a CUDA device, where nothing else raises in a replay, and no parameter is copied to be put back."""
+    made = Replays.__init__
 
-        def make(self: Any, *arguments: Any) -> None:
-            made(self, *arguments)
-            self._anywhere = False
+    def init(self: Replays, *args: Any) -> None:
+        made(self, *args)
+        self._may_fail = False
 
-        monkeypatch.setattr(Replays, "__init__", make)
+    monkeypatch.setattr(Replays, "__init__", init)
 
     def script(diary: Diary) -> None:
         model = Speech()
         optimizer = sgd(model)
-        seen: list[str] = []
+        fn = kind(model)
+        step = diary.step(fn, model=model, optimizer=optimizer)
+        generator = torch.Generator().manual_seed(4)
+        for number in range(45):
+            batch = a_batch(generator)
+            if number > 20 and number % 6 in (1, 3):  # when all is captured
+                batch["ends"] = batch["ends"] + 100
+            try:
+                update = number % micro_batches == micro_batches - 1
+                diary.write("loss", step(batch) if update else step.accumulate(batch))
+            except RuntimeError as error:
+                diary.write("error", str(error).partition("\n")[0])
+            diary.write("kept", [fn.steps, *fn.kept])
+            diary.write_state(model, optimizer)
 
-        def step_fn(batch: dict[str, Tensor]) -> Tensor:
-            seen.append("before")
-            loss = F.ctc_loss(model(batch["x"]), batch["y"], batch["ends"], batch["sizes"])
-            seen.append("after")
-            return loss
+    assert not both(script, replays=20, plan="{F B O}").fallbacks
 
-        step = diary.step(step_fn, model=model, optimizer=optimizer)
+
+@pytest.mark.parametrize("verify", ["always", "off"])
+def test_an_error_that_the_step_catches_while_it_is_captured(verify: str) -> None:
+    def script(diary: Diary) -> None:
+        model = Speech()
+        optimizer = sgd(model)
+        fn = Catches(model)
+        step = diary.step(fn, model=model, optimizer=optimizer)
         generator = torch.Generator().manual_seed(4)
         for number in range(40):
             batch = a_batch(generator)
-            if number % 10 == 7:
+            if number in (3, 4, 5, 20):  # the first capture is made in one of these
                 batch["ends"] = batch["ends"] + 100
-            try:
-                diary.write("loss", step(batch))
-            except RuntimeError as error:
-                diary.write("error", str(error).partition("\n")[0])
-            diary.write("seen", list(seen))
+            diary.write("loss", step(batch))
+            diary.write("kept", [fn.steps, *fn.kept])
             diary.write_state(model, optimizer)
 
-    both(script, replays=20, plan="{F B O}")
+    assert not both(script, replays=20, plan="{F B O}", verify=verify).fallbacks
+
+
+def in_checkpoint(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss_of(found: Tensor) -> Tensor:
+        return F.ctc_loss(found, batch["y"], batch["ends"], batch["sizes"]) * 1.0
+
+    return checkpoint(loss_of, model(batch["x"]), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def with_second_gradient(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    found = model(batch["x"]).exp()
+    loss = found.cumprod(-1).mean()
+    (gradient,) = torch.autograd.grad(loss, found, create_graph=True)
+    return loss + gradient.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "plan", "reason"),
+    [
+        (in_checkpoint, "{F} {B} {O}", "reads the lengths"),
+        (with_second_gradient, "F B {O}", "differentiates the gradient of torch.cumprod"),
+    ],
+)
+def test_what_no_gap_can_compute_is_refused(loss_of: Callable[..., Any], plan: str, reason: str) -> None:
+    report = train(loss_of, replays=1, plan=plan, verify="off")  # of regions or the optimizer
+    assert report.steps_replayed == 0 and reason in report.fallbacks[0].reason, str(report)
+
+
+def test_a_capture_holds_what_the_backward_of_a_gap_reads() -> None:
+    """The memory of the targets is not given to what comes between the loss and its backward."""
+    engine, given = EmulatedEngine(), torch.randn(LENGTH, BATCH, CLASSES, requires_grad=True)
+    held: list[bool] = []
+
+    def captured() -> Tensor:
+        targets = torch.ones(BATCH, LABELS, dtype=torch.long)
+        loss = ctc_loss(given.log_softmax(-1), targets, (LENGTH,) * BATCH, (LABELS,) * BATCH)
+        saved = loss.grad_fn.saved_tensors  # type: ignore[union-attr]
+        held.append(targets.data_ptr() in [x.data_ptr() for x in saved])
+        return torch.autograd.grad(loss, given)[0]
+
+    graph, _ = engine.capture(captured, gaps=True)
+    assert held == [True]
+    graph.close()
+    engine.close()
+
+
+def test_a_tensor_of_the_host_outlives_the_capture() -> None:
+    """Lengths that the step makes on the host: no pool of a graph holds them."""
+    lengths = torch.full((BATCH,), LENGTH)
+    read, borrowed = reader(lengths, torch.device("meta")), reader(lengths, lengths.device)
+    assert borrowed().data_ptr() == lengths.data_ptr()
+    (memory,) = storages([lengths])
+    del lengths
+    assert not memory.expired()  # type: ignore[attr-defined]
+    assert read().tolist() == [LENGTH] * BATCH
 
 
 def test_gaps_are_of_one_capture() -> None:

@@ -395,7 +395,7 @@ def test_a_logged_item_leaves_no_lines_of_torch_on_the_screen(capfd: pytest.Capt
 
     def step_fn(x: torch.Tensor) -> Any:
         loss = model(x).square().mean()
-        return {"loss": loss, "value": loss.item()}
+        return {"loss": loss * loss.item(), "value": loss.item()}
 
     step = GraphedStep(step_fn, model=model, optimizer=adamw(model), config=CONFIG)
     for _ in range(6):

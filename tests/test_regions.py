@@ -92,6 +92,7 @@ def with_host_read(model: Net, diary: Diary) -> Any:
 def with_print(model: Net, diary: Diary) -> Any:
     def step_fn(batch: Any) -> Tensor:
         loss = loss_of(model)(batch)
+        print(float(loss), file=io.StringIO())
         diary.write("read", float(loss))
         return loss
 
@@ -584,6 +585,7 @@ def test_heads_that_take_turns_keep_no_gradient_while_it_is_not_theirs():
         def step_fn(batch: Any) -> Tensor:
             outs = model(batch[0])
             seen.append(outs[0].mean().item())
+            print(seen[-1], file=io.StringIO())
             return nn.functional.cross_entropy(outs[turn[0]], batch[1])
 
         step = diary.step(step_fn, model=model, optimizer=optimizer)

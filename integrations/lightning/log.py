@@ -157,6 +157,12 @@ class _Entry:
             metric.cumulated_batch_size = self.count
 
 
+_READ_ON_HOST = Problem(
+    "self.log(...) gets a number of a tensor of the device, and not as the value that it logs (batch_size=...)",
+    fix="Take the number from the shape of the batch, or from the host",
+)
+
+
 class LogBook:
     """Everything that a training step logs.
 
@@ -214,6 +220,8 @@ class LogBook:
         if self._trainer.barebones:
             return values  # where `self.log` does nothing
         for record in records:
+            if any(isinstance(x, LateFloat | LateInt) for x in (*record.args, *record.kwargs.values())):
+                raise NotLegal(_READ_ON_HOST)
             key = f"{_FX}.{record.name}"
             metric, entry = self._results.get(key), self._entries.get(key)
             if metric is None or entry is None or metric.meta.enable_graph:
@@ -255,7 +263,7 @@ class LogBook:
                 raise NotLegal(
                     Problem("self.log(...) logs a number that Python computes of values of the device")
                 )
-            return value.tensor.reshape(()).to(dtype)
+            return value.tensor.reshape(()).double().to(dtype)  # as a float of Python
         if not isinstance(value, Tensor):
             # torch.tensor would copy from the host, which a capture cannot hold
             return torch.full((), float(value), dtype=dtype, device=self._module.device)

@@ -74,8 +74,7 @@ class Advancing:
         replay: Callable[[Variant, Capture, Sequence[Any]], Replayed],
         together: Together | None = None,
     ) -> None:
-        self._training = training
-        self._updates = updates
+        self._training, self._updates = training, updates
         self._decisions = decisions
         self._signatures = signatures
         self._ungraphed = ungraphed
@@ -87,8 +86,7 @@ class Advancing:
         self._replay = replay
         self._together = together
         self._writes = PythonWrites(training.program)
-        self._begun = False
-        self._untraceable = 0  # steps in a row
+        self._begun, self._untraceable = False, 0  # steps in a row
 
     def __call__(
         self,
@@ -174,14 +172,15 @@ class Advancing:
                 if not self._all_capture(variant, step):
                     return Ran(capturing.prepared(step, variant, run))
                 if variant.trace.dynamic and variant.lead is None and not capturing.has_room(variant):
-                    self._signatures.drop(
-                        variant
-                    )  # its trace goes on serving others, and its shape has to earn a graph
+                    # its trace goes on serving others, and its shape has to earn a graph
+                    self._signatures.drop(variant)
                     return Ran(self._ungraphed.plainly(run))
                 with self._making():
                     capture, expected = capturing.capture(step, variant, args, kwargs, leaves)
-                if capture.verified:  # with verify="off"
-                    return self._replayed(variant, capture, args, kwargs, leaves)
+                if capture.verified:  # with verify="off"; `Replays` takes back what a gap raises
+                    if not variant.trace.gaps.left:
+                        return self._replayed(variant, capture, args, kwargs, leaves)
+                    return Ran(self._ungraphed.plainly(run))
             elif (word := self._all_replay(variant, capture)) is not Word.AUDIT:
                 if word is Word.PLAIN:
                     return Ran(self._ungraphed.plainly(run))
@@ -195,6 +194,8 @@ class Advancing:
                 self._signatures.drop(variant)  # it was known for long that this may happen: no failure
             else:
                 made = self._ungraphed.before_refusal(step, refused, run)
+                if made is not None and variant.excuses():
+                    return made
                 self._refusing.calls(step, signature, variant, refused.problem)
                 self._shapes.failed(variant, refused.problem)
                 if made is not None:

@@ -45,7 +45,6 @@ from pygraph_train.verification import PlainRuns
 __all__ = ["Capturing"]
 
 log = logging.getLogger("pygraph_train")
-
 R = TypeVar("R")
 
 _MOST_MICRO_BATCHES = 16
@@ -158,11 +157,11 @@ class Capturing:
         plain = self._training.engine.name != "cuda" or (makes_step and variant.trace.branches.taken)
         return plain_call if plain else variant.trace
 
-    def _silent_call_of(self, variant: Variant) -> Call:
+    def _silent_call_of(self, variant: Variant, *, reads: bool = False) -> Call:
         """How the step is run where no step is made: it leaves Python as it is, and reads nothing on the host."""
         trace = variant.compiled if variant.arm.compiled and variant.compiled is not None else variant.trace
         if isinstance(trace, ReproducingTrace) and trace.captured_as_traced:
-            return SilentCall(trace)
+            return SilentCall(trace, reads=reads)
         return self._call_of(variant, makes_step=False)
 
     def _to_be_compiled(self, variant: Variant) -> Trace | CompiledUnits:
@@ -230,7 +229,8 @@ class Capturing:
             training.note(problem)
             # where only the backward has failed, Python has what the step writes
             written = isinstance(compiled, ReproducingTrace) and compiled.reproduces and compiled.runs > 0
-            result = self.timed(step, variant, run, self._silent_call_of(variant) if written else None)
+            again = self._silent_call_of(variant, reads=True) if written else None
+            result = self.timed(step, variant, run, again)
             variant.meets(LifeEvent.NOT_COMPILED)
             return result
         variant.meets(LifeEvent.RAN)

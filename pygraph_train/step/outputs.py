@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.torch_private.sharding import local_tensor
-from pygraph_train.tracing.late_numbers import LateFloat, LateInt
+from pygraph_train.tracing.late_numbers import LateFloat, LateInt, LateTensor
 from pygraph_train.tracing.opened import is_open, objects_in
 from pygraph_train.tracing.returned_objects import ReturnedObjects, undeclared
 from pygraph_train.tracing.signature import flatten, map_leaves
@@ -91,9 +92,12 @@ class Outputs:
         scalars: dict[Any, dict[Any, _Scalar]] = {}
         others: dict[Any, list[tuple[int, Tensor]]] = {}
         self.tensors: list[Tensor] = []
+        numbers: dict[Callable[[], list[Any]], list[tuple[int, int]]] = {}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, LateFloat | LateInt):
-                self._makes.append(_read(position, leaf))
+                numbers.setdefault(leaf.read, []).append((position, leaf.index))
+            if isinstance(leaf, LateTensor):
+                raise NotLegal(_OF_NUMBER)
             if not isinstance(leaf, Tensor):
                 if not isinstance(leaf, _CONSTANTS) and not (position in inside and isinstance(leaf, type)):
                     raise NotLegal(_unknown(leaf))
@@ -123,6 +127,7 @@ class Outputs:
             self._makes.append(_copy_scalars(list(alike.values())))
         for sharing in others.values():
             self._makes.append(_copy(*sharing[0]) if len(sharing) == 1 else _copy_together(sharing))
+        self._makes += [_read(read, places) for read, places in numbers.items()]
         differentiable: dict[int, list[int]] = {}
         for k in inside if detached else range(len(leaves)):
             leaf = leaves[k]
@@ -159,11 +164,13 @@ def _pass(position: int, source: int) -> _Make:
     return make
 
 
-def _read(position: int, number: LateFloat | LateInt) -> _Make:
+def _read(read: Callable[[], list[Any]], places: list[tuple[int, int]]) -> _Make:
     """The host waits for the replay."""
 
     def make(leaves: Sequence[Any], values: list[Any]) -> None:
-        values[position] = number.read()
+        numbers = read()
+        for position, index in places:
+            values[position] = numbers[index]
 
     return make
 
@@ -216,6 +223,8 @@ def without_graphs(tree: Any) -> Any:
 
     def let_go(leaf: Any) -> Any:
         if type(leaf) is not Tensor or leaf.grad_fn is None or leaf.grad_fn.name() == _USED:
+            return leaf
+        if weakref.getweakrefcount(leaf):  # recurrent networks know their weights so
             return leaf
         if id(leaf) not in found:
             with torch.enable_grad():  # `data`: others may need the tensor's version
@@ -334,6 +343,12 @@ def _memory(tensor: Tensor) -> int:
 _GATHERED = Problem(
     "the step returns a sharded tensor, or a parameter that is whole only during the step",
     fix="Return a copy of the tensor (.clone())",
+)
+
+
+_OF_NUMBER = Problem(
+    "the step returns a tensor that it makes of a number, which it reads of another tensor",
+    fix="Return that tensor (.detach()), or the number",
 )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import Replayed, StepInFlight
@@ -21,8 +23,8 @@ class Replays:
 
     A replay makes the step's writes to Python, and draws its random numbers of the host, all at once. So if it fails,
     it is taken back, and the step has to run as it is written, as far as it comes. If the step does neither, a replay
-    that fails leaves what the step leaves. Operations in a CUDA graph raise nothing, but work in a gap of it may (a CTC
-    loss of lengths that torch refuses), and there it has come no further than its forward.
+    that fails leaves what the step leaves. Operations in a CUDA graph raise nothing, but those in its gaps do, and the
+    step may catch what they raise.
 
     Args:
         training, updates, maker, writes: of the runner.
@@ -37,8 +39,9 @@ class Replays:
         writes: PythonWrites,
         replay: Callable[[Variant, Capture, Sequence[Any]], Replayed],
     ) -> None:
+        self._program = training.program
         self._updates, self._maker, self._writes, self._replay = updates, maker, writes, replay
-        self._device, self._anywhere = training.program.device, training.engine.name == "emulated"
+        self._may_fail = training.engine.name == "emulated"
 
     def __call__(
         self,
@@ -51,14 +54,13 @@ class Replays:
     ) -> Replayed | None:
         """Make a replay; None where it has failed and was taken back. Hot path."""
         step.replayed = True
-        gaps = variant.trace.gaps
-        all_at_once = capture.writer is not None or variant.trace.host_draws is not None or gaps.decided
-        may_fail = self._anywhere or gaps.left
-        undo = self._undoing(variant, capture, args, kwargs) if may_fail and all_at_once else None
+        all_at_once = capture.writer is not None or variant.trace.host_draws is not None
+        fails = variant.trace.gaps.left or (self._may_fail and all_at_once)
+        undo = self._undoing(variant, capture, args, kwargs) if fails else None
         try:
             made = self._replay(variant, capture, leaves)
-        except Exception:
-            if undo is None:
+        except Exception as error:
+            if undo is None or isinstance(error, torch.OutOfMemoryError):
                 raise
             undo()
             step.replayed = False
@@ -70,14 +72,22 @@ class Replays:
     ) -> Callable[[], None]:
         """Before a replay: what takes it back."""
         before = capture.gradients.snapshot()
-        backup: HostCopy | ScratchState
-        if self._anywhere:
-            backup = self._maker.backup(variant, capture, args, kwargs, self._updates.preparation)
+        if variant.trace.gaps.left:  # what raises there comes before anything writes gradients
+            backup: ScratchState | HostCopy = self._before_gradients(variant, args, kwargs)
         else:
-            backup = ScratchState(self._device, self._maker.beside_parameters(variant, args, kwargs))
+            backup = self._maker.backup(variant, capture, args, kwargs, self._updates.preparation)
 
         def undo() -> None:
             backup.restore()
             capture.gradients.restore(before)
 
         return undo
+
+    def _before_gradients(
+        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ScratchState:
+        """What the forward of a replay may change."""
+        program, trace = self._program, variant.trace
+        reads = trace.tensors(program.function(), args, kwargs)
+        written = [t for name, t in zip(trace.inputs, reads, strict=True) if name in trace.written]
+        return ScratchState(program.device, [*written, *program.extra_state()])

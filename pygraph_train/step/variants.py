@@ -44,6 +44,9 @@ _SHARE = 8
 
 _MOST_UNSEEN = 64
 
+_MOST_EXCUSED = 3
+"""Exceptions in runs without a graph that the step itself does not raise, before they count."""
+
 CaptureKey = tuple[PositionInAccumulation, bool, bool]
 """Position in accumulation, whether the optimizer is inside, whether the kernels are Inductor's."""
 
@@ -117,6 +120,7 @@ class Variant:
         warmup_seconds: the shortest step without a graph.
         replays, last_used: how often it was replayed, and in which step last.
         moves: how often captures were thrown away because something had moved.
+        excused: how often a run without a graph has raised what the step itself does not.
         writes_parameters: whether forward changes parameters in place.
         ahead: what the present step draws and reads on the host, where the trace depends on such numbers.
         moving: which of `trace.inputs` the loop has given other memory; True where it is another tensor then.
@@ -148,6 +152,7 @@ class Variant:
     replays: int = 0
     last_used: int = 0
     moves: int = 0
+    excused: int = 0
     writes_parameters: bool = False
     ahead: Ahead | None = None
     way: tuple[Any, ...] | None = None
@@ -242,6 +247,11 @@ class Variant:
     def is_unwritten_parameter(self, tensor: Tensor) -> bool:
         """Whether this is a parameter, trained or frozen, that forward and backward do not write."""
         return not self.writes_parameters and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+
+    def excuses(self) -> bool:
+        """Whether such an exception says nothing against graphs: the step may catch what a gap raises."""
+        self.excused += 1
+        return self.trace.gaps.left and self.excused <= _MOST_EXCUSED
 
     def meets(self, event: LifeEvent) -> None:
         """Go on in life."""

@@ -7,8 +7,7 @@ No graph holds any of it. So a capture leaves gaps, for the loss and for its bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from torch.nn import _reduction as _Reduction
 
 from pygraph_train.gaps import leave_gap, may_leave_gap
 from pygraph_train.torch_private.changes import Around
-from pygraph_train.torch_private.cudnn_flags import present_flags, put_back, set_flags
 from pygraph_train.torch_private.dispatch import FakeTensor
+from pygraph_train.torch_private.gap_modes import is_of_step, present_modes, refuse_second_gradient
 from pygraph_train.torch_private.memory import borrower
 
 __all__ = ["changes", "ctc_loss"]
@@ -38,7 +37,9 @@ def ctc_loss(
     more = (blank, number, zero_infinity)
     if not (may_leave_gap() or isinstance(log_probs, FakeTensor)):
         return torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, *more)
-    made: Tensor = _Loss.apply(log_probs, targets, input_lengths, target_lengths, *more)  # type: ignore[no-untyped-call]
+    needs_gradient = torch.is_grad_enabled() and log_probs.requires_grad
+    given = (log_probs, targets, input_lengths, target_lengths, *more, needs_gradient)
+    made: Tensor = _Loss.apply(*given)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -47,21 +48,22 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_probs: Tensor, *given: Any) -> Tensor:
+        *given, needs_gradient = given  # type: ignore[assignment]
         loss = _like_loss(log_probs, reduction=given[4])
-        if not may_leave_gap():
-            return loss
-        ctx.save_for_backward(log_probs)  # the backward reads its memory
-        ctx.gap = _Gap(loss, log_probs, given, needs_gradient=ctx.needs_input_grad[0])
-        leave_gap(ctx.gap.forward)
+        ctx.save_for_backward(log_probs, given[0])  # the backward reads the memory of both
+        if may_leave_gap():
+            ctx.gap = _Gap(loss, log_probs, given, needs_gradient=needs_gradient)
+            leave_gap(ctx.gap.forward)
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (log_probs,) = ctx.saved_tensors
+        log_probs, _ = ctx.saved_tensors
         found = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
-        leave_gap(ctx.gap.backward(grad, found))
-        return found, *[None] * 6
+        if may_leave_gap():
+            refuse_second_gradient("ctc_loss")
+            leave_gap(ctx.gap.backward(grad, found))
+        return found, *[None] * 7
 
 
 def _like_loss(log_probs: Tensor, *, reduction: int) -> Tensor:
@@ -78,42 +80,54 @@ class _Gap:
 
     Args:
         loss: gets the loss.
-        log_probs, given: arguments of `torch.ctc_loss`. What is captured owns these tensors' memory, not the gap.
+        log_probs, given: arguments of `torch.ctc_loss`. What is captured owns these tensors' memory, not the gap: it
+            holds what the backward reads until then.
     """
 
     def __init__(
-        self, loss: Tensor, log_probs: Tensor, given: tuple[Any, ...], *, needs_gradient: bool
+        self, loss: Tensor, log_probs: Tensor, given: Sequence[Any], *, needs_gradient: bool
     ) -> None:
         self._loss, self._log_probs = borrower(loss), borrower(log_probs)
-        self._given = [borrower(x) if isinstance(x, Tensor) else x for x in given]
+        self._given = [reader(x, log_probs.device) if isinstance(x, Tensor) else x for x in given]
         self._needs_gradient = needs_gradient
-        self._around = _present_modes(log_probs.device.type)
+        self._backwards = 0
+        self._around = present_modes(log_probs.device.type)
         self._made: tuple[Tensor, Tensor] | None = None
 
     def forward(self) -> None:
         """The loss of this replay."""
         given: list[Any] = [x() if callable(x) else x for x in self._given]
-        with self._around(), torch.set_grad_enabled(self._needs_gradient):
-            log_probs = self._log_probs().requires_grad_(self._needs_gradient)
+        differentiates = self._needs_gradient and self._backwards > 0
+        with self._around(), torch.set_grad_enabled(differentiates):
+            log_probs = self._log_probs().requires_grad_(differentiates)
             loss = torch.ctc_loss(log_probs, *given)
-        self._made = (log_probs, loss) if self._needs_gradient else None
+        self._made = (log_probs, loss) if differentiates else None
         _copy(loss, self._loss())
 
     def backward(self, grad: Tensor, found: Tensor) -> Callable[[], None]:
-        """What computes the gradient of this replay.
+        """What computes the gradient of this replay. A step may ask for it more than once (`retain_graph`).
 
         Args:
             grad: of the loss.
             found: gets the gradient of the probabilities.
         """
         given, result = borrower(grad), borrower(found)
+        self._backwards += 1
+        number = self._backwards
 
         def work() -> None:
             assert self._made is not None
-            (log_probs, loss), self._made = self._made, None
-            _copy(torch.autograd.grad(loss, log_probs, given())[0], result())
+            log_probs, loss = self._made
+            further = number < self._backwards
+            self._made = self._made if further else None
+            _copy(torch.autograd.grad(loss, log_probs, given(), retain_graph=further)[0], result())
 
         return work
+
+
+def reader(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
+    """Gives a tensor of a capture on `device` in replays. One of the host is a constant there, which no graph owns."""
+    return borrower(x) if x.device == device else x.detach().clone
 
 
 def _copy(made: Tensor, place: Tensor) -> None:
@@ -126,21 +140,6 @@ def _copy(made: Tensor, place: Tensor) -> None:
         place.copy_(made)
 
 
-def _present_modes(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes contexts of the modes that decide about the loss, as they are now: replays run outside of these."""
-    dtype, casts = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    cache = torch.is_autocast_cache_enabled()
-    flags = present_flags()
-
-    def modes() -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=casts, cache_enabled=cache))
-        stack.callback(put_back, set_flags(*flags))
-        return stack
-
-    return modes
-
-
 _OF_TORCH = (torch.ctc_loss, torch.nn.functional.ctc_loss)
 
 
@@ -151,7 +150,7 @@ def changes() -> tuple[tuple[Any, str, Any], ...]:
 
     def around(get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
         def made(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
-            if node.op == "call_function" and node.target in _OF_TORCH:
+            if node.op == "call_function" and node.target in _OF_TORCH and is_of_step(node, *args, **kwargs):
                 node.target = ctc_loss
             return get_fake_value(node, *args, **kwargs)
 

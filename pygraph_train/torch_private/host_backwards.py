@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 from pygraph_train.gaps import leave_gap, may_leave_gap
 from pygraph_train.torch_private.changes import Around
-from pygraph_train.torch_private.dispatch import FakeTensor, no_autocast
+from pygraph_train.torch_private.dispatch import FakeTensor
+from pygraph_train.torch_private.gap_modes import is_of_step, present_modes, refuse_second_gradient
 from pygraph_train.torch_private.memory import borrower
 
 __all__ = ["backward_in_gap", "changes"]
@@ -28,8 +29,6 @@ def backward_in_gap(x: Tensor, method: str, *args: Any, **kwargs: Any) -> Tensor
     if not (may_leave_gap() or isinstance(x, FakeTensor)):
         made: Tensor = getattr(x, method)(*args, **kwargs)
         return made
-    if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
-        x = x.float()  # as autocast does it
     made = _BackwardInGap.apply(x, method, args, kwargs)  # type: ignore[no-untyped-call]
     return made
 
@@ -40,19 +39,22 @@ class _BackwardInGap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.call = method, args, kwargs
+        ctx.call, ctx.around = (method, args, kwargs), present_modes(x.device.type)
         made: Tensor = getattr(x, method)(*args, **kwargs)
         return made
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        found, (method, args, kwargs) = torch.empty_like(x), ctx.call
+        found, (method, args, kwargs), around = torch.empty_like(x), ctx.call, ctx.around
+        if not may_leave_gap():
+            return found, None, None, None
+        refuse_second_gradient(method)
+        x, grad = x.resolve_neg(), grad.resolve_neg()  # a gap sees memory alone
         of_x, of_grad, result = map(borrower, (x, grad, found))
 
         def work() -> None:
-            with torch.enable_grad(), no_autocast():
+            with torch.enable_grad(), around():
                 given = of_x().requires_grad_()
                 made = getattr(given, method)(*args, **kwargs)
             with torch.no_grad():
@@ -69,11 +71,16 @@ def changes() -> tuple[tuple[Any, str, Any], ...]:
 
     def around(get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
         def made(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
-            method = _method_of(node)
+            method = _method_of(node) if is_of_step(node, *args, **kwargs) else None
             if method is not None and not {"input", "out", "dtype"}.intersection(node.kwargs):
                 x, *rest = node.args
                 given = x.meta.get("example_value") if isinstance(x, fx.Node) else None
-                if isinstance(given, Tensor) and given.requires_grad and given.dim():
+                if (
+                    isinstance(given, Tensor)
+                    and given.requires_grad
+                    and given.dim()
+                    and not given.is_complex()
+                ):
                     node.op, node.target, node.args = "call_function", backward_in_gap, (x, method, *rest)
             return get_fake_value(node, *args, **kwargs)
 

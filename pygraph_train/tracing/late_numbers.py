@@ -6,8 +6,6 @@ read when the graph has run. Until then a mark stands in its place.
 
 from __future__ import annotations
 
-import functools
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +20,14 @@ from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.dynamo import copy_origins
 from pygraph_train.torch_private.late_decisions import QUESTIONS, OtherWay, bounds_bool, decided
 from pygraph_train.torch_private.memory import borrower
+from pygraph_train.tracing.reasons import line_of
 
 __all__ = [
     "Check",
     "LateFloat",
     "LateInt",
     "LateNumbers",
+    "LateTensor",
     "late_numbers",
     "nothing_depends_on_numbers",
     "without_late_numbers",
@@ -43,6 +43,7 @@ class LateNumbers:
         alone: for each number, the one of these tensors that holds it; None where it is computed.
         results: places of the numbers among what Dynamo's code wants of the graph.
         floats: for each, whether it is a float, which that code takes out of a tensor; otherwise an int.
+        lines: for each, `file:line` where it is read or computed.
         compute: takes these tensors and returns these numbers.
         check: asks in each run whether values lead the way of the graph; None where none decides.
     """
@@ -51,8 +52,9 @@ class LateNumbers:
     alone: tuple[int | None, ...]
     results: tuple[int, ...]
     floats: tuple[bool, ...]
+    lines: tuple[str | None, ...]
     compute: Callable[..., tuple[Any, ...]]
-    check: Check | None
+    check: Check | None = None
 
     def outputs(self, found: Sequence[Any], *, marked: bool) -> list[Any]:
         """What Dynamo's code wants, of what the graph has returned. The host waits for the numbers.
@@ -68,15 +70,15 @@ class LateNumbers:
         return outputs
 
     def _marks(self, tensors: list[Tensor]) -> list[Any]:
-        def read(index: int) -> Any:
-            value = self.compute(*tensors)[index]
-            return value.item() if isinstance(value, Tensor) else value
+        def read() -> list[Any]:
+            return [x.item() if isinstance(x, Tensor) else x for x in self.compute(*tensors)]
 
         marks: list[Any] = []
         for index, (is_float, place) in enumerate(zip(self.floats, self.alone, strict=True)):
             mark: LateFloat | LateInt = LateFloat() if is_float else LateInt()
-            mark.read, mark.tensor = functools.partial(read, index), None if place is None else tensors[place]
-            marks.append(_Taken(mark) if is_float else mark)
+            mark.read, mark.index, mark.line = read, index, self.lines[index]
+            mark.tensor = None if place is None else tensors[place]
+            marks.append(LateTensor(mark) if is_float else mark)
         return marks
 
 
@@ -118,11 +120,15 @@ class _Mark:
     """Stands for a number until the graph has run. Whoever computes with it is refused.
 
     Attributes:
-        read: returns the number, once the graph has run.
+        read: returns all numbers of the step, once the graph has run.
+        index: of this one among them.
+        line: where it comes from.
         tensor: holds the number in the graph; None where Python computes it of others.
     """
 
-    read: Callable[[], Any]
+    read: Callable[[], list[Any]]
+    index: int
+    line: str | None = None
     tensor: Tensor | None
 
 
@@ -134,8 +140,15 @@ class LateInt(_Mark, int):
     """Stands for an int."""
 
 
-def _refused(*_: Any) -> Any:
-    raise NotLegal(Problem("a number that the step reads of a tensor is used before its graph has run"))
+def _refused(self: _Mark, *_: Any) -> Any:
+    raise NotLegal(
+        Problem(
+            "the step uses a number that it reads of a tensor (in a text, a key or a condition), before its "
+            "graph has run",
+            self.line,
+            "Return the number, and use it outside of the step",
+        )
+    )
 
 
 _COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
@@ -146,11 +159,11 @@ for _name in (set(dir(int) + dir(float)) - set(dir(object)) - _KEPT) | _COMPARIS
         setattr(_Mark, _name, _refused)
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """Stands for the tensor that Dynamo's code takes a float out of."""
+class LateTensor:
+    """Stands for the tensor that Dynamo's code takes a float out of. No result of a step can be one."""
 
-    mark: LateFloat | LateInt
+    def __init__(self, mark: LateFloat | LateInt) -> None:
+        self.mark = mark
 
     def item(self) -> Any:
         return self.mark
@@ -168,17 +181,27 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
     floats = tuple(not isinstance(_value(outputs[i]), torch.SymInt) for i in places)
     compute = found.function(gm, [outputs[i] for i in places])
     alone = tuple(_read_alone(outputs[i], found.reads) for i in places)
+    lines = tuple(_line(outputs[i]) for i in places)
     check = None
     if found.asks:
         check = Check(found.function(gm, found.asks), tuple(node.args[2] for node in found.asks))  # type: ignore[misc]
-    return LateNumbers(len(found.reads), alone, tuple(places), floats, compute, check)
+    return LateNumbers(len(found.reads), alone, tuple(places), floats, lines, compute, check)
 
 
 def nothing_depends_on_numbers(gm: fx.GraphModule) -> bool:
     """Whether the numbers that a graph reads, if any, are for its results and for decisions alone."""
     found = _Found.of(gm)
+    if any(node.args[0] in found.numbers for node in found.reads):  # of a tensor that is made of a number
+        return False
     allowed = {*found.numbers, *found.asks, gm.graph.output_node()}
     return all(allowed.issuperset(node.users) for node in found.numbers)
+
+
+def _line(node: fx.Node) -> str | None:
+    """What Dynamo adds behind the user's code has none."""
+    while (line := line_of(node)) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return line
 
 
 def _read_alone(node: fx.Node, reads: list[fx.Node]) -> int | None:
@@ -259,18 +282,26 @@ class _Found:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node gives the same whenever it is done, on the host."""
-    if node.op != "call_function":
+    """Whether a node gives the same whenever it is done on the host, and raises nothing: the step is made by then."""
+    if node.op != "call_function" or node.kwargs.keys() - {"dtype"}:
         return False
-    if bounds_bool(node):
+    if node.target in _ALWAYS or bounds_bool(node):
         return True
-    name = getattr(node.target, "__name__", "")
-    if node.target in _OF_TORCH:
-        return True
-    return getattr(operator, name, None) is node.target or getattr(math, name, None) is node.target
+    if node.target in _DIVISIONS:
+        divisor = node.args[1]
+        return isinstance(divisor, int | float) and divisor != 0
+    if node.target is torch.sym_int:  # there is none of what is not finite
+        return all(isinstance(_value(x), torch.SymInt) for x in node.all_input_nodes)
+    # without a dtype it is of the user
+    return node.target is torch.scalar_tensor and node.kwargs.get("dtype") is torch.float64
 
 
-_OF_TORCH = (torch.scalar_tensor, torch.sym_float, torch.sym_int, torch.sym_ite, torch.sym_not)
+_ALWAYS = (
+    *(operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.abs),
+    *(operator.iadd, operator.isub, operator.imul, torch.sym_float, torch.sym_ite, torch.sym_not),
+    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+)
+_DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 
 
 def _value(node: fx.Node) -> Any:

@@ -129,19 +129,21 @@ class ReproducingTrace(Trace):
         carried: Sequence[Tensor] = (),
         *,
         keep: bool = False,
+        reads: bool = False,
     ) -> Any:
         """Run `fn(*args, **kwargs)` through Dynamo's graph, and take back what it writes to Python.
 
         Args:
             carried: in the place of the tensors of that name; as many, or none.
             keep: whether `take_outputs` will ask for what the graph has returned.
+            reads: whether the host reads numbers at once, as it is the step's result that is returned.
         """
         assert self._seat is not None and self._resume is not None
         seat = self._seat
         self.fill(fn, args, kwargs)
         undo = Undo(self.effects, {"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)
         seat.places, seat.keeps = dict(zip(self._places, carried, strict=False)), keep
-        undoes, seat.undoes, seat.marks = seat.undoes, None, True
+        undoes, seat.undoes, seat.marks = seat.undoes, None, not reads
         try:
             result, _ = self._resume(fn, args, kwargs)
         finally:
@@ -315,8 +317,8 @@ class ReproducingTrace(Trace):
             writes = bool(effects) or appends_in_frame()
             self.reproduces = (writes or self._is_filled()) and self.problem is None
             self._lists.clear()
-            fails = writes or self.host_draws is not None or self.gaps.decided
-            if self._compiler is None and fails and not self.rebound:
+            all_at_once = writes or self.host_draws is not None or self.gaps.left
+            if self._compiler is None and all_at_once and not self.rebound:
                 seat.undoes = FailedRuns(graph, self.device)
             seat.begins, seat.leaves = held_weakly(self._begins), self.branches.leave_step
             self._seat = seat

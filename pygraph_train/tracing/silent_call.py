@@ -19,13 +19,14 @@ class SilentCall:
 
     Attributes:
         trace: of the function.
-        carried, keep: see `ReproducingTrace.silently`.
+        carried, keep, reads: see `ReproducingTrace.silently`.
     """
 
     trace: ReproducingTrace
     carried: Sequence[Tensor] = ()
     keep: bool = False
+    reads: bool = False
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""
-        return self.trace.silently(fn, args, kwargs, self.carried, keep=self.keep)
+        return self.trace.silently(fn, args, kwargs, self.carried, keep=self.keep, reads=self.reads)

@@ -83,10 +83,10 @@ class Gaps:
 
     def look_at(self, graph: torch.fx.GraphModule) -> None:
         """After a trace."""
-        targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+        graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+        targets = {node.target for each in graphs for node in each.nodes if node.op == "call_function"}
         checks = [node for node in graph.graph.nodes if node.op == "call_module"]
         self.decided = any(isinstance(getattr(graph, str(node.target), None), Check) for node in checks)
-        self.left = self.decided or not targets.isdisjoint(
-            (ctc_loss.ctc_loss, host_backwards.backward_in_gap)
-        )
+        of_operations = (ctc_loss.ctc_loss, host_backwards.backward_in_gap)
+        self.left = self.decided or not targets.isdisjoint(of_operations)
         self.only_eager = self.left or cudnn_flags.set_flags in targets
