@@ -9,6 +9,7 @@ import torch
 from pygraph_train.dropout_of_layers import DropoutOfLayers
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.cudnn_dropout import set_random_state
+from pygraph_train.torch_private.memory import copy_all
 from pygraph_train.torch_private.sharding import local_tensor
 
 __all__ = ["HostCopy", "ScratchState"]
@@ -29,7 +30,9 @@ class ScratchState:
         self._place = None if self._layers is None else self._layers.place()
         self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._tensors = [local_tensor(t.detach()) for t in tensors]
-        self._values = [t.clone() for t in self._tensors]
+        self._values = [torch.empty_like(t) for t in self._tensors]
+        if self._values:
+            copy_all(self._values, self._tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
