@@ -7,7 +7,8 @@ import sys
 import traceback
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "dynamo_restart",
     "end_trace_here",
     "forget_compiled",
+    "forgetting_values",
     "have_code",
     "hold_constant",
     "is_optimized_module",
@@ -131,6 +133,21 @@ def placeholder_source(node: torch.fx.Node) -> str | None:
 def placeholder_value(node: torch.fx.Node) -> object:
     """The real tensor, or the number, that a graph input has in the call that is traced (torch 2.11, 2.13)."""
     return getattr(node.meta.get("grapharg"), "example", None)
+
+
+@contextmanager
+def forgetting_values(graphs: Iterable[torch.fx.GraphModule]) -> Iterator[None]:
+    """Context after which copies of a graph of Dynamo's do not know any more what `placeholder_value` returns.
+
+    They hold weak references, and `swap_tensors` refuses tensors with such. Dynamo lets its own graph forget them.
+    (torch 2.11, 2.13)
+    """
+    try:
+        yield
+    finally:
+        for graph in graphs:
+            for node in graph.graph.find_nodes(op="placeholder"):
+                node.meta.pop("grapharg", None)
 
 
 def hold_constant(graph: torch.fx.GraphModule, name: str, value: torch.Tensor) -> None:
