@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from replays import text_of
 from test_failures import fail_in_capture
 from torch import Tensor, nn
 from training import Diary, PlainStep, adamw, batches, both, frozen
@@ -188,7 +189,7 @@ def test_an_attribute_that_the_step_reads_as_well_is_refused_with_its_name():
 
     report = both(script_of(reads, count=24), replays=1)
     assert report.steps_replayed == 0
-    assert "net.last is replaced by the step and requires a gradient" in str(report), str(report)
+    assert "net.last is replaced by the step and requires a gradient" in text_of(report), str(report)
 
 
 def test_recurrent_gemma_is_one_graph(at_captures):
