@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.changes import around_examples
 from pygraph_train.torch_private.counted_scatter import counted_scatter
 from pygraph_train.torch_private.dispatch import has_symbols
 from pygraph_train.torch_private.memory import tensor_version
@@ -60,11 +60,7 @@ def is_number_of_host(value: object) -> bool:
 
 def changes(count: Count) -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), for one trace."""
-    import torch._dynamo.variables.builder as builder
-    import torch._dynamo.variables.tensor as tensor
-
-    around = Around(functools.partial(_selecting, count))
-    return (builder, "get_fake_value", around), (tensor, "get_fake_value", around)
+    return around_examples(functools.partial(_selecting, count))
 
 
 def _selecting(count: Count, get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
