@@ -22,7 +22,6 @@ __all__ = [
     "assign_data",
     "compiled_apart",
     "compiled_call",
-    "copy_origins",
     "dynamo_asked_whether_compiling",
     "dynamo_cache_entries",
     "dynamo_error_place",
@@ -36,6 +35,7 @@ __all__ = [
     "hold_constant",
     "is_optimized_module",
     "leave_to_python",
+    "module_of_copy",
     "placeholder_source",
     "placeholder_value",
     "raised_while_tracing",
@@ -160,20 +160,25 @@ def hold_constant(graph: torch.fx.GraphModule, name: str, value: torch.Tensor) -
         origins[name] = ConstantSource(name)
 
 
-def copy_origins(
-    graph: torch.fx.GraphModule, copied: torch.fx.GraphModule, nodes: dict[torch.fx.Node, torch.fx.Node]
-) -> None:
-    """Tell AOTAutograd of a copy of a graph of Dynamo's where parameters and inputs are from (torch 2.11, 2.13).
+def module_of_copy(
+    graph: torch.fx.GraphModule, copied: torch.fx.Graph, nodes: dict[torch.fx.Node, torch.fx.Node]
+) -> torch.fx.GraphModule:
+    """A module of a copy of a graph of Dynamo's. AOTAutograd learns from it where parameters and inputs are from.
+
+    (torch 2.11, 2.13)
 
     Args:
         nodes: the copy of each node.
     """
+    made = torch.fx.GraphModule(graph, copied)
+    made.meta.update(graph.meta)
     for node, copy in nodes.items():
         if hasattr(node, "_dynamo_source"):
             copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
     origins = getattr(graph, "_param_name_to_source", None)
     if origins is not None:
-        copied._param_name_to_source = origins  # type: ignore[assignment]
+        made._param_name_to_source = origins  # type: ignore[assignment]
+    return made
 
 
 def raising_node(error: BaseException) -> torch.fx.Node | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.torch_private.dynamo import copy_origins
+from pygraph_train.torch_private.dynamo import module_of_copy
 from pygraph_train.tracing.reasons import line_of
 
 __all__ = ["LateFloat", "LateInt", "LateNumbers", "LateTensor", "late_numbers", "without_late_numbers"]
@@ -170,10 +170,7 @@ def without_late_numbers(gm: fx.GraphModule, found: LateNumbers) -> fx.GraphModu
     graph.output((*(value for i, value in enumerate(values) if i not in found.results), *read))
     for node in reversed(list(numbers)):
         graph.erase_node(copies.pop(node))
-    made = fx.GraphModule(gm, graph)
-    made.meta.update(gm.meta)
-    copy_origins(gm, made, copies)
-    return made
+    return module_of_copy(gm, graph, copies)
 
 
 def _numbers(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, None]]:
