@@ -29,6 +29,7 @@ __all__ = [
     "dynamo_refusal",
     "dynamo_restart",
     "end_trace_here",
+    "example_of",
     "forget_compiled",
     "forgetting_values",
     "have_code",
@@ -133,6 +134,11 @@ def placeholder_source(node: torch.fx.Node) -> str | None:
 def placeholder_value(node: torch.fx.Node) -> object:
     """The real tensor, or the number, that a graph input has in the call that is traced (torch 2.11, 2.13)."""
     return getattr(node.meta.get("grapharg"), "example", None)
+
+
+def example_of(value: Any) -> Any:
+    """What a node of a graph is like, where Dynamo has computed that; another value itself. (torch 2.11, 2.13)"""
+    return value.meta.get("example_value") if isinstance(value, torch.fx.Node) else value
 
 
 @contextmanager

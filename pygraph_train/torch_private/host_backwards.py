@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from pygraph_train.gaps import leave_gap, may_leave_gap
 from pygraph_train.torch_private.changes import before_examples
 from pygraph_train.torch_private.dispatch import FakeTensor
+from pygraph_train.torch_private.dynamo import example_of
 from pygraph_train.torch_private.gap_modes import is_of_step, present_modes, refuse_second_gradient
 from pygraph_train.torch_private.memory import borrower
 
@@ -71,7 +72,7 @@ def changes() -> tuple[tuple[Any, str, Any], ...]:
         if method is None or not {"input", "out", "dtype"}.isdisjoint(node.kwargs):
             return
         x, *rest = node.args
-        given = x.meta.get("example_value") if isinstance(x, fx.Node) else None
+        given = example_of(x)
         if isinstance(given, Tensor) and given.requires_grad and given.dim() and not given.is_complex():
             node.op, node.target, node.args = "call_function", backward_in_gap, (x, method, *rest)
 
