@@ -182,3 +182,26 @@ def test_a_second_derivative_is_refused_as_without_graphs() -> None:
         del slope
     regions_ran(8)
     assert replays("backward") >= 4
+
+
+def in_some_steps(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Batches of three sizes take turns, and every other step has two backwards."""
+    values = []
+    for step, pair in enumerate(zip(batches(120, 5), batches(120, 7), batches(120, 9), strict=True)):
+        x, y = pair[step % 3]
+        loss = F.cross_entropy(call(x), y)
+        if step % 2 == 0:
+            loss.backward(retain_graph=True)
+        values.append(update(loss, opt))
+    return values
+
+
+@pytest.mark.parametrize("kind", [Net, Plain])
+def test_graphs_of_other_shapes_stay_when_those_of_one_make_room_for_such_backwards(
+    kind: type[nn.Module],
+) -> None:
+    same_as_plain(in_some_steps, kind, least=250)
+    (forward,) = [row for row in regions("forward") if row.captures]
+    (backward,) = [row for row in regions("backward") if row.captures]
+    assert forward.captures <= 6 and backward.captures <= 9, backend.report()
+    assert forward.replays >= 110 and backward.replays >= 150, backend.report()

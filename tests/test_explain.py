@@ -66,6 +66,21 @@ def speech(model: nn.Module, x: Tensor) -> Any:
         return nn.functional.ctc_loss(found, x.new_ones(len(x), 2).long(), (6,) * len(x), (2,) * len(x))
 
 
+def moved(model: nn.Module, x: Tensor) -> Any:
+    """No obstacle: the numbers stay on the device, or are read when the graph has run."""
+    y = model(x)
+    places = y.detach().mean(0).topk(2).indices
+    loss = (y.roll(-int(places[0]), 1) * torch.stack([y[:, places[1]]], 1)).square().mean()
+    return {"loss": loss, "value": loss.item()}
+
+
+def moved_and_returned(model: nn.Module, x: Tensor) -> Any:
+    y = model(x)
+    shift = int(y.detach().mean(0).argmax())  # here: read on the host
+    loss = (y.roll(shift, 1) * y).square().mean()
+    return {"loss": loss, "value": shift}
+
+
 def printed(model: nn.Module, x: Tensor) -> Any:
     loss = model(x).square().mean()
     print("loss", loss)  # here: print() reads the value of a tensor
@@ -210,7 +225,19 @@ STEPS = (
         by_format,
         nonzero,
     ),
-    *(masked, noisy, broken, clock, counted, changed, with_gradient, listed, unique, whole),
+    *(
+        masked,
+        noisy,
+        broken,
+        clock,
+        counted,
+        changed,
+        with_gradient,
+        listed,
+        unique,
+        whole,
+        moved_and_returned,
+    ),
 )
 
 
@@ -312,7 +339,7 @@ def test_an_obstacle_is_found_with_its_line(
     assert where in str(found) and source in str(found)
 
 
-@pytest.mark.parametrize("fn", [only_read, speech, decided])
+@pytest.mark.parametrize("fn", [only_read, speech, moved, decided])
 def test_what_graphs_do_late_or_in_gaps_is_no_obstacle(fn: Callable[..., Any]) -> None:
     found = explained(fn)
     assert found.is_one_graph and not found.obstacles, found

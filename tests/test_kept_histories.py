@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from replays import text_of
 from test_failures import fail_in_capture
 from torch import Tensor, nn
 from training import Diary, PlainStep, adamw, batches, both, frozen
@@ -186,7 +187,9 @@ def test_an_attribute_that_the_step_reads_as_well_is_refused_with_its_name():
         net.last = net.state * 0.5
         return loss if before is None else loss + before.detach().sum()
 
-    both(script_of(reads, count=4), refused="net.last is replaced by the step and requires a gradient")
+    report = both(script_of(reads, count=24), replays=1)
+    assert report.steps_replayed == 0
+    assert "net.last is replaced by the step and requires a gradient" in text_of(report), str(report)
 
 
 def test_recurrent_gemma_is_one_graph(at_captures):

@@ -394,3 +394,21 @@ def test_who_computes_with_a_mark_is_refused() -> None:
         for use in uses:
             with pytest.raises(NotLegal, match="before its graph has run"):
                 use(mark)
+
+
+@pytest.mark.parametrize("make", [returned, Keeps])
+def test_weights_may_be_swapped_in_mid_run(make: Callable[[nn.Module], Any]) -> None:
+    """Torch refuses it for tensors with weak references, which traces must not leave."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(make(model), model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(30)):
+            if index in (1, 12):
+                weight = nn.Parameter(torch.full_like(model.first.weight, 0.1))
+                torch.utils.swap_tensors(model.first.weight, weight)
+            diary.write("returned", step(batch))
+            diary.write_state(model, optimizer)
+
+    both(script, replays=10)

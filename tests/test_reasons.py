@@ -109,6 +109,13 @@ def counted(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+def drawn_and_returned(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    mask = torch.rand(len(x)) < 0.5
+    count = int(mask.sum())  # here
+    loss = model(x).square().mean()
+    return {"loss": loss, "count": count}
+
+
 def compared(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).square().mean()
     return loss if torch.equal(x, x + 1) else loss * 2  # here
@@ -230,6 +237,7 @@ def test_a_text_that_is_printed_is_told_with_its_line(capsys: pytest.CaptureFixt
         (host_bool_item, READ),
         (decided, READ),
         (counted, READ),
+        (drawn_and_returned, "torch draws a number on the host"),
         (compared, READ),
         (to_numpy, "Tensor.numpy()"),
     ],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.torch_private.device_numbers import changes as held_numbers
 from pygraph_train.torch_private.dynamo import (
     dynamo_refusal,
     forget_compiled,
@@ -191,7 +192,7 @@ class _OneLook:
         call = torch.compile(code, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
         probe = torch.zeros((), device=self._device)
         try:
-            with dynamo_step_config(*self._gaps.around((*drawing(self._recording), *self.past.changes()))):
+            with dynamo_step_config(*self._gaps.around((*self._values(), *self.past.changes()))):
                 call(self._fn, self._args, self._kwargs, probe)
         except _NotTraced:
             self._note(
@@ -207,6 +208,12 @@ class _OneLook:
         finally:
             forget_notes(self._notes)
             forget_compiled(code.__code__)
+
+    def _values(self) -> tuple[Any, ...]:
+        """How Dynamo traces values of the host differently: as in training, see `LookingAhead.changes`."""
+        recording = self._recording
+        numbers = held_numbers(recording) if isinstance(recording, ReadingAhead) else ()
+        return (*drawing(recording), *numbers)
 
     def _ended(self, problem: Problem, *, raises: bool) -> None:
         """The way has an end before that of the step: the step raises an exception itself, or cannot be followed."""

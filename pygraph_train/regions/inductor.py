@@ -16,6 +16,7 @@ from pygraph_train.regions.absent import Absent, Backward, noting
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
+from pygraph_train.regions.histories import without_unused_histories
 from pygraph_train.regions.idle import handing_through
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.pair import Bounds, Pair, Tangent
@@ -87,13 +88,16 @@ def compile_graph(
         note(RegionRecord(f"function {number}", "function", None, "plain", "it computes nothing"))
         return idle
     try:
-        compiling = functools.partial(
-            compile_truly,
-            gm,
-            example_inputs,
-            lambda gm, look: _compile_regions(gm, example_inputs, options, number, look, note, bounds),
-        )
-        return plain_where_shared(gm, example_inputs, compiling)
+
+        def compiling(inputs: Sequence[Any]) -> Callable[..., Any]:
+            return compile_truly(
+                gm,
+                inputs,
+                lambda gm, look: _compile_regions(gm, inputs, options, number, look, note, bounds),
+            )
+
+        truly = functools.partial(without_unused_histories, gm, example_inputs, compiling)
+        return plain_where_shared(gm, example_inputs, truly)
     except Unfit as unfit:
         where, reason = first_user_line(gm), str(unfit)
         note(RegionRecord(f"function {number}", "function", where, "plain", reason))

@@ -455,7 +455,7 @@ class Region:
             if spares and self._reopened > MAX_VERSIONS:
                 return False
             self._waited = 0
-            self._pair.forward.capture_again()  # it is captured again with its next run, then this one
+            self._pair.forward.capture_shapes_again(source)  # with their next run, and then this one
         return source.occupant.owned or self._lasting
 
     def warm_runs(self) -> int:
@@ -691,6 +691,12 @@ class Region:
         """Close every graph; the next runs capture anew."""
         for key in self._keys.values():
             self._drop(key)
+
+    def capture_shapes_again(self, capture: RegionCapture) -> None:
+        """Close the graphs of the shapes that this one is for. Those of others may be what graphs of theirs read."""
+        for key in self._keys.values():
+            if capture in key.captures:
+                self._drop(key)
 
     def measure_again(self) -> None:
         """Close every graph; what they gain is measured on shapes that come now."""

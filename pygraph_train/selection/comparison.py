@@ -62,6 +62,8 @@ class Comparison:
         self.verdicts: dict[Arm, str] = {}
         """Per arm, why it is kept or not."""
         self.settled = False
+        self.was_settled = False
+        """Whether one comparison has ended: `best` holds for others while the question is open again."""
         self._arms = list(arms)
         self._estimate = estimate
         self._steps_left = steps_left

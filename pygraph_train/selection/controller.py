@@ -61,7 +61,7 @@ class Controller(Leaving):
             if only is not None and self.best == before and told.startswith("kept"):
                 self.verdicts[before] = told  # all others were compared before
             if self._reopen is None:
-                self.settled = True
+                self.settled = self.was_settled = True
                 settled = first or self.best != before
                 look_every = rules.look_every if settled else min(2 * look_every, self._most)
                 yield from self._watch(look_every)

@@ -182,11 +182,22 @@ class Family:
         return Arm(settled.plan, arm.compiled) if settled.plan.forward_backward else settled
 
     def settled(self) -> Arm | None:
-        """The plan that a comparison has settled on, for shapes that compare none themselves."""
+        """The plan that a comparison has settled on, for shapes that compare none themselves.
+
+        They go on with it while that comparison is open again, and get no graphs that the end of it would release.
+        """
+        before: Arm | None = None
         for variant in self.compared:
-            if variant.choice is not None and variant.choice.controller.settled:
-                return variant.choice.controller.best
-        return None
+            if (choice := variant.choice) is not None and choice.controller.was_settled:
+                if choice.controller.settled:
+                    return choice.controller.best
+                before = before or choice.controller.best
+        return before
+
+    def is_without_graphs(self) -> bool:
+        """Whether shapes run without graphs of forward and backward, however often they come."""
+        settled = self.settled()
+        return settled is not None and not settled.plan.forward_backward
 
     def ran_without_graph(self, seconds: float, *, compiled: bool) -> None:
         """A step without a graph was timed."""

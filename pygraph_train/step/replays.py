@@ -73,7 +73,7 @@ class Replays:
         """Before a replay: what takes it back."""
         before = capture.gradients.snapshot()
         if variant.trace.gaps.left:  # what raises there comes before anything writes gradients
-            backup: ScratchState | HostCopy = self._before_gradients(variant, args, kwargs)
+            backup: ScratchState | HostCopy = self._before_gradients(variant)
         else:
             backup = self._maker.backup(variant, capture, args, kwargs, self._updates.preparation)
 
@@ -83,11 +83,9 @@ class Replays:
 
         return undo
 
-    def _before_gradients(
-        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ScratchState:
-        """What the forward of a replay may change."""
+    def _before_gradients(self, variant: Variant) -> ScratchState:
+        """What the forward of a replay may change. Hot path: the lookup has read the tensors."""
         program, trace = self._program, variant.trace
-        reads = trace.tensors(program.function(), args, kwargs)
-        written = [t for name, t in zip(trace.inputs, reads, strict=True) if name in trace.written]
+        names, tensors = set(trace.written), trace.latest_tensors
+        written = [t for name, t in zip(trace.inputs, tensors, strict=True) if name in names]
         return ScratchState(program.device, [*written, *program.extra_state()])

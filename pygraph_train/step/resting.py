@@ -14,6 +14,7 @@ from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
+from pygraph_train.step.variants import Variant
 
 __all__ = ["Resting"]
 
@@ -52,8 +53,12 @@ class Resting:
     def settled(self, arm: Arm) -> None:
         """Let go of what only other arms than this one, which is settled, have used.
 
-        The optimizer is given back where no arm has a graph of the update.
+        Shapes that follow the plan of others keep the graphs of that plan. The optimizer is given back where no arm has
+        a graph of the update.
         """
+        for variant in self._signatures.variants():
+            if variant.lead is not None and variant.family is not None:
+                _follow(variant, variant.family.settled())
         captures = [key for variant in self._signatures.variants() for key in variant.captures]
         self._training.addresses.keep(compiled for _, _, compiled in captures)
         self._updates.release_graphs(arm.plan, whole_steps=bool(captures) or arm.plan.forward_backward)
@@ -84,6 +89,15 @@ class Resting:
         choices = [variant.choice for variant in self._signatures.variants()]
         for choice in filter(None, [*choices, self._ungraphed.choice]):
             yield choice.arm if choice.controller.settled else None
+
+
+def _follow(variant: Variant, settled: Arm | None) -> None:
+    """Release graphs of a shape that only other plans use than the one which was settled on for it."""
+    if settled is not None and settled.plan.forward_backward:
+        variant.follow()
+        variant.keep_captures_of(variant.arm)
+    elif settled is not None:
+        variant.make_way()
 
 
 def _quiet_in(choices: Sequence[Choice | None]) -> int:

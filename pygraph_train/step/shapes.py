@@ -136,7 +136,8 @@ class Shapes:
         self, signature: Signature, family: Family, lead: Variant, *, holds: bool = False
     ) -> WithoutGraph:
         signature.returns.steps += 1
-        self._training.report.shapes.ran_as_rare()
+        if not family.is_without_graphs():
+            self._training.report.shapes.ran_as_rare()
         return WithoutGraph(signature, family, lead, holds)
 
     def _still_rare(
@@ -217,8 +218,8 @@ class Shapes:
 
     def _pays(self, signature: Signature, family: Family, lead: Variant, *, code: bool) -> bool:
         """Whether a graph for this shape is worth its price, with `code` of Inductor for it or without."""
-        settled, config, training = family.settled(), self._training.config, self._training
-        if settled is not None and not settled.plan.forward_backward:
+        config, training = self._training.config, self._training
+        if family.is_without_graphs():
             return False
         compiled = self._graph_is_compiled(family, code=code)
         share, least = family.share_compared(config.verify), max(1, self._signatures.lengths.met)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Around", "no_bounded_deques", "no_comparisons"]
+__all__ = ["Around", "around_examples", "before_examples", "no_bounded_deques", "no_comparisons"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,30 @@ class Around:
     """The value of a change that goes around what is there before it, changed or not."""
 
     make: Callable[[Any], Any]
+
+
+def around_examples(around: Callable[[Any], Any]) -> tuple[tuple[Any, str, Any], ...]:
+    """What goes around the function by which Dynamo computes what a new node of its graph is like. (2.11, 2.13)
+
+    Args:
+        around: makes it of the function that is there, which takes the node and Dynamo's translator.
+    """
+    from torch._dynamo.variables import builder, tensor
+
+    return (builder, "get_fake_value", Around(around)), (tensor, "get_fake_value", Around(around))
+
+
+def before_examples(see: Callable[[Any, Any], None]) -> tuple[tuple[Any, str, Any], ...]:
+    """Before Dynamo computes what a new node is like, `see` gets it with the translator, and may rewrite it."""
+
+    def around(get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
+        def found(node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            see(node, tx)
+            return get_fake_value(node, tx, *args, **kwargs)
+
+        return found
+
+    return around_examples(around)
 
 
 def no_bounded_deques() -> tuple[Any, str, Any]:

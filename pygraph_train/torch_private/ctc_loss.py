@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.nn import _reduction as _Reduction
 
 from pygraph_train.gaps import leave_gap, may_leave_gap
-from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.changes import before_examples
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.gap_modes import is_of_step, present_modes, refuse_second_gradient
 from pygraph_train.torch_private.memory import borrower
@@ -145,15 +145,9 @@ _OF_TORCH = (torch.ctc_loss, torch.nn.functional.ctc_loss)
 
 def changes() -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), for one trace: the loss is one operation of the graph."""
-    import torch._dynamo.variables.builder as builder
-    import torch._dynamo.variables.tensor as tensor
 
-    def around(get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
-        def made(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
-            if node.op == "call_function" and node.target in _OF_TORCH and is_of_step(node, *args, **kwargs):
-                node.target = ctc_loss
-            return get_fake_value(node, *args, **kwargs)
+    def see(node: fx.Node, tx: Any) -> None:
+        if node.op == "call_function" and node.target in _OF_TORCH and is_of_step(node, tx):
+            node.target = ctc_loss
 
-        return made
-
-    return (builder, "get_fake_value", Around(around)), (tensor, "get_fake_value", Around(around))
+    return before_examples(see)

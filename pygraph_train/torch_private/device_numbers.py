@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.torch_private import host_numbers
-from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.changes import Around, before_examples
 from pygraph_train.torch_private.drawn_numbers import DrawRecorder, graph_of, place_in
 from pygraph_train.torch_private.jumps import conditional_jumps
 from pygraph_train.torch_private.numbers_with_tensors import is_tensor
@@ -60,7 +60,7 @@ def changes(reader: NumberReader) -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), on top of those of `host_draws`, for one trace."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo import utils as dynamo_utils
-    from torch._dynamo.variables import builder, lists, tensor
+    from torch._dynamo.variables import lists
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.lists import BaseListVariable
     from torch._dynamo.variables.misc import StringFormatVariable
@@ -75,8 +75,7 @@ def changes(reader: NumberReader) -> tuple[tuple[Any, str, Any], ...]:
         (TorchInGraphFunctionVariable, "call_function", Around(hooks.calling_functions)),
         (symbolic_convert, "compare_op_handlers", Around(hooks.comparing)),
         (StringFormatVariable, "create", Around(hooks.formatting)),
-        (builder, "get_fake_value", Around(hooks.selecting)),
-        (tensor, "get_fake_value", Around(hooks.selecting)),
+        *before_examples(hooks.selecting),
         (dynamo_utils, "iter_contains", Around(hooks.containing)),
         (lists, "iter_contains", Around(hooks.containing)),
         (BaseListVariable, "call_method", Around(hooks.of_lists)),
@@ -160,22 +159,18 @@ class _Hooks:
     def _number(self, tensor: Any, where: frozenset[str]) -> Any:
         return self._class(tensor, where, self._reader)
 
-    def selecting(self, get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
+    def selecting(self, node: Any, tx: Any) -> None:
         """Before Dynamo computes what a node is like: `x[:, places[i]]` reads a place."""
 
-        def found(node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            def allowed() -> str | None:
-                inside = tx.output.current_tracer is not tx.output.root_tracer
-                where = None if inside or node.graph is not graph_of(tx) else place_in(tx)
-                if where is None:
-                    return None
-                self._reader.begin(node.graph)
-                return where if self._reader.holds_number(where) else None
+        def allowed() -> str | None:
+            inside = tx.output.current_tracer is not tx.output.root_tracer
+            where = None if inside or node.graph is not graph_of(tx) else place_in(tx)
+            if where is None:
+                return None
+            self._reader.begin(node.graph)
+            return where if self._reader.holds_number(where) else None
 
-            let_select(node, allowed)
-            return get_fake_value(node, tx, *args, **kwargs)
-
-        return found
+        let_select(node, allowed)
 
     # -- what is done with them ---------------------------------------------------------------------------
 

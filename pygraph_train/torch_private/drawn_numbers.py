@@ -31,6 +31,7 @@ __all__ = [
     "present",
     "refuse_draw",
     "refuse_torch",
+    "torch_refusal",
     "value_of",
 ]
 
@@ -315,8 +316,15 @@ def refuse_draw(generator: str, fn: Any) -> NoReturn:
     host_numbers.end_graph("Python's random module draws a number on the host")
 
 
-def refuse_torch() -> NoReturn:
-    host_numbers.end_graph("torch draws a number on the host, which gets into tensors or out of the step")
+def refuse_torch(where: str | None = None) -> NoReturn:
+    """A number that is read there has a use that no replay has."""
+    why = "torch draws a number on the host, which gets into tensors or out of the step"
+    host_numbers.end_graph(why, where)
+
+
+def torch_refusal(tx: Any) -> Callable[[], NoReturn]:
+    """Ends the graph where a number that is read now has such a use later."""
+    return functools.partial(refuse_torch, place_in(tx))
 
 
 def present() -> Any:

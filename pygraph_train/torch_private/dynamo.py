@@ -7,7 +7,8 @@ import sys
 import traceback
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,6 @@ __all__ = [
     "assign_data",
     "compiled_apart",
     "compiled_call",
-    "copy_origins",
     "dynamo_asked_whether_compiling",
     "dynamo_cache_entries",
     "dynamo_error_place",
@@ -29,11 +29,14 @@ __all__ = [
     "dynamo_refusal",
     "dynamo_restart",
     "end_trace_here",
+    "example_of",
     "forget_compiled",
+    "forgetting_values",
     "have_code",
     "hold_constant",
     "is_optimized_module",
     "leave_to_python",
+    "module_of_copy",
     "placeholder_source",
     "placeholder_value",
     "raised_while_tracing",
@@ -133,6 +136,26 @@ def placeholder_value(node: torch.fx.Node) -> object:
     return getattr(node.meta.get("grapharg"), "example", None)
 
 
+def example_of(value: Any) -> Any:
+    """What a node of a graph is like, where Dynamo has computed that; another value itself. (torch 2.11, 2.13)"""
+    return value.meta.get("example_value") if isinstance(value, torch.fx.Node) else value
+
+
+@contextmanager
+def forgetting_values(graphs: Iterable[torch.fx.GraphModule]) -> Iterator[None]:
+    """Context after which copies of a graph of Dynamo's do not know any more what `placeholder_value` returns.
+
+    They hold weak references, and `swap_tensors` refuses tensors with such. Dynamo lets its own graph forget them.
+    (torch 2.11, 2.13)
+    """
+    try:
+        yield
+    finally:
+        for graph in graphs:
+            for node in graph.graph.find_nodes(op="placeholder"):
+                node.meta.pop("grapharg", None)
+
+
 def hold_constant(graph: torch.fx.GraphModule, name: str, value: torch.Tensor) -> None:
     """Give a graph of Dynamo's a buffer. AOTAutograd asks for the origin of each (torch 2.11, 2.13)."""
     from torch._dynamo.source import ConstantSource
@@ -143,20 +166,25 @@ def hold_constant(graph: torch.fx.GraphModule, name: str, value: torch.Tensor) -
         origins[name] = ConstantSource(name)
 
 
-def copy_origins(
-    graph: torch.fx.GraphModule, copied: torch.fx.GraphModule, nodes: dict[torch.fx.Node, torch.fx.Node]
-) -> None:
-    """Tell AOTAutograd of a copy of a graph of Dynamo's where parameters and inputs are from (torch 2.11, 2.13).
+def module_of_copy(
+    graph: torch.fx.GraphModule, copied: torch.fx.Graph, nodes: dict[torch.fx.Node, torch.fx.Node]
+) -> torch.fx.GraphModule:
+    """A module of a copy of a graph of Dynamo's. AOTAutograd learns from it where parameters and inputs are from.
+
+    (torch 2.11, 2.13)
 
     Args:
         nodes: the copy of each node.
     """
+    made = torch.fx.GraphModule(graph, copied)
+    made.meta.update(graph.meta)
     for node, copy in nodes.items():
         if hasattr(node, "_dynamo_source"):
             copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
     origins = getattr(graph, "_param_name_to_source", None)
     if origins is not None:
-        copied._param_name_to_source = origins  # type: ignore[assignment]
+        made._param_name_to_source = origins  # type: ignore[assignment]
+    return made
 
 
 def raising_node(error: BaseException) -> torch.fx.Node | None:

@@ -15,13 +15,13 @@ from pygraph_train.torch_private.cudnn_flags import present_flags, put_back, set
 __all__ = ["is_of_step", "present_modes", "refuse_second_gradient"]
 
 
-def is_of_step(node: fx.Node, tx: Any, *_: Any, **__: Any) -> bool:
+def is_of_step(node: fx.Node, tx: Any) -> bool:
     """Whether a node is in the graph of the step itself.
 
     A graph inside of it (a checkpoint, an autograd function) runs in another order and more than once.
 
     Args:
-        node, tx: what Dynamo computes the example value of a new node from.
+        node, tx: see `changes.before_examples`.
     """
     return bool(tx.output.root_tracer.graph is node.graph)
 

@@ -6,15 +6,15 @@ leaves a gap for such a backward: torch computes the operation once more there, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from pygraph_train.gaps import leave_gap, may_leave_gap
-from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.changes import before_examples
 from pygraph_train.torch_private.dispatch import FakeTensor
+from pygraph_train.torch_private.dynamo import example_of
 from pygraph_train.torch_private.gap_modes import is_of_step, present_modes, refuse_second_gradient
 from pygraph_train.torch_private.memory import borrower
 
@@ -66,27 +66,17 @@ class _BackwardInGap(torch.autograd.Function):
 
 def changes() -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), for one trace: such operations leave gaps where their gradient is asked for."""
-    import torch._dynamo.variables.builder as builder
-    import torch._dynamo.variables.tensor as tensor
 
-    def around(get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
-        def made(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
-            method = _method_of(node) if is_of_step(node, *args, **kwargs) else None
-            if method is not None and not {"input", "out", "dtype"}.intersection(node.kwargs):
-                x, *rest = node.args
-                given = x.meta.get("example_value") if isinstance(x, fx.Node) else None
-                if (
-                    isinstance(given, Tensor)
-                    and given.requires_grad
-                    and given.dim()
-                    and not given.is_complex()
-                ):
-                    node.op, node.target, node.args = "call_function", backward_in_gap, (x, method, *rest)
-            return get_fake_value(node, *args, **kwargs)
+    def see(node: fx.Node, tx: Any) -> None:
+        method = _method_of(node) if is_of_step(node, tx) else None
+        if method is None or not {"input", "out", "dtype"}.isdisjoint(node.kwargs):
+            return
+        x, *rest = node.args
+        given = example_of(x)
+        if isinstance(given, Tensor) and given.requires_grad and given.dim() and not given.is_complex():
+            node.op, node.target, node.args = "call_function", backward_in_gap, (x, method, *rest)
 
-        return made
-
-    return (builder, "get_fake_value", Around(around)), (tensor, "get_fake_value", Around(around))
+    return before_examples(see)
 
 
 def _method_of(node: fx.Node) -> str | None:

@@ -36,6 +36,7 @@ from pygraph_train.torch_private.drawn_numbers import (
     place_in,
     refuse_draw,
     refuse_torch,
+    torch_refusal,
     value_of,
 )
 from pygraph_train.torch_private.drawn_values import as_it_is, is_drawn_within, tree_of, value_class
@@ -243,7 +244,7 @@ class _Hooks(ValueHooks):
                 if slot is not None:
                     if fn in _ANSWERS:
                         return as_constant(tx, self.answer(tx, slot, negated=fn is operator.not_))
-                    return self._number(tx, self.recorder.make(fn, [slot], {}), refuse_torch)
+                    return self._number(tx, self.recorder.make(fn, [slot], {}), torch_refusal(tx))
             if fn in _OF_TYPES or not any(map(is_drawn_within, args)):
                 return call_function(variable, tx, args, kwargs)
             args = [as_it_is(x.realize()) for x in args]
@@ -340,7 +341,7 @@ class _Hooks(ValueHooks):
             slot = self.read(tx, variable)
             if slot is None:
                 return method_item(variable, tx, *args, **kwargs)
-            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), refuse_torch)
+            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), torch_refusal(tx))
 
         return item
 
@@ -352,7 +353,7 @@ class _Hooks(ValueHooks):
             slot = self.read(tx, bound) if type(bound) is TensorVariable else None
             if slot is None or not self.recorder.is_constant(slot):
                 return bound
-            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), refuse_torch)
+            return self._number(tx, self.recorder.make(torch.Tensor.item, [slot], {}), torch_refusal(tx))
 
         def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             made = self.making_tensors(tx, variable.value, args, kwargs)

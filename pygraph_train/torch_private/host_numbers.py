@@ -216,12 +216,19 @@ def _refuse_random(*_: Any) -> NoReturn:
     end_graph("Python's random module draws a number on the host")
 
 
-def end_graph(why: str) -> NoReturn:
+def end_graph(why: str, where: str | None = None) -> NoReturn:
+    """Let Dynamo end its graph.
+
+    Args:
+        why: without a full stop.
+        where: `file:line`, if what ends it was made in another line than the one that is traced.
+    """
     from torch._dynamo.exc import unimplemented
 
+    path, _, line = (where or "").rpartition(":")
     unimplemented(
         gb_type="number of the host",
-        context=why,
+        context=f'{why}\n  File "{path}", line {line}, in the step' if where else why,
         explanation=why,
         hints=["Make it a tensor before the step, or draw it there"],
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pygraph_train.torch_private.dynamo import example_of
 from pygraph_train.torch_private.memory import tensor_version
 
 __all__ = ["let_select", "selected", "unfit_selections"]
@@ -55,7 +56,7 @@ def let_select(node: fx.Node, allowed: Callable[[], str | None]) -> None:
     x, index = node.args
     parts = index if isinstance(index, tuple) else (index,)
     dims = [k for k, part in enumerate(parts) if isinstance(part, fx.Node)]
-    example = _example(x)
+    example = example_of(x)
     if len(dims) != 1 or not isinstance(x, fx.Node) or not isinstance(example, Tensor):
         return
     (dim,) = dims
@@ -75,27 +76,23 @@ def unfit_selections(graph: fx.Graph) -> Iterator[str]:
         if _SELECTED in node.meta:
             where, version = node.meta[_SELECTED]
             joined = all(user.target in _COPIES and user.op == "call_function" for user in node.users)
-            if not joined or tensor_version(_example(node.args[0])) != version:
+            if not joined or tensor_version(example_of(node.args[0])) != version:
                 yield where
-
-
-def _example(value: Any) -> Any:
-    return value.meta.get("example_value") if isinstance(value, fx.Node) else value
 
 
 def _is_place(node: Any, x: Tensor, dim: int) -> bool:
     """Whether a node is a number on the device of a tensor, and a place in a dimension of it."""
-    example, size = _example(node), x.shape[dim]
+    example, size = example_of(node), x.shape[dim]
     if not isinstance(example, Tensor) or example.dim() or example.dtype != torch.int64:
         return False
     if example.device != x.device:
         return False
     result: Any = None
     while isinstance(node, fx.Node):
-        if isinstance(_example(node), Tensor) and tensor_version(_example(node)):
+        if isinstance(example_of(node), Tensor) and tensor_version(example_of(node)):
             return False  # it was changed
         if node.target in _OF_PLACES:
-            given = _example(node.args[0]) if node.args else None
+            given = example_of(node.args[0]) if node.args else None
             fits = isinstance(given, Tensor) and max(given.shape, default=1) <= size
             return fits and (_OF_PLACES[node.target] is None or result == 1)
         if node.target is not operator.getitem or not _is_number(node.args[1]):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.changes import around_examples
 from pygraph_train.torch_private.counted_scatter import counted_scatter
 from pygraph_train.torch_private.dispatch import has_symbols
+from pygraph_train.torch_private.dynamo import example_of
 from pygraph_train.torch_private.memory import tensor_version
 
 __all__ = ["Count", "changed_mask", "changes", "is_count", "is_number_of_host"]
@@ -60,11 +61,7 @@ def is_number_of_host(value: object) -> bool:
 
 def changes(count: Count) -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), for one trace."""
-    import torch._dynamo.variables.builder as builder
-    import torch._dynamo.variables.tensor as tensor
-
-    around = Around(functools.partial(_selecting, count))
-    return (builder, "get_fake_value", around), (tensor, "get_fake_value", around)
+    return around_examples(functools.partial(_selecting, count))
 
 
 def _selecting(count: Count, get_fake_value: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +96,7 @@ class _Selection:
         """`x[index] = value`, which writes with a mask as it is where the value is a number of the host."""
         if len(self.node.args) > 2:
             masks = sum(map(_is_mask, _parts(self.node.args[1])))
-            if masks > 1 or not is_number_of_host(_example(self.node.args[2])):
+            if masks > 1 or not is_number_of_host(example_of(self.node.args[2])):
                 self._replace_masks()
 
     def places(self) -> None:
@@ -116,7 +113,7 @@ class _Selection:
         """`x.masked_select(mask)`, where no gradient is asked for: its backward is none of an index."""
         node = self.node
         x, mask = [*node.args, None, None][:2]
-        given, chosen = _example(x), _example(mask)
+        given, chosen = example_of(x), example_of(mask)
         if len(node.args) != 2 or node.kwargs or not isinstance(given, Tensor) or not _is_mask(mask):
             return
         if (
@@ -132,7 +129,7 @@ class _Selection:
     def masked_scatter(self) -> None:
         """`x.masked_scatter(mask, source)`, where the source asks for a gradient: the backward selects."""
         node = self.node
-        examples = list(map(_example, node.args))
+        examples = list(map(example_of, node.args))
         if len(examples) != 3 or node.kwargs or not all(isinstance(x, Tensor) for x in examples):
             return
         x, mask, source = examples
@@ -153,7 +150,7 @@ class _Selection:
             return
         alone = len(node.args) == 1 and "repeats" not in node.kwargs
         repeats = node.args[0] if alone else node.kwargs.get("repeats", [*node.args, None][1])
-        example = _example(repeats)
+        example = example_of(repeats)
         if not isinstance(repeats, fx.Node) or not isinstance(example, Tensor) or has_symbols([example]):
             return
         if example.dim() != 1 or (example.numel() == 1 and not alone):
@@ -168,7 +165,7 @@ class _Selection:
         """Let the index of a node have places instead of masks, all or none."""
         index = self.node.args[1]
         parts = _parts(index)
-        if not _fit(_example(self.node.args[0]), parts):
+        if not _fit(example_of(self.node.args[0]), parts):
             return
         found: list[Any] = []
         for part in parts:
@@ -184,11 +181,11 @@ class _Selection:
         rows = self._places_of(mask)
         if rows is None:
             return None
-        return tuple(self._make("select", (rows, 1, dim)) for dim in range(_example(mask).dim()))
+        return tuple(self._make("select", (rows, 1, dim)) for dim in range(example_of(mask).dim()))
 
     def _places_of(self, values: Any) -> fx.Node | None:
         """Where elements are not zero, as `nonzero` has it: columns lie one after the other."""
-        example = _example(values)
+        example = example_of(values)
         if not isinstance(values, fx.Node) or not isinstance(example, Tensor) or not example.dim():
             return None
         size = self._count(self._tx, values, elements_selected)
@@ -231,14 +228,10 @@ def changed_mask(graph: fx.Graph) -> fx.Node | None:
     Autograd saves a mask, and complains of its change in the backward. With places it would go on.
     """
     found = (node for node in graph.nodes if _VERSION in node.meta)
-    return next((x for x in found if tensor_version(_example(x.args[0])) != x.meta[_VERSION]), None)
+    return next((x for x in found if tensor_version(example_of(x.args[0])) != x.meta[_VERSION]), None)
 
 
 _VERSION = "version of the mask"
-
-
-def _example(value: Any) -> Any:
-    return value.meta.get("example_value") if isinstance(value, fx.Node) else value
 
 
 def _parts(index: Any) -> tuple[Any, ...]:
@@ -246,7 +239,7 @@ def _parts(index: Any) -> tuple[Any, ...]:
 
 
 def _is_mask(part: Any) -> bool:
-    example = _example(part)
+    example = example_of(part)
     return isinstance(part, fx.Node) and isinstance(example, Tensor) and example.dtype == torch.bool
 
 
@@ -255,7 +248,7 @@ def _fit(target: Any, parts: tuple[Any, ...]) -> bool:
     and places would not."""
     if not isinstance(target, Tensor) or not any(map(_is_mask, parts)):
         return False
-    if has_symbols([target, *map(_example, parts)]):
+    if has_symbols([target, *map(example_of, parts)]):
         return False
     taken = [_dimensions(part) for part in parts]
     if None in taken or sum(part is Ellipsis for part in parts) > 1:
@@ -264,7 +257,7 @@ def _fit(target: Any, parts: tuple[Any, ...]) -> bool:
     if rest < 0:
         return False
     for part, n in zip(parts, taken, strict=True):
-        if _is_mask(part) and target.shape[dim : dim + (n or 0)] != _example(part).shape:
+        if _is_mask(part) and target.shape[dim : dim + (n or 0)] != example_of(part).shape:
             return False
         dim += rest if part is Ellipsis else (n or 0)
     return True
@@ -276,7 +269,7 @@ def _dimensions(part: Any) -> int | None:
         return 0
     if isinstance(part, slice) or type(part) is int:
         return 1
-    example = _example(part)
+    example = example_of(part)
     if not isinstance(example, Tensor) or not example.dim() or example.dtype == torch.uint8:
         return None
     return example.dim() if example.dtype == torch.bool else 1

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from pygraph_train.torch_private.dispatch import OpOverload, symbols_of
-from pygraph_train.torch_private.dynamo import copy_origins
+from pygraph_train.torch_private.dynamo import module_of_copy
 
 __all__ = ["Counters", "baked_numbers", "counters", "numbers_that_are_no_sizes", "without_counters"]
 
@@ -151,7 +151,4 @@ def without_counters(gm: fx.GraphModule, found: Counters) -> fx.GraphModule:
     for node in list(reversed(graph.nodes)):
         if not node.users and (node in counted or _is_computed(node)):
             graph.erase_node(node)
-    made = fx.GraphModule(gm, graph)
-    made.meta.update(gm.meta)
-    copy_origins(gm, made, copies)
-    return made
+    return module_of_copy(gm, graph, copies)

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.dynamic_shapes import depends_on_values
+from pygraph_train.torch_private.dynamo import example_of
 from pygraph_train.torch_private.selections import is_number_of_host
 from pygraph_train.tracing.reasons import line_of, shape_of_values
 
@@ -50,31 +51,27 @@ def _writes_where_mask_is(node: fx.Node) -> bool:
     else:
         return False
     masks = [i for i in (index if isinstance(index, (tuple, list)) else (index,)) if _is_mask(i)]
-    return len(masks) > 1 or (bool(masks) and not is_number_of_host(_example(value)))
+    return len(masks) > 1 or (bool(masks) and not is_number_of_host(example_of(value)))
 
 
 def _backward_selects(node: fx.Node) -> bool:
     """`x.masked_scatter(mask, source)`: the gradients of the source are selected with the mask."""
     if _name(node) not in ("masked_scatter", "masked_scatter_") or len(node.args) < 3:
         return False
-    made, source = node.meta.get("example_value"), _example(node.args[2])
+    made, source = node.meta.get("example_value"), example_of(node.args[2])
     return all(isinstance(x, Tensor) and x.requires_grad for x in (made, source))
 
 
 def _is_mask(index: Any) -> bool:
-    example = _example(index)
+    example = example_of(index)
     return isinstance(example, Tensor) and example.dtype in (torch.bool, torch.uint8)
-
-
-def _example(value: Any) -> Any:
-    return value.meta.get("example_value") if isinstance(value, fx.Node) else value
 
 
 def _backward_reads(node: fx.Node) -> bool:
     """Whether autograd looks for zeros in the input, to choose the formula of its backward."""
     if _name(node) not in _LOOK_FOR_ZEROS or not node.args:
         return False
-    made, given = node.meta.get("example_value"), _example(node.args[0])
+    made, given = node.meta.get("example_value"), example_of(node.args[0])
     return isinstance(made, Tensor) and made.requires_grad and isinstance(given, Tensor) and given.dim() > 0
 
 

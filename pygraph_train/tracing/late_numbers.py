@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from pygraph_train.gaps import leave_gap, may_leave_gap
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dispatch import FakeTensor
-from pygraph_train.torch_private.dynamo import copy_origins
+from pygraph_train.torch_private.dynamo import module_of_copy
 from pygraph_train.torch_private.late_decisions import QUESTIONS, OtherWay, bounds_bool, decided
 from pygraph_train.torch_private.memory import borrower
 from pygraph_train.tracing.reasons import line_of
@@ -227,10 +227,7 @@ def without_late_numbers(gm: fx.GraphModule, found: LateNumbers) -> fx.GraphModu
         graph.erase_node(copies.pop(node))
     if found.check is not None:
         gm.add_module(_CHECK, found.check)
-    made = fx.GraphModule(gm, graph)
-    made.meta.update(gm.meta)
-    copy_origins(gm, made, copies)
-    return made
+    return module_of_copy(gm, graph, copies)
 
 
 _CHECK = "check_of_decisions"

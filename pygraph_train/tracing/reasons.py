@@ -174,19 +174,15 @@ def problem_of_break(error: BaseException) -> Problem:
             innermost(stack),
             f"{READ_LATER}, and use its value after the step",
         )
-    explanation = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in message.splitlines()
-            if line.strip().startswith("Explanation:")
-        ),
-        first_line(error).rstrip("."),
-    )
-    hint = next(
-        (line.split(":", 1)[1].strip() for line in message.splitlines() if line.strip().startswith("Hint:")),
-        "",
-    )
-    return Problem(f"the step is not one graph: {explanation.rstrip('.')}", innermost(stack), hint)
+    explanation = _told("Explanation", message) or first_line(error).rstrip(".")
+    where = innermost(stack) or user_line_in(message)
+    return Problem(f"the step is not one graph: {explanation.rstrip('.')}", where, _told("Hint", message))
+
+
+def _told(name: str, message: str) -> str:
+    """What Dynamo says under a name; an empty text where it says nothing."""
+    lines = [line.strip() for line in message.splitlines()]
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(f"{name}:")), "")
 
 
 def read_on_host(where: str | None) -> Problem:

@@ -21,6 +21,7 @@ from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dynamic_shapes import symbolic
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
+    forgetting_values,
     placeholder_source,
     tracing_notes,
     writes_to_inputs,
@@ -279,7 +280,8 @@ class ReproducingTrace(Trace):
     def _look_again(self, graph: torch.fx.GraphModule) -> None:
         self._again = True
         self._notes += tracing_notes(graph)
-        raise NotLegal(Problem("the step is traced again"))
+        with forgetting_values([graph]):
+            raise NotLegal(Problem("the step is traced again"))
 
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         effects = side_effects(self._recorder)
@@ -293,8 +295,9 @@ class ReproducingTrace(Trace):
             self.ahead.finish(graph)  # of the graph that Dynamo has made
             if self.live.drop(self.ahead.given(graph)):
                 self._look_again(graph)
-        if (late := late_numbers(graph)) is not None:  # a run that goes another way has to be taken back
-            graph = without_late_numbers(graph, late)
+        made: list[torch.fx.GraphModule] = []  # copies
+        if (late := late_numbers(graph)) is not None:
+            made.append(graph := without_late_numbers(graph, late))
         found = counters(graph)
         numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]
         decisive = set(numbers).difference(() if found is None else found.inputs)
@@ -305,14 +308,15 @@ class ReproducingTrace(Trace):
             self._numbers -= self._decisive
             self._look_again(graph)
         if found is not None:
-            graph = without_counters(graph, found)
+            made.append(graph := without_counters(graph, found))
             example_inputs = [v for i, v in enumerate(example_inputs) if i not in found.inputs]
         self.effects = effects
         self.live.check()
         if appends_in_frame() or not all(effect.simple for effect in effects):
             self.objects.may_open = False  # the object may be what it writes, too
         seat = Seat(found, late)
-        seat.graph = super()._backend(graph, example_inputs)
+        with forgetting_values(made):
+            seat.graph = super()._backend(graph, example_inputs)
         if self._compiles == 1:
             writes = bool(effects) or appends_in_frame()
             self.reproduces = (writes or self._is_filled()) and self.problem is None
