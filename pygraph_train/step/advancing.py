@@ -186,8 +186,8 @@ class Advancing:
                     return Ran(self._ungraphed.plainly(run))
                 return self._replayed(variant, capture, args, kwargs, leaves)
             return self._compared(step, variant, capture, args, kwargs, leaves, expected)
-        except OtherWay:
-            self._refusing.other_way(step, signature, variant)
+        except OtherWay as other:
+            self._refusing.other_way(step, variant, other.where)
         except NotLegal as refused:
             if variant.lead is not None and refused.problem is OUT_OF_MEMORY:
                 step.give_up()
@@ -223,8 +223,8 @@ class Advancing:
         """A replay that another rank wants to be compared with a plain step."""
         try:
             return self._compared(step, variant, capture, args, kwargs, leaves, None)
-        except OtherWay:
-            self._refusing.other_way(step, signature, variant)
+        except OtherWay as other:
+            self._refusing.other_way(step, variant, other.where)
         except NotLegal as refused:
             self._refusing.calls(step, signature, variant, refused.problem)
         return Ran(self._ungraphed.plainly(run))
@@ -296,12 +296,9 @@ class Advancing:
             return result
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
-            saved, variant.trace = (
-                variant.trace.saved,
-                self._training.program.new_trace(variant.trace.dynamic),
-            )
-            variant.trace.saved = saved
-            variant.trace.gaps.limit(self._training.config)
+            old, variant.trace = variant.trace, self._training.program.new_trace(variant.trace.dynamic)
+            variant.trace.saved = old.saved
+            variant.trace.gaps.limit(self._training.config, self._refusing.ways.left)
         elif problem is not None and variant.trace.dynamic:
             self._shapes.refused(variant)
         elif problem is not None and variant.way is not None:
@@ -352,7 +349,7 @@ class Advancing:
         # ways are counted, and shapes apart from them
         family = None if other_way is not None else signature.family
         trace = program.new_trace(None if family is None else family.dynamic)
-        trace.gaps.limit(training.config)
+        trace.gaps.limit(training.config, self._refusing.ways.left)
         if isinstance(trace, ReproducingTrace) and other_way is None:
             known = [other.trace for other in signature.variants]
             with program.context():

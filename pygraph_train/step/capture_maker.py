@@ -29,6 +29,7 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture, Variant
 from pygraph_train.step.ways import undrawn
 from pygraph_train.torch_private.hooks import hook_registrations
+from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
@@ -230,9 +231,8 @@ class CaptureMaker:
             put_back()
             if exchanges and isinstance(error, Exception):
                 replication.reset()
-            if not isinstance(error, Exception) or isinstance(
-                error, PyGraphError | NumbersNotFound | CannotBeLoaded
-            ):
+            as_it_is = PyGraphError | NumbersNotFound | CannotBeLoaded | OtherWay
+            if not isinstance(error, Exception) or isinstance(error, as_it_is):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error, variant.trace, program.function())) from error
         finally:

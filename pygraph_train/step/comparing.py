@@ -13,6 +13,7 @@ from pygraph_train.step.batch_gradients import undoing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.program import Call
+from pygraph_train.step.replays import before_gradients
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
@@ -80,7 +81,7 @@ class Comparing:
             replay: makes the replay. It is called again where the first one had to be undone.
         Raises:
             NotLegal: it gives something else, and is undone.
-            OtherWay: values of the step lead another way than that of the graph. It is undone.
+            OtherWay: values of the step lead another way than that of the graph. Nothing stands.
         """
         started, training, maker = time.perf_counter(), self._training, self._maker
 
@@ -99,7 +100,7 @@ class Comparing:
             except NotLegal as refused:
                 if not capture.verified or refused.problem is not OUT_OF_MEMORY or self._together is not None:
                     raise
-                return self._unaudited(capture, started, replay)
+                return self._unaudited(variant, capture, started, replay)
         with _nothing_made():
             before, take_back = (
                 capture.gradients.snapshot(),
@@ -186,14 +187,20 @@ class Comparing:
             undo()
         raise NotLegal(problem)
 
-    def _unaudited(self, capture: Capture, started: float, replay: Callable[[], R]) -> R:
+    def _unaudited(self, variant: Variant, capture: Capture, started: float, replay: Callable[[], R]) -> R:
         """Make a replay that cannot be compared once more: a step without a graph has no memory beside the graph."""
         training = self._training
         training.engine.tidy()  # what the run that failed has left
         capture.audits.took(time.perf_counter() - started, first=False)
         training.clock.interrupted()
         training.report.note(_NO_MEMORY_TO_COMPARE)
-        return replay()
+        before, backup = capture.gradients.snapshot(), before_gradients(training.program, variant)
+        try:
+            return replay()
+        except OtherWay:
+            backup.restore()
+            capture.gradients.restore(before)
+            raise
 
     def _timed(self, variant: Variant, replay: Callable[[], R]) -> R:
         """Make a replay that is compared, and so waited for. What it takes decides which shapes get graphs."""
@@ -250,7 +257,7 @@ def _nothing_made() -> Iterator[None]:
     """
     try:
         yield
-    except PyGraphError:
+    except (PyGraphError, OtherWay):
         raise
     except Exception as error:
         raise NotLegal(problem_of(error)) from error

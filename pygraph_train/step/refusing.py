@@ -9,14 +9,16 @@ from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
-from pygraph_train.step.flight import StepInFlight
+from pygraph_train.step.flight import Ran, StepInFlight
 from pygraph_train.step.lifecycle import Life, LifeEvent, Scope, Stage, refusal
+from pygraph_train.step.other_ways import OtherWays
 from pygraph_train.step.program import Call
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Variant
+from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.tracing.gradient_hooks import backward_hook
 from pygraph_train.tracing.refusals import BEGINS_ANEW
 
@@ -34,6 +36,7 @@ class Refusing:
     Attributes:
         off: why no graph holds forward and backward any more.
         stopped: whether not even the update has one.
+        ways: of steps that go another way than their graph.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Refusing:
     ) -> None:
         self.off: Problem | None = None
         self.stopped = False
+        self.ways = OtherWays()
         self._training = training
         self._updates = updates
         self._decisions = decisions
@@ -68,19 +72,46 @@ class Refusing:
             self.run(problem, asked=asked is not None)
 
     def taken_back(
-        self, step: StepInFlight, signature: Signature, variant: Variant, run: Callable[[Call], R]
-    ) -> R:
-        """Make a step whose replay has failed, and was taken back."""
-        if variant.trace.gaps.decided:
-            self.other_way(step, signature, variant)
-        return self._ungraphed.plainly(run)
+        self, step: StepInFlight, variant: Variant, error: Exception, run: Callable[[Call], R]
+    ) -> Ran[R]:
+        """Make a step whose replay has raised this, and was taken back."""
+        if isinstance(error, OtherWay):
+            self.other_way(step, variant, error.where)
+        return Ran(self._ungraphed.plainly(run))
 
-    def other_way(self, step: StepInFlight, signature: Signature, variant: Variant) -> None:
-        """A replay was taken back, because values of the step lead another way than that of its graph."""
+    def other_way(self, step: StepInFlight, variant: Variant, where: str) -> None:
+        """A replay was taken back, because a value that is asked for there leads another way than that of its graph."""
+        arm, ways = step.arm, self.ways
         step.give_up()
-        problem = variant.trace.gaps.took_other_way(variant.replays)
-        if problem is not None:
-            self.calls(step, signature, variant, problem)
+        ways.took(where)
+        alike = [other for other in self._signatures.variants() if where in other.trace.gaps.lines]
+        replays = sum(other.replays for other in alike)
+        if variant.lead is None and ways.begins_anew(where, replays):
+            self._signatures.drop(variant, doubled=False)
+            if variant.family is not None:
+                variant.family.drop(variant)
+            return
+        costs = self._decisions.costs(variant, arm, self._updates.plans())
+        if (problem := ways.problem(where, replays, costs)) is not None:
+            self._leave(alike, problem)
+
+    def _leave(self, variants: list[Variant], problem: Problem) -> None:
+        """These kinds of calls have no graph any more, whatever their plans are."""
+        first, others = False, self._training.replays
+        for variant in variants:
+            others -= variant.replays
+            variant.forget_captures()
+            variant.meets(LifeEvent.REFUSED)
+            variant.choice = None
+            if variant.family is not None:
+                variant.family.ended = problem
+            if (signature := self._signatures.get(variant.key)) is not None:
+                signature.life, signature.no_graphs = Life(Stage.REFUSED), None
+                first |= self._signatures.is_first(signature)
+        if refusal(other_plans=False, first=first, replayed=others > 0) is Scope.RUN:
+            return self.run(problem)
+        self._training.report.start_over()
+        self._training.note(problem)
 
     def calls(
         self, step: StepInFlight, signature: Signature, variant: Variant | None, problem: Problem

@@ -10,12 +10,13 @@ import torch
 from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import Replayed, StepInFlight
+from pygraph_train.step.program import StepProgram
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
 
-__all__ = ["Replays"]
+__all__ = ["Replays", "before_gradients"]
 
 
 class Replays:
@@ -51,8 +52,8 @@ class Replays:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
-    ) -> Replayed | None:
-        """Make a replay; None where it has failed and was taken back. Hot path."""
+    ) -> Replayed | Exception:
+        """Make a replay, or return what it has raised, and was taken back for. Hot path."""
         step.replayed = True
         all_at_once = capture.writer is not None or variant.trace.host_draws is not None
         fails = variant.trace.gaps.left or (self._may_fail and all_at_once)
@@ -64,7 +65,7 @@ class Replays:
                 raise
             undo()
             step.replayed = False
-            return None
+            return error
         return made if capture.writer is None else self._writes.finished(capture, args, kwargs, made)
 
     def _undoing(
@@ -73,7 +74,7 @@ class Replays:
         """Before a replay: what takes it back."""
         before = capture.gradients.snapshot()
         if variant.trace.gaps.left:  # what raises there comes before anything writes gradients
-            backup: ScratchState | HostCopy = self._before_gradients(variant)
+            backup: ScratchState | HostCopy = before_gradients(self._program, variant)
         else:
             backup = self._maker.backup(variant, capture, args, kwargs, self._updates.preparation)
 
@@ -83,9 +84,9 @@ class Replays:
 
         return undo
 
-    def _before_gradients(self, variant: Variant) -> ScratchState:
-        """What the forward of a replay may change. Hot path: the lookup has read the tensors."""
-        program, trace = self._program, variant.trace
-        names, tensors = set(trace.written), trace.latest_tensors
-        written = [t for name, t in zip(trace.inputs, tensors, strict=True) if name in names]
-        return ScratchState(program.device, [*written, *program.extra_state()])
+
+def before_gradients(program: StepProgram, variant: Variant) -> ScratchState:
+    """What the forward of a replay may change. Hot path: the lookup has read the tensors."""
+    names, tensors = set(variant.trace.written), variant.trace.latest_tensors
+    written = [t for name, t in zip(variant.trace.inputs, tensors, strict=True) if name in names]
+    return ScratchState(program.device, [*written, *program.extra_state()])

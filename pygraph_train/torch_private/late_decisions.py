@@ -22,7 +22,15 @@ __all__ = ["QUESTIONS", "OtherWay", "bounds_bool", "changes", "decided"]
 
 
 class OtherWay(Exception):
-    """A value that the step computes leads another way than that of the graph."""
+    """A value that the step computes leads another way than that of the graph.
+
+    Args:
+        where: `file:line` of the question.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__("a value that the step computes leads another way than that of its graph")
+        self.where = where
 
 
 QUESTIONS: dict[str, Callable[[Any], bool]] = {
@@ -33,18 +41,13 @@ QUESTIONS: dict[str, Callable[[Any], bool]] = {
 }
 """What may be asked of a value, by name."""
 
-Decide = Callable[[fx.Node, str], "bool | None"]
-"""Of a node and a question about its value: the answer in the call that is traced; None if it is not known."""
+Decide = Callable[[fx.Node, str, str], "bool | None"]
+"""Of a node, a question about its value, and `file:line`: the answer in the call that is traced; None if not known."""
 
 
-def decided(value: Any, question: str, answer: bool) -> None:
-    """In a graph: ask.
-
-    Raises:
-        OtherWay: there is another answer.
-    """
-    if QUESTIONS[question](value) is not answer:
-        raise OtherWay("a value that the step computes leads another way")
+def decided(value: Any, question: str, answer: bool, where: str) -> None:
+    """In a graph of Dynamo's: a question, and its answer in the call that is traced. No such graph is run."""
+    raise AssertionError("a question was left in a graph")
 
 
 def bounds_bool(node: fx.Node) -> bool:
@@ -63,6 +66,8 @@ def changes(decide: Decide) -> tuple[list[tuple[Any, str, Any]], list[tuple[Any,
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    from pygraph_train.torch_private.past_obstacles import user_place
+
     def answer(output: Any, variable: Any, question: str = "bool") -> bool | None:
         variable = variable.realize()
         if output.current_tracer is not output.root_tracer:
@@ -78,9 +83,10 @@ def changes(decide: Decide) -> tuple[list[tuple[Any, str, Any]], list[tuple[Any,
             return None
         if node.graph is not output.root_tracer.graph:
             return None
-        found = decide(node, question)
+        where = user_place(output.current_tx)
+        found = decide(node, question, where)
         if found is not None:
-            output.create_node("call_function", decided, (node, question, found), {})
+            output.create_node("call_function", decided, (node, question, found, where), {})
         return found
 
     def of_numbers(call_function: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ __all__ = [
     "LateInt",
     "LateNumbers",
     "LateTensor",
+    "has_questions",
     "late_numbers",
     "nothing_depends_on_numbers",
     "without_late_numbers",
@@ -45,7 +46,7 @@ class LateNumbers:
         floats: for each, whether it is a float, which that code takes out of a tensor; otherwise an int.
         lines: for each, `file:line` where it is read or computed.
         compute: takes these tensors and returns these numbers.
-        check: asks in each run whether values lead the way of the graph; None where none decides.
+        checks: ask in each run whether values lead the way of the graph.
     """
 
     reads: int
@@ -54,7 +55,7 @@ class LateNumbers:
     floats: tuple[bool, ...]
     lines: tuple[str | None, ...]
     compute: Callable[..., tuple[Any, ...]]
-    check: Check | None = None
+    checks: tuple[Check, ...] = ()
 
     def outputs(self, found: Sequence[Any], *, marked: bool) -> list[Any]:
         """What Dynamo's code wants, of what the graph has returned. The host waits for the numbers.
@@ -88,15 +89,21 @@ class Check(nn.Module):
     Args:
         compute: takes tensors and returns answers.
         answers: of the call that was traced.
-
-    Attributes:
-        silent: whether a run that is no capture asks nothing.
+        lines: `file:line` of each question.
+        tensors: what is read, in the graph that was traced.
     """
 
-    def __init__(self, compute: Callable[..., tuple[Any, ...]], answers: tuple[bool, ...]) -> None:
+    def __init__(
+        self,
+        compute: Callable[..., tuple[Any, ...]],
+        answers: Sequence[bool],
+        lines: Sequence[str],
+        tensors: Sequence[fx.Node],
+    ) -> None:
         super().__init__()
-        self.silent = False
-        self._compute, self._answers = compute, answers
+        self.lines = tuple(lines)
+        self.tensors = list(tensors)
+        self._compute, self._answers = compute, tuple(answers)
 
     def forward(self, *tensors: Tensor) -> None:
         """Ask.
@@ -107,13 +114,13 @@ class Check(nn.Module):
         if may_leave_gap():
             places = [borrower(tensor) for tensor in tensors]
             leave_gap(lambda: self._ask([place() for place in places]))
-        elif not self.silent and not isinstance(tensors[0], FakeTensor):
+        elif not isinstance(tensors[0], FakeTensor):
             self._ask(tensors)
 
     def _ask(self, tensors: Sequence[Tensor]) -> None:
-        found = self._compute(*tensors)
-        if any(bool(x) is not answer for x, answer in zip(found, self._answers, strict=True)):
-            raise OtherWay("a value that the step computes leads another way than that of the graph")
+        for found, answer, line in zip(self._compute(*tensors), self._answers, self.lines, strict=True):
+            if bool(found) is not answer:
+                raise OtherWay(line)
 
 
 class _Mark:
@@ -179,13 +186,16 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
     if any(isinstance(_value(outputs[i]), torch.SymBool) for i in places):
         return None  # it has no subclass
     floats = tuple(not isinstance(_value(outputs[i]), torch.SymInt) for i in places)
-    compute = found.function(gm, [outputs[i] for i in places])
+    compute = found.function(gm, [outputs[i] for i in places], found.reads)
     alone = tuple(_read_alone(outputs[i], found.reads) for i in places)
     lines = tuple(_line(outputs[i]) for i in places)
-    check = None
-    if found.asks:
-        check = Check(found.function(gm, found.asks), tuple(node.args[2] for node in found.asks))  # type: ignore[misc]
-    return LateNumbers(len(found.reads), alone, tuple(places), floats, lines, compute, check)
+    checks = tuple(found.check(gm, asks) for asks in found.groups(gm))
+    return LateNumbers(len(found.reads), alone, tuple(places), floats, lines, compute, checks)
+
+
+def has_questions(gm: fx.GraphModule) -> bool:
+    """Whether values that a graph computes have decided which way it takes."""
+    return any(node.target is decided for node in gm.graph.nodes)
 
 
 def nothing_depends_on_numbers(gm: fx.GraphModule) -> bool:
@@ -215,18 +225,19 @@ def without_late_numbers(gm: fx.GraphModule, found: LateNumbers) -> fx.GraphModu
     graph = fx.Graph()
     values: Any = graph.graph_copy(gm.graph, copies)
     of_graph = _Found.of(gm)
-    read: list[fx.Node] = []
+    read: dict[fx.Node, fx.Node] = {}
     for node in of_graph.reads:
         with graph.inserting_before(copies[node]):
             alone = graph.call_method("detach", (copies[node].args[0],))
-            read.append(graph.call_method("clone", (alone,)))
-    if found.check is not None:
-        graph.call_module(_CHECK, tuple(read))
-    graph.output((*(value for i, value in enumerate(values) if i not in found.results), *read))
+            read[node] = graph.call_method("clone", (alone,))
+    for number, (asks, check) in enumerate(zip(of_graph.groups(gm), found.checks, strict=True)):
+        gm.add_module(f"{_CHECK}_{number}", check)
+        with graph.inserting_after(copies[asks[-1]]):
+            graph.call_module(f"{_CHECK}_{number}", tuple(map(read.__getitem__, check.tensors)))
+        check.tensors.clear()
+    graph.output((*(value for i, value in enumerate(values) if i not in found.results), *read.values()))
     for node in reversed([x for x in gm.graph.nodes if x in of_graph.numbers or x in of_graph.asks]):
         graph.erase_node(copies.pop(node))
-    if found.check is not None:
-        gm.add_module(_CHECK, found.check)
     return module_of_copy(gm, graph, copies)
 
 
@@ -260,22 +271,74 @@ class _Found:
                 found.numbers[node] = None
         return found
 
-    def function(self, gm: fx.GraphModule, wanted: list[fx.Node]) -> Callable[..., tuple[Any, ...]]:
+    def groups(self, gm: fx.GraphModule) -> list[list[fx.Node]]:
+        """Questions that are asked together: nothing between them goes wrong where an answer is another one.
+
+        What comes after a question may rest on its answer, as an index that the question was about: it would stop the
+        device.
+        """
+        groups: list[list[fx.Node]] = []
+        together = False
+        for node in gm.graph.nodes:
+            if node in self.asks:
+                if not together:
+                    groups.append([])
+                groups[-1].append(node)
+                together = True
+            elif node not in self.numbers and node not in self.reads and not _goes_well(node):
+                together = False
+        return groups
+
+    def check(self, gm: fx.GraphModule, asks: list[fx.Node]) -> Check:
+        """Asks these questions."""
+        wanted, needed = list(asks), set[fx.Node]()
+        while wanted:
+            node = wanted.pop()
+            if node in self.reads:
+                needed.add(node)
+            else:
+                wanted += node.all_input_nodes
+        reads = [node for node in self.reads if node in needed]
+        answers, lines = zip(*[node.args[2:] for node in asks], strict=True)
+        return Check(self.function(gm, asks, reads), answers, lines, reads)  # type: ignore[arg-type]
+
+    def function(
+        self, gm: fx.GraphModule, wanted: list[fx.Node], reads: list[fx.Node]
+    ) -> Callable[..., tuple[Any, ...]]:
         """Takes the tensors that are read, and returns these numbers, or answers to these questions."""
         graph = fx.Graph()
-        given = {node: graph.placeholder(node.name) for node in self.reads}
+        given = {node: graph.placeholder(node.name) for node in reads}
         copies: dict[fx.Node, fx.Node] = {}
         for node in gm.graph.nodes:
             if node in self.asks:
-                value = given[node] if node in given else copies[node.args[0]]
-                copies[node] = graph.call_function(QUESTIONS[str(node.args[1])], (value,))
+                value = given.get(node) or copies.get(node.args[0])
+                if value is not None:
+                    copies[node] = graph.call_function(QUESTIONS[str(node.args[1])], (value,))
             elif node in given:
                 copies[node] = graph.call_method("item", (given[node],))
-            elif node in self.numbers:
+            elif (
+                node in self.numbers
+                and all(x in copies for x in node.all_input_nodes)
+                and node not in self.reads
+            ):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in wanted))
         graph.eliminate_dead_code()
         return fx.GraphModule(gm, graph).forward
+
+
+def _goes_well(node: fx.Node) -> bool:
+    """Whether an operation does nothing but compare, whatever its values are."""
+    return node.target in (_COMPARISONS_OF_TENSORS if node.op == "call_method" else _COMPARE)
+
+
+_COMPARISONS_OF_TENSORS = (
+    *("gt", "lt", "ge", "le", "eq", "ne", "isnan", "isinf", "isfinite", "logical_not", "logical_or"),
+    *("logical_and", "any", "all", "abs", "detach", "float", "bool"),
+)
+_COMPARE = {
+    getattr(m, name) for name in _COMPARISONS_OF_TENSORS for m in (torch, operator) if hasattr(m, name)
+}
 
 
 def _computes(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.live_numbers import MOST, changes
 from pygraph_train.tracing.reading import Read, reader
 
-__all__ = ["FLOAT", "OTHER_DECISION", "CallNumbers", "in_tensor"]
+__all__ = ["FLOAT", "OTHER_DECISION", "WHOLE", "CallNumbers", "in_tensor"]
 
 OTHER_DECISION = Problem(
     "a number that changes with each step leads to another decision than in the traced step"
@@ -298,3 +298,6 @@ class CallNumbers:
 
 FLOAT = re.compile(r"([LG]\[.+) == -?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)")
 """Dynamo's guard of a number."""
+
+WHOLE = re.compile(r"([LG]\[.+) == -?\d+")
+"""That of an integer."""

@@ -7,7 +7,6 @@ capture, a comparison) take the writes back.
 
 from __future__ import annotations
 
-import re
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -33,8 +32,8 @@ from pygraph_train.torch_private.side_effects import (
 )
 from pygraph_train.tracing.counters import counters, without_counters
 from pygraph_train.tracing.host_draws import Ahead
-from pygraph_train.tracing.late_numbers import late_numbers, without_late_numbers
-from pygraph_train.tracing.live_numbers import FLOAT, OTHER_DECISION, CallNumbers
+from pygraph_train.tracing.late_numbers import has_questions, late_numbers, without_late_numbers
+from pygraph_train.tracing.live_numbers import FLOAT, OTHER_DECISION, WHOLE, CallNumbers
 from pygraph_train.tracing.obstacles import problem_of_write, side_effects
 from pygraph_train.tracing.reading import Read, reader
 from pygraph_train.tracing.reasons import first_use, line_of, readable
@@ -236,7 +235,7 @@ class ReproducingTrace(Trace):
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         failures = [*self.failures(frame), *self._still.changed_settings(frame)]
         changed = {found[1] for guard, _ in failures if (found := FLOAT.fullmatch(guard))}
-        whole = {found[1] for guard, _ in failures if (found := _NUMBER.fullmatch(guard))}
+        whole = {found[1] for guard, _ in failures if (found := WHOLE.fullmatch(guard))}
         return self._numbers | whole, self._decisive | (changed - whole)
 
     # -- inside Dynamo ------------------------------------------------------------------------------
@@ -277,8 +276,8 @@ class ReproducingTrace(Trace):
             return True
         return super()._is_worth_another_look(refused)
 
-    def _look_again(self, graph: torch.fx.GraphModule) -> None:
-        self._again = True
+    def _look_again(self, graph: torch.fx.GraphModule, *, decides: bool = True) -> None:
+        self._again, self.gaps.decide = True, self.gaps.decide and decides
         self._notes += tracing_notes(graph)
         with forgetting_values([graph]):
             raise NotLegal(Problem("the step is traced again"))
@@ -296,7 +295,9 @@ class ReproducingTrace(Trace):
             if self.live.drop(self.ahead.given(graph)):
                 self._look_again(graph)
         made: list[torch.fx.GraphModule] = []  # copies
-        if (late := late_numbers(graph)) is not None:
+        if (late := late_numbers(graph)) is None and has_questions(graph):
+            self._look_again(graph, decides=False)
+        if late is not None:
             made.append(graph := without_late_numbers(graph, late))
         found = counters(graph)
         numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]
@@ -317,6 +318,8 @@ class ReproducingTrace(Trace):
         seat = Seat(found, late)
         with forgetting_values(made):
             seat.graph = super()._backend(graph, example_inputs)
+        if self.gaps.decided and self.rebound:  # nobody takes back what a run gives other memory
+            self._look_again(graph, decides=False)
         if self._compiles == 1:
             writes = bool(effects) or appends_in_frame()
             self.reproduces = (writes or self._is_filled()) and self.problem is None
@@ -392,7 +395,3 @@ class ReproducingTrace(Trace):
             if tensor is not before:
                 return Problem(f"{readable(expression, fn)} is replaced by the step")
         return None
-
-
-_NUMBER = re.compile(r"([LG]\[.+) == -?\d+")
-"""Dynamo's guard of an integer."""

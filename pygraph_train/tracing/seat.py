@@ -68,8 +68,6 @@ class Seat:
         self._counted = counted
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        if self.late is not None and self.late.check is not None:
-            self.late.check.silent = self.marks
         found = self._with_counters(inputs)
         return found if self.late is None else self.late.outputs(found, marked=self.marks)
 

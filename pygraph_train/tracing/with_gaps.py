@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.problems import Problem
 from pygraph_train.torch_private import ctc_loss, cudnn_flags, host_backwards, late_decisions
 from pygraph_train.tracing.late_numbers import Check
-from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.rehearsal import value_in_rehearsal
 
 __all__ = ["Gaps"]
-
-
-_SOME, _EACH = 5, 10
-"""Steps may go another way so often, and once more in so many replays."""
 
 
 class Gaps:
@@ -33,38 +27,28 @@ class Gaps:
         decide: whether values that the step computes may decide which way it takes: a replay that leads another way
             has to be taken back. To be set before the first call.
         left: whether a capture of what was traced leaves gaps.
-        decided: whether such values have decided.
-        where: `file:line` of the last one.
+        not_at: `file:line` of conditions that go another way too often: they decide nothing.
+        lines: of those that have decided.
         only_eager: whether what was traced has parts that Inductor does not know.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.allowed = self.decide = False
-        self.left = self.only_eager = self.decided = False
+        self.left = self.only_eager = False
+        self.not_at: Container[str] = ()
+        self.lines: list[str] = []
         self._device = device
-        self.where: str | None = None
-        self._others = 0  # steps that went another way
 
-    def limit(self, config: PyGraphConfig) -> None:
+    @property
+    def decided(self) -> bool:
+        """Whether values that the step computes have decided which way it takes."""
+        return bool(self.lines)
+
+    def limit(self, config: PyGraphConfig, not_at: Container[str]) -> None:
         """Inductor knows none of what is in gaps, and a replay that nobody compares is never taken back."""
         self.allowed &= config.compile is not True
         self.decide &= self.allowed and config.verify != "off"
-
-    def took_other_way(self, replays: int) -> Problem | None:
-        """After a step that went another way: why its kind gets no graph any more, if that was too often.
-
-        Args:
-            replays: of this kind of step.
-        """
-        self._others += 1
-        if self._others <= _SOME + replays // _EACH:
-            return None
-        return Problem(
-            f"values that the step computes decide which way it takes, and {self._others} steps went another way than "
-            f"its graph, which was replayed in {replays}",
-            self.where,
-            "Compute the result with tensors (torch.where)",
-        )
+        self.not_at = not_at
 
     def around(self, changes: Iterable[tuple[Any, str, Any]]) -> tuple[tuple[Any, str, Any], ...]:
         """How Dynamo traces differently, besides other changes."""
@@ -74,9 +58,10 @@ class Gaps:
         of_operations = (*ctc_loss.changes(), *host_backwards.changes(), *cudnn_flags.changes())
         return (*before, *changes, *of_operations, *after)
 
-    def _answer(self, node: fx.Node, question: str) -> bool | None:
+    def _answer(self, node: fx.Node, question: str, where: str) -> bool | None:
+        if where in self.not_at:
+            return None
         try:
-            self.where = line_of(node) or self.where
             return bool(late_decisions.QUESTIONS[question](value_in_rehearsal(node, self._device)))
         except Exception:  # the step itself will say what is wrong
             return None
@@ -85,8 +70,9 @@ class Gaps:
         """After a trace."""
         graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
         targets = {node.target for each in graphs for node in each.nodes if node.op == "call_function"}
-        checks = [node for node in graph.graph.nodes if node.op == "call_module"]
-        self.decided = any(isinstance(getattr(graph, str(node.target), None), Check) for node in checks)
+        calls = [node for node in graph.graph.nodes if node.op == "call_module"]
+        called = [getattr(graph, str(node.target), None) for node in calls]
+        self.lines = [line for check in called if isinstance(check, Check) for line in check.lines]
         of_operations = (ctc_loss.ctc_loss, host_backwards.backward_in_gap)
         self.left = self.decided or not targets.isdisjoint(of_operations)
         self.only_eager = self.left or cudnn_flags.set_flags in targets
