@@ -85,7 +85,6 @@ def of_both_kinds(loss: Tensor, seen: list[Any]) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("on_cuda", [False, True])
 @pytest.mark.parametrize(
     "loss_of", [of_both_kinds, of_a_number, of_a_tensor, of_a_call, that_is_written, of_an_assertion]
 )
