@@ -198,6 +198,46 @@ def test_other_shapes_ask_nothing_that_was_left() -> None:
     assert len([row for row in report.fallbacks if "went another way" in row.reason]) == 1, str(report)
 
 
+def test_other_calls_keep_their_graphs_and_new_ones_ask_nothing_that_was_left() -> None:
+    def script(diary: Diary) -> None:
+        model = Wide()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Batch, weights: dict[str, Tensor]) -> Tensor:
+            loss = loss_for(model, batch) * sum(weights.values())
+            if "plain" not in weights and loss.item() > 20:  # here
+                loss = loss * 0.5
+            return loss
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for number, (x, y) in enumerate(batches(160)):
+            kind = "plain" if number < 20 or number % 4 > 1 else "first" if number < 80 else "second"
+            batch = (x * 100 if number % 2 else x, y)
+            diary.write("loss", step(batch, {kind: torch.ones(()), "other": torch.zeros(())}))
+            diary.write_state(model, optimizer)
+
+    report = both(script, replays=70)
+    left, asked = [row for row in report.fallbacks if row.where == line_of(script, "# here")]
+    assert "went another way" in left.reason and left.count == 1, str(report)
+    assert "read on the host" in asked.reason, str(report)
+
+
+def drawn_too(model: nn.Module, batch: Batch, seen: list[Any]) -> Tensor:
+    """Numbers of the host decide as well, and are drawn before each replay."""
+    loss = loss_for(model, batch)
+    if torch.rand(()).item() < 0.3:
+        loss = loss * 0.9
+    if loss.item() > 15:
+        loss = loss * 0.5
+        seen.append(torch.rand(()).item())
+    return loss
+
+
+@pytest.mark.parametrize("rare", [ALTERNATING, 7, 25])
+def test_with_ways_that_are_drawn(rare: int) -> None:
+    train(drawn_too, rare, steps=100, replays=1, plan=None)
+
+
 def index(model: nn.Module, batch: Batch, seen: list[Any]) -> Tensor:
     """An index that is only right where the answer is: on a GPU a wrong one would stop the device."""
     loss = loss_for(model, batch)
@@ -388,6 +428,28 @@ def test_with_a_scaler() -> None:
     assert not [row for row in both(script, replays=40).fallbacks if "another way" in row.reason]
 
 
+def test_what_was_gained_long_before_is_not_spent_again() -> None:
+    ways, costs, others = OtherWays(), StepCosts(1, 9, 9), 0
+    while ways.problem("a.py:1", 10_000, costs) is None:
+        ways.took("a.py:1")
+        others += 1
+    assert others <= 40
+    ways = OtherWays()
+    for number in range(1000):  # one in ten
+        ways.took("a.py:1")
+        assert ways.problem("a.py:1", 10 * number, costs) is None
+
+
+def test_a_step_is_traced_once_more_at_most() -> None:
+    ways = OtherWays()
+    found = []
+    for _ in range(9):
+        ways.took("a.py:1")
+        found.append(ways.begins_anew("a.py:1", 0))
+    assert found == [False, False, True] + [False] * 6
+    assert not any(ways.begins_anew("a.py:2", replays) for replays in (0, 1))
+
+
 @pytest.mark.parametrize(
     ("replays", "others", "costs", "stays"),
     [
@@ -397,8 +459,8 @@ def test_with_a_scaler() -> None:
         (6, 6, StepCosts(1, 9, 3), False),  # regions are better than plain steps
         (25, 6, StepCosts(1, 9, 3), True),
         (1000, 6, StepCosts(9, 9, 9), False),  # nothing to gain
-        (9, 6, None, False),
-        (10, 6, None, True),
+        (59, 6, None, False),
+        (60, 6, None, True),
     ],
 )
 def test_replays_that_are_taken_back_have_to_pay(

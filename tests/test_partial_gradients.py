@@ -5,6 +5,7 @@ Zeros would show: a parameter behind such results would have a gradient of zeros
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -34,8 +35,7 @@ class Watched(nn.Module):
     def loss(self, x: Tensor, used: bool) -> Tensor:
         hidden = self.scale * x[0].abs()
         number = self.aside(hidden).mean() + hidden.sum()
-        if number.item() > 1e6:
-            return hidden.sum()
+        print(number.item(), file=io.StringIO())
         loss = (hidden.neg() * (x[0] > 0)).sum()  # the gradient of some elements is -0.0
         return loss + number if used else loss
 
@@ -50,8 +50,7 @@ class Halves(nn.Module):
     def loss(self, x: Tensor, used: bool) -> Tensor:
         left, right = self.first(x).chunk(2, dim=-1)
         left, number = left.tanh(), right.exp().sum()
-        if number.item() < 0:
-            return left.sum()
+        print(number.item(), file=io.StringIO())
         return self.second(left).square().mean() + (number if used else 0.0)
 
 
@@ -66,8 +65,7 @@ class Factors(nn.Module):
         product = self.first(x).T @ x + torch.eye(WIDTH)
         q, r = torch.linalg.qr(product)
         q, r = q.contiguous().sin(), r.sum()
-        if r.item() > 1e6:
-            return q.sum()
+        print(r.item(), file=io.StringIO())
         return self.second(q).square().mean() + (r if used else 0.0)
 
 

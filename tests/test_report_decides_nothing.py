@@ -53,7 +53,9 @@ class HostRead(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        return out * 2 if float(out.detach().sum()) == 1e9 else out
+        for _ in range(int(out.detach().sum() == 1e9)):
+            out = out * 2
+        return out
 
 
 @pytest.fixture(autouse=True)

@@ -199,10 +199,11 @@ class StepReport:
         self.fallbacks.append(fallback)
         return True
 
-    def start_over(self) -> None:
-        """What was compared so far is of plans that are not legal any more."""
-        self._explored = self.exploration_steps
-        self.controllers.clear()
+    def start_over(self, only: Controller | None = None) -> None:
+        """What was compared so far, or in that comparison, is of plans that are not legal any more."""
+        gone = [c for c in self.controllers if only is None or c is only]
+        self._explored += sum(c.exploration_steps for c in gone)
+        self.controllers = [c for c in self.controllers if all(c is not other for other in gone)]
 
     def decided(self, switch: Switch) -> None:
         """Note which arm runs from now on."""

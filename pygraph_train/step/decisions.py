@@ -16,7 +16,7 @@ from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm, Phase, Plan
 from pygraph_train.selection.cache import Decision, DecisionCache
 from pygraph_train.selection.compile_time import COMPILE_SECONDS, COMPILE_SHARE_BESIDE, compile_seconds
-from pygraph_train.selection.controller import Controller, Estimate, Switch
+from pygraph_train.selection.controller import Controller, Estimate, Rules, Switch
 from pygraph_train.step.beside import Beside, WorkState, may_begin
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.identity import identity
@@ -200,7 +200,7 @@ class Decisions:
         known = variant if variant.lead is None else variant.lead
         times = {} if known.choice is None else dict(known.choice.controller.times)
         if known.warmup_seconds is not None:
-            times.setdefault(Arm(NOTHING), known.warmup_seconds)
+            times.setdefault(Arm(NOTHING), known.warmup_seconds / Rules().warmup_slack)
         if self._engine.name == "emulated":
             times = {other: timing.declared_seconds(other) for other in self.arms(variant, plans)}
         if arm not in times or Arm(NOTHING) not in times:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from pygraph_train.problems import Problem
@@ -15,8 +15,11 @@ _SOME = 5
 _EACH = 10
 """Replays that pay for one more, where their times are not known."""
 
+_LATEST = 32
+"""So many of them in a row have to pay by themselves: what was gained long before is not spent again."""
+
 _UNFIT = 3
-"""Graphs that were not replayed once by then may be for the way that is seldom taken."""
+"""A graph that was replayed less often than a third of that may be for the way that is seldom taken."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class OtherWays:
     def __init__(self) -> None:
         self.left: set[str] = set()
         self._others = Counter[str]()
+        self._latest: dict[str, deque[int]] = {}  # replays before each of them
         self._anew: set[str] = set()
 
     def took(self, where: str) -> None:
@@ -65,9 +69,12 @@ class OtherWays:
         Args:
             replays: of all graphs that ask there.
         """
-        if replays or self._others[where] < _UNFIT or where in self._anew:
+        others = self._others[where]
+        if others < _UNFIT or others <= _UNFIT * replays or where in self._anew:
             return False
         self._anew.add(where)
+        del self._others[where]
+        self._latest.pop(where, None)
         return True
 
     def problem(self, where: str, replays: int, costs: StepCosts | None) -> Problem | None:
@@ -77,9 +84,11 @@ class OtherWays:
             costs: None where they are not known.
         """
         others = self._others[where]
-        allowed = _SOME + (replays // _EACH if costs is None else 0)
-        if others <= allowed or (costs is not None and costs.pay(replays, others)):
-            return None
+        latest = self._latest.setdefault(where, deque(maxlen=_LATEST))
+        if others <= _SOME or _pay(replays, others, costs):
+            latest.append(replays)
+            if len(latest) < _LATEST or _pay(max(replays - latest[0], 0), _LATEST - 1, costs):
+                return None
         self.left.add(where)
         times = "once" if replays == 1 else f"{replays} times"
         return Problem(
@@ -88,3 +97,7 @@ class OtherWays:
             where,
             "Compute the result with tensors (torch.where), or move the decision out of the step",
         )
+
+
+def _pay(replays: int, others: int, costs: StepCosts | None) -> bool:
+    return replays >= _EACH * others if costs is None else costs.pay(replays, others)

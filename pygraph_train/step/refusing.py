@@ -102,7 +102,9 @@ class Refusing:
             others -= variant.replays
             variant.forget_captures()
             variant.meets(LifeEvent.REFUSED)
-            variant.choice = None
+            if variant.choice is not None:
+                self._training.report.start_over(variant.choice.controller)
+                variant.choice = None
             if variant.family is not None:
                 variant.family.ended = problem
             if (signature := self._signatures.get(variant.key)) is not None:
@@ -110,7 +112,6 @@ class Refusing:
                 first |= self._signatures.is_first(signature)
         if refusal(other_plans=False, first=first, replayed=others > 0) is Scope.RUN:
             return self.run(problem)
-        self._training.report.start_over()
         self._training.note(problem)
 
     def calls(

@@ -15,6 +15,9 @@ from pygraph_train.tracing.rehearsal import value_in_rehearsal
 
 __all__ = ["Gaps"]
 
+_MOST = 64
+"""Conditions in a step: what comes before each of them is computed once more when the step is traced."""
+
 
 class Gaps:
     """Of one trace.
@@ -37,7 +40,7 @@ class Gaps:
         self.left = self.only_eager = False
         self.not_at: Container[str] = ()
         self.lines: list[str] = []
-        self._device = device
+        self._device, self._asked = device, 0
 
     @property
     def decided(self) -> bool:
@@ -54,13 +57,15 @@ class Gaps:
         """How Dynamo traces differently, besides other changes."""
         if not self.allowed:
             return tuple(changes)
+        self._asked = 0
         before, after = late_decisions.changes(self._answer) if self.decide else ([], [])
         of_operations = (*ctc_loss.changes(), *host_backwards.changes(), *cudnn_flags.changes())
         return (*before, *changes, *of_operations, *after)
 
     def _answer(self, node: fx.Node, question: str, where: str) -> bool | None:
-        if where in self.not_at:
+        if where in self.not_at or self._asked == _MOST:
             return None
+        self._asked += 1
         try:
             return bool(late_decisions.QUESTIONS[question](value_in_rehearsal(node, self._device)))
         except Exception:  # the step itself will say what is wrong

@@ -74,3 +74,46 @@ def test_values_that_decide() -> None:
         return [*losses, *seen, *(t.detach() for t in left), torch.cuda.get_rng_state()]
 
     assert not both(script, replays=STEPS // 2, plan="{F B O}").fallbacks
+
+
+def test_an_index_that_rests_on_an_answer_does_not_stop_the_device() -> None:
+    def script(make: Make) -> list[Any]:
+        model, table = Net().cuda(), nn.Embedding(10, 4).cuda()
+        optimizer = torch.optim.AdamW([*model.parameters(), *table.parameters()], 1e-3, fused=True)
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y)
+            places = (x.abs().max() * 1.5 + 0 * loss.detach()).long().reshape(1)
+            if places.max() >= 10:
+                places = places.clamp(max=9)
+            return loss + table(places).sum()
+
+        step = make(loss_of, model, optimizer)
+        losses = [step(*batch) for batch in batches()]
+        return [*losses, *(t.detach() for t in (*model.parameters(), *table.parameters()))]
+
+    both(script, replays=STEPS // 2, plan="{F B O}")
+
+
+def test_a_decision_that_keeps_flipping_is_left() -> None:
+    def script(make: Make) -> list[Any]:
+        model = Net().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y) * x.abs().max()
+            if loss > 100:
+                loss = loss / 1000
+            return loss
+
+        step = make(loss_of, model, optimizer)
+        losses = []
+        for number, batch in enumerate(batches()):
+            losses.append(step(batch[0] * (1 + number % 2 * 1000), batch[1]))
+        return [
+            *losses,
+            *(t.detach() for t in (*model.parameters(), *model.buffers())),
+            torch.cuda.get_rng_state(),
+        ]
+
+    both(script, replays=1, plan=None)
