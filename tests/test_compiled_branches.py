@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import importlib
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -174,8 +175,7 @@ class Masked(nn.Module):
     def forward(self, x: Tensor, kept: Tensor) -> Tensor:
         mask = self.mask(kept)
         hidden = self.first(x).sin()
-        if hidden.mean() > 100:  # the host reads a value
-            hidden = hidden * 2
+        print(hidden.mean().item(), file=io.StringIO())  # the host reads a value
         result: Tensor = self.last(self.attend(hidden[: len(x) // 2], mask))
         return result
 
@@ -216,7 +216,7 @@ class Reading(Net):
         if self.counts:
             self.steps += 1
             self.seen.append(self.steps)
-        if not torch.compiler.is_compiling() and torch.tanh(y.detach().sum()) < 2:
+        if not torch.compiler.is_compiling() and len(f"{torch.tanh(y.detach().sum()).item():.1f}") < 9:
             return y * (2 + noise[:, None])
         return y * (3 + noise[:, None])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import io
 import weakref
 from types import SimpleNamespace
 from typing import Any, cast
@@ -398,7 +399,9 @@ class Halves(nn.Module):
 
     def loss(self, x: Tensor) -> Tensor:
         left, right = self.first(x).tanh().chunk(2, dim=-1)
-        return self.second(left if left.sum().item() > 0 else right).square().mean()
+        total = left.sum().item()
+        print(total, file=io.StringIO())
+        return self.second(left if total > 0 else right).square().mean()
 
 
 def test_a_result_without_a_gradient_beside_one_that_has_one_speaks_against_regions() -> None:

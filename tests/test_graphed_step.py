@@ -644,7 +644,8 @@ def _changed_after_a_refused_trace(make: Any, change: Any, index: int) -> Any:
 
         def refused(batch: Any) -> Tensor:
             loss = loss_of_model(batch)
-            return loss * 0.1 if loss.item() > 1e6 else loss
+            print(loss.item(), file=io.StringIO())
+            return loss
 
         step = diary.step(refused, model=model, optimizer=optimizer)
         gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from typing import Any
 
@@ -148,8 +149,7 @@ def test_a_batch_that_fails_ends_no_regions(spoil, bad):
 
         def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
             found = model(batch[0])
-            if found.sum().item() > 1e9:  # one graph before, another one after it
-                found = found * 2
+            print(found.sum().item(), file=io.StringIO())  # one graph before, another one after it
             return nn.functional.cross_entropy(found, batch[1])
 
         step = diary.step(step_fn, model=model, optimizer=optimizer)
