@@ -238,6 +238,33 @@ def test_with_ways_that_are_drawn(rare: int) -> None:
     train(drawn_too, rare, steps=100, replays=1, plan=None)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_with_numbers_that_change(keeps: bool) -> None:
+    """They are in the value that decides, and in what is kept of it."""
+
+    def script(diary: Diary) -> None:
+        model = Wide()
+        optimizer = adamw(model)
+        seen: list[float] = []
+
+        def step_fn(batch: Batch, weight: float) -> Tensor:
+            loss = loss_for(model, batch) * weight
+            if keeps:
+                seen.append(loss.item())
+            if loss.item() > 20:
+                loss = loss * 0.5
+            return loss
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for number, (x, y) in enumerate(batches(80)):
+            diary.write("loss", step((x * 100 if number % 30 == 29 else x, y), 1 + number / 100))
+            diary.write("seen", list(seen))
+            diary.write_state(model, optimizer)
+
+    report = both(script, replays=50, plan="{F B O}")
+    assert not [row for row in report.fallbacks if "went another way" in row.reason], str(report)
+
+
 def index(model: nn.Module, batch: Batch, seen: list[Any]) -> Tensor:
     """An index that is only right where the answer is: on a GPU a wrong one would stop the device."""
     loss = loss_for(model, batch)

@@ -93,6 +93,8 @@ class Check(nn.Module):
         tensors: what is read, in the graph that was traced.
     """
 
+    _is_impure = True  # for fx: it has no result, and is no dead code
+
     def __init__(
         self,
         compute: Callable[..., tuple[Any, ...]],
