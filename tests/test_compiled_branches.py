@@ -216,7 +216,7 @@ class Reading(Net):
         if self.counts:
             self.steps += 1
             self.seen.append(self.steps)
-        if not torch.compiler.is_compiling() and len(f"{torch.tanh(y.detach().sum()).item():.1f}") < 9:
+        if not torch.compiler.is_compiling() and range(int(torch.tanh(y.detach().sum()) < 2)):
             return y * (2 + noise[:, None])
         return y * (3 + noise[:, None])
 
