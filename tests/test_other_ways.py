@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from lightning_training import parity
 from torch import Tensor, nn
-from training import Diary, Net, adamw, batches, both, line_of
+from training import CONFIG, Diary, Net, adamw, batches, both, line_of
 
-from pygraph_train.problems import NotLegal
+from pygraph_train import GraphedStep
+from pygraph_train.problems import NotLegal, PyGraphError
 from pygraph_train.step.advancing import Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.other_ways import OtherWays, StepCosts
@@ -437,6 +439,20 @@ class Clipped(pl.LightningModule):
 def test_a_hook_that_decides_by_gradients_runs_in_each_step() -> None:
     plain, graphed = parity(Clipped, replays=10, max_epochs=3)
     assert plain.module.clipped == graphed.module.clipped > 0
+
+
+def test_whoever_wants_failures_gets_one() -> None:
+    model = Wide()
+    config = dataclasses.replace(CONFIG, on_failure="raise")
+    step = GraphedStep(
+        lambda batch: halves(model, batch, []), model=model, optimizer=adamw(model), config=config
+    )
+    with pytest.raises(PyGraphError, match="6 steps went another way"):
+        for number, (x, y) in enumerate(batches(60)):
+            before = [p.detach().clone() for p in model.parameters()]
+            step((x * 100 if number % 2 else x, y))
+    assert all(map(torch.equal, before, model.parameters()))
+    step.close()
 
 
 def test_with_a_scaler() -> None:
