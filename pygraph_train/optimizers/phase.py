@@ -172,7 +172,7 @@ class OptimizerPhase:
             if self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
                 self._runs[key] += 1
                 return self._run_prepared(body)
-            if not place.settled(self._replays):
+            if not place.settled(self._replays, None if capture is None else capture.replays):
                 return self._run_prepared(body)
             if not self._preparation.steady:
                 self._changes += 1
