@@ -149,14 +149,14 @@ def test_gradients_that_settle_elsewhere_are_found_again(seen):
         model = Net()
         optimizer = adamw(model)
         step = diary.step(with_print(model, diary), model=model, optimizer=optimizer)
-        for index, batch in enumerate(batches(120)):
+        for index, batch in enumerate(batches(160)):
             diary.write("loss", step(batch))
             if index == 40:
                 kept = [p.grad for p in model.parameters()]
             diary.write_state(model, optimizer)
         diary.write("kept", kept)
 
-    report = in_regions(both(script, replays=240))
+    report = in_regions(both(script, replays=310))
     assert report.optimizer_steps_replayed >= 75, str(report)
     assert [c.buffers for c in seen.captures] == [None, None]
     assert seen.copies == []

@@ -24,8 +24,8 @@ _PATIENCE: dict[Source, int] = {"graph": 16, "regions": 16, "autograd": 4}
 _REPLAYS_PER_STEP = 50
 """Replays that pay for one more step without a graph."""
 
-_REPLAYS_PER_CAPTURE = 50
-"""Replays that pay for one capture of the update."""
+_REPLAYS_PER_CAPTURE = 100
+"""Replays that pay for one capture of the update: 30 to 47 ms on an H200, and 0.3 to 0.5 ms are saved."""
 
 _dtype = operator.attrgetter("dtype")
 
