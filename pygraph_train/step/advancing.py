@@ -289,10 +289,13 @@ class Advancing:
         if variant.opened:
             self._signatures.forget(signature)  # the next call has another key
             return result
+        if problem is not None and variant.trace.gaps.islands.learned:
+            self._trace_anew(variant)
+            variant.trace.gaps.islands.learned = False
+            return result
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
-            old, variant.trace = variant.trace, self._training.program.new_trace(variant.trace.dynamic)
-            variant.trace.saved, variant.trace.gaps.allowed = old.saved, old.gaps.allowed
+            self._trace_anew(variant)
         elif problem is not None and variant.trace.dynamic:
             self._shapes.refused(variant)
         elif problem is not None and variant.way is not None:
@@ -301,6 +304,11 @@ class Advancing:
         elif problem is not None:
             self._refusing.calls(step, signature, variant, problem)
         return result
+
+    def _trace_anew(self, variant: Variant) -> None:
+        old, variant.trace = variant.trace, self._training.program.new_trace(variant.trace.dynamic)
+        variant.trace.saved, variant.trace.gaps.allowed = old.saved, old.gaps.allowed
+        variant.trace.gaps.islands = old.gaps.islands
 
     def _close_way(self, signature: Signature, variant: Variant, way: tuple[Any, ...]) -> None:
         """One of the ways of a step has no graph. The others keep theirs."""

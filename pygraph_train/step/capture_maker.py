@@ -149,6 +149,7 @@ class CaptureMaker:
             of_batch.begin()
             with replication.micro_batch(sync=position.sync):
                 loss, tree = program.forward(captured, static_args, static_kwargs)
+                variant.trace.gaps.check(loss)
                 program.backward(loss)
             if updates:
                 program.transform_gradients()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pygraph_train.problems import PyGraphError
 from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import Replayed, StepInFlight
@@ -14,6 +15,7 @@ from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
+from pygraph_train.torch_private.islands import BackwardChanged
 
 __all__ = ["Replays"]
 
@@ -63,6 +65,8 @@ class Replays:
             if undo is None or isinstance(error, torch.OutOfMemoryError):
                 raise
             undo()
+            if isinstance(error, BackwardChanged) and not step.position.fresh:
+                raise PyGraphError(f"gradients of this accumulation are lost: {error}") from error
             step.replayed = False
             return None
         return made if capture.writer is None else self._writes.finished(capture, args, kwargs, made)

@@ -188,6 +188,8 @@ class StepRunner:
             if variant.choice is None and variant.lead is None:
                 variant.choice = self._advance.compare_plans(variant)
             made = self._replays(step, variant, capture, args, kwargs, loaded)
+            if made is None and (unlike := variant.trace.gaps.islands.unlike_too_often()) is not None:
+                self._refusing.calls(step, signature, variant, unlike)
             return Ran(self._ungraphed.plainly(run)) if made is None else made
         return self._advance(step, signature, variant, args, kwargs, leaves, run)
 

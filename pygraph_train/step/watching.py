@@ -87,7 +87,7 @@ class Watching:
                 clock.mark("B")
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
                 variant.trace.problem = refused.problem
-                return fn(*args, **kwargs)
+                return variant.trace.gaps.islands.see(fn, args, kwargs, refused.problem)
             changed = before != _versions([*parameters, *others])
             variant.writes_parameters |= changed or _writes_a_parameter(variant.trace, fn, args, kwargs)
             if moves.found() and not variant.trace.rebound and variant.trace.problem is None:

@@ -141,6 +141,7 @@ class Trace:
         self._given = GivenTensors(runs=self.runs_graph)
         self._kept = KeptGuards()
         self.objects, self.gaps = ReturnedObjects(), Gaps()
+        self.gaps.islands.off = bool(self.dynamic)
         self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
         self._still = Stillness({}, {})
@@ -173,7 +174,9 @@ class Trace:
 
     def _is_worth_another_look(self, refused: Problem) -> bool:
         """After a trace that was given up, and ran nothing: whether the function is traced in another way now."""
-        if self._compiles or not (self.ahead.learned() or self.branches.others(refused)):
+        if self._compiles:
+            return False
+        if not self.ahead.learned() and (self.gaps.may_learn(refused) or not self.branches.others(refused)):
             return False
         self._go_through_dynamo(self._function_to_trace())
         return True

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from pygraph_train.problems import Problem
 from pygraph_train.torch_private import ctc_loss, cudnn_flags, host_backwards
+from pygraph_train.torch_private.islands import island
+from pygraph_train.tracing.islands import Islands, check_order, give_second_names
 
 __all__ = ["Gaps"]
 
@@ -18,21 +22,40 @@ class Gaps:
         allowed: whether a graph of the step may have gaps. To be set before the first call.
         left: whether a capture of what was traced leaves gaps.
         only_eager: whether what was traced has parts that Inductor does not know.
+        islands: modules that run in gaps.
     """
 
     def __init__(self) -> None:
         self.allowed = False
         self.left = self.only_eager = False
+        self.islands = Islands()
 
     def changes(self) -> tuple[tuple[Any, str, Any], ...]:
         """How Dynamo traces differently."""
         if not self.allowed:
             return ()
-        return (*ctc_loss.changes(), *host_backwards.changes(), *cudnn_flags.changes())
+        known = (*ctc_loss.changes(), *host_backwards.changes(), *cudnn_flags.changes())
+        return (*known, *self.islands.changes())
 
     def look_at(self, graph: torch.fx.GraphModule) -> None:
         """After a trace."""
         graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
         targets = {node.target for each in graphs for node in each.nodes if node.op == "call_function"}
-        self.left = not targets.isdisjoint((ctc_loss.ctc_loss, host_backwards.backward_in_gap))
+        self.left = not targets.isdisjoint((ctc_loss.ctc_loss, host_backwards.backward_in_gap, island))
         self.only_eager = self.left or cudnn_flags.set_flags in targets
+        self.islands.take(graph.graph)
+        if self.islands.present:
+            give_second_names(graph)
+
+    def check(self, loss: Tensor) -> None:
+        """In a capture, before its backward.
+
+        Raises:
+            NotLegal: its gradients would have other bits than those of plain training.
+        """
+        if self.islands.present:
+            check_order(loss)
+
+    def may_learn(self, refused: Problem) -> bool:
+        """Whether a step that is not traced shows what makes the next trace a longer one."""
+        return self.allowed and self.islands.may_learn(refused)
