@@ -113,7 +113,7 @@ def train(
     *,
     steps: int = 30,
     replays: int | None = 20,
-    plan: str = "{F B O}",
+    plan: str | None = "{F B O}",
     rows: int = ROWS,
     micro_batches: int = 1,
     make_batch: Callable[..., dict[str, Tensor]] = a_batch,
@@ -152,3 +152,189 @@ def test_experts_run_between_parts_of_the_graph(
 ) -> None:
     report = train(lambda: Model(Experts(dropout), Experts(dropout)), loss, optimizer=optimizer)
     assert not report.fallbacks, str(report)
+
+
+def test_second_names_keep_the_order_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them a capture is refused, and it has to be: the bits are others."""
+    monkeypatch.setattr("pygraph_train.tracing.with_gaps.give_second_names", lambda graph: None)
+    report = train(lambda: Model(Experts()), replays=1, plan=None, verify="off")
+    assert report.steps_replayed == 0 and "added in another order" in report.fallbacks[0].reason, str(report)
+    monkeypatch.setattr("pygraph_train.tracing.with_gaps.check_order", lambda loss: None)
+    report = train(lambda: Model(Experts()), replays=1, plan=None)
+    assert report.steps_replayed == 0 and "differs" in report.fallbacks[0].reason, str(report)
+    with pytest.raises(AssertionError):
+        train(lambda: Model(Experts()), verify="off")
+
+
+def test_all_shapes_of_experts_that_gradients_reach() -> None:
+    """Rows reach each expert or not: an empty selection has a gradient of zeros, and it is in the graph."""
+    report = train(lambda: Model(ExpertsApart(hit_only=False), ExpertsApart(hit_only=False)), rows=2, optimizer=adam)
+    assert not report.fallbacks, str(report)
+
+
+def test_experts_without_a_gradient_make_the_step_as_it_is_written() -> None:
+    """AdamW leaves a parameter alone whose gradient is None, and changes one whose gradient is zero."""
+    report = train(
+        lambda: Model(ExpertsApart(hit_only=True)), rows=13, steps=60, replays=20, plan="{F B O}", optimizer=adam
+    )
+    assert not report.fallbacks, str(report)
+
+
+def test_experts_that_often_have_no_gradient_are_refused() -> None:
+    report = train(
+        lambda: Model(ExpertsApart(hit_only=True)), rows=2, steps=60, replays=1, plan=None, optimizer=adam
+    )
+    assert "which of its parameters get gradients" in report.fallbacks[0].reason, str(report)
+
+
+@pytest.mark.parametrize("loss", [loss_of, under_autocast])
+def test_gradients_are_accumulated(loss: Callable[..., Any]) -> None:
+    report = train(lambda: Model(Experts(0.2), Experts()), loss, micro_batches=3, replays=20)
+    assert not report.fallbacks, str(report)
+
+
+class Raises(Experts):
+    """Some batches are bad."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        found = super().forward(x, chosen, weights)
+        if x.sum() > 1e3:
+            raise ZeroDivisionError("a bad batch")
+        return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_island_that_raises(micro_batches: int) -> None:
+    class Scaled(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 1.0
+
+    def make() -> nn.Module:
+        model = Scaled(Raises(0.2))
+        model.blocks[0].norm = nn.Identity()
+        return model
+
+    def batches(generator: torch.Generator, rows: int) -> dict[str, Tensor]:
+        batch = a_batch(generator, rows)
+        if batch["y"].sum() % 7 == 6:
+            batch["x"] = batch["x"].abs() * 1e4
+        return batch
+
+    class Positive(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.abs()
+
+    def with_positive() -> nn.Module:
+        model = make()
+        model.inside = Positive()  # type: ignore[assignment]
+        return model
+
+    train(with_positive, make_batch=batches, steps=60, micro_batches=micro_batches)
+
+
+class Counts(Experts):
+    calls = 0
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x, chosen, weights)
+
+
+class CountsLater(Experts):
+    calls = 0
+    begins = False
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if self.begins:
+            self.calls += 1
+        return super().forward(x, chosen, weights)
+
+
+class Resizes(Experts):
+    """Half of the rows, or a third."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        found = super().forward(x, chosen, weights)
+        return found[: 2 + int(chosen.sum() % 2)]
+
+
+class InPlace(Experts):
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, chosen, weights.mul_(1.5))
+
+
+class CallsFunction(Experts):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return grad * 2
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(self.Twice.apply(x), chosen, weights)  # type: ignore[no-untyped-call]
+
+
+class UsesAnother(Experts):
+    """A trained tensor that is not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = [nn.Parameter(torch.ones(WIDTH))]
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x * self.other[0], chosen, weights)
+
+
+class Hooked(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, args, result: result * 2)
+
+
+class ReturnsMore(Experts):
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Any:
+        return {"found": super().forward(x, chosen, weights)}
+
+
+class Shrinks(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inside(x)
+        weights, chosen = h[:, :EXPERTS].softmax(-1).topk(2, -1)
+        return self.head(x) + self.blocks[0].experts(h, chosen, weights).mean()  # type: ignore[no-any-return,operator]
+
+
+def in_checkpoint(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    found = checkpoint(model.blocks[0], model.inside(batch["x"]), use_reentrant=False)  # type: ignore[operator,index]
+    return F.cross_entropy(model.head(found), batch["y"])  # type: ignore[operator]
+
+
+def twice(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    block = model.blocks[0]  # type: ignore[index]
+    return F.cross_entropy(model.head(block(block(model.inside(batch["x"])))), batch["y"])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("make", [Counts, InPlace, CallsFunction, UsesAnother, Hooked])
+def test_modules_that_are_no_islands(make: Callable[[], nn.Module]) -> None:
+    report = train(lambda: Model(make()), replays=1, plan=None, verify="off")
+    assert report.steps_replayed == 0 and report.fallbacks, str(report)
+
+
+@pytest.mark.parametrize("loss", [in_checkpoint, twice])
+def test_calls_that_are_no_islands(loss: Callable[..., Any]) -> None:
+    report = train(lambda: Model(Experts()), loss, replays=1, plan=None, verify="off")
+    assert report.steps_replayed == 0 and report.fallbacks, str(report)
+
+
+def test_an_attribute_that_a_module_changes_later() -> None:
+    def begin(model: nn.Module, number: int) -> None:
+        model.blocks[0].experts.begins = number in (20, 21, 30)  # type: ignore[index,union-attr]
+
+    train(lambda: Model(CountsLater()), each=begin, steps=40, verify="off")
+
+
+def test_a_module_whose_results_have_shapes_of_values() -> None:
+    report = train(lambda: Shrinks(Resizes()), replays=1, plan=None, verify="off")
+    assert report.steps_replayed == 0 and report.fallbacks, str(report)

@@ -26,6 +26,7 @@ from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Variant
 from pygraph_train.step.watching import Watching
+from pygraph_train.torch_private.islands import BackwardChanged, Unlike
 from pygraph_train.tracing.changing_numbers import changing_numbers
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
 from pygraph_train.tracing.reproducing import ReproducingTrace
@@ -197,6 +198,10 @@ class Advancing:
                 self._shapes.failed(variant, refused.problem)
                 if made is not None:
                     return made
+        except (Unlike, BackwardChanged):  # and everything is as before
+            step.give_up()
+            if (unlike := variant.trace.gaps.islands.unlike_too_often()) is not None:
+                self._refusing.calls(step, signature, variant, unlike)
         return Ran(self._ungraphed.plainly(run))
 
     def ordered(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> Ran[R]:
@@ -364,6 +369,8 @@ class Advancing:
             family=family,
             way=other_way,
         )
+        for other in signature.variants[:1]:
+            trace.gaps.islands.knows(other.trace.gaps.islands)
         if family is not None:
             family.traced(variant)
         first = self._signatures.is_first(signature)

@@ -197,15 +197,18 @@ class CaptureMaker:
                     if isinstance(traced, ReproducingTrace) and traced.ahead.takes:
                         traced.fill(*given[:3])
             expected, reference, started = None, variant.last_comparison(), time.perf_counter()
+            run = functools.partial(
+                self.reference,
+                # accumulators of this run, in another stream, are none of the capture's
+                *(variant, gradients, call, *variant.inputs.tree((args, kwargs))),
+                updates=updates,
+                sync=position.sync,
+                around=nullcontext if loaded is None else functools.partial(loaded.only_read, reads),
+            )
+            if variant.trace.gaps.islands.unknown:
+                with variant.trace.gaps.islands.shown():
+                    run()
             if verify:
-                run = functools.partial(
-                    self.reference,
-                    # accumulators of this run, in another stream, are none of the capture's
-                    *(variant, gradients, call, *variant.inputs.tree((args, kwargs))),
-                    updates=updates,
-                    sync=position.sync,
-                    around=nullcontext if loaded is None else functools.partial(loaded.only_read, reads),
-                )
                 expected, reference = PlainRuns(run()), time.perf_counter() - started
                 while self._engine.shares_memory and self._together is None and expected.may_differ:
                     expected.add(run())  # later the graph's memory would come on top of that of a run

@@ -17,6 +17,7 @@ from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
+from pygraph_train.torch_private.islands import BackwardChanged, Unlike
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, problem_of
 from pygraph_train.tracing.signature import flattened
 from pygraph_train.verification import Fingerprint, PlainRuns
@@ -107,16 +108,23 @@ class Comparing:
                 backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
         put_back = training.program.replication.notes()
 
-        def undo() -> None:
+        def put_all_back() -> None:
             backup.restore()
             put_back()
             capture.gradients.restore(before)
             take_back()
+
+        def undo() -> None:
+            put_all_back()
             training.replays -= 1
             training.clock.undone()
 
         bits, stands = self._same_arithmetic(capture), True
-        result = self._timed(variant, replay)
+        try:
+            result = self._timed(variant, replay)
+        except (Unlike, BackwardChanged):
+            put_all_back()
+            raise
         try:
             found = self._left_by(capture)
             difference = runs.first.compare(found, bits=bits)

@@ -94,6 +94,7 @@ class Island:
         gradients: what the gradients of its inputs are like, None before a backward was seen.
         unlike: how often it was not like that.
         calls: in gaps.
+        shows: whether it runs as in gaps, and shows what its gradients are like. Nothing of such a run counts.
     """
 
     module: weakref.ref[torch.nn.Module]
@@ -106,6 +107,7 @@ class Island:
     gradients: list[Look | None] | None = None
     unlike: int = 0
     calls: int = 0
+    shows: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:
@@ -162,7 +164,7 @@ def island(number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     aliases = [x for x, requires in zip(given, one.requires, strict=True) if requires]
     if isinstance(tensors[0], FakeTensor) or may_leave_gap():
         pass
-    elif one.gradients is not None or not _differentiates(tensors):
+    elif not (one.shows and _differentiates(tensors)):
         results = one.call(given)
         for result, look in zip(results, one.tensors, strict=True):
             if (result.shape, result.dtype) != (look.shape, look.dtype):
@@ -190,7 +192,7 @@ def island_of_node(node: Any) -> Island | None:
 
 
 class _Island(torch.autograd.Function):
-    """In a capture the two gaps; otherwise a run that shows what its gradients are like."""
+    """In a capture the two gaps; otherwise a run that shows what its gradients are like: see `Island.shows`."""
 
     @staticmethod
     def forward(ctx: Any, one: Island, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -201,7 +203,11 @@ class _Island(torch.autograd.Function):
         if fake or may_leave_gap():
             results = [look.empty(tensors[0]) for look in one.tensors]
         else:
+            state = ModuleState(one.present())
             ctx.made = _Forward(one, given)
+            if (name := state.changed()) is not None:
+                state.restore()
+                raise one.differs(f"it has changed its attribute {name}")
             one.reached = ctx.made.reached
             results = [x.detach() for x in ctx.made.results]
         if may_leave_gap():

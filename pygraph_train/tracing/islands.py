@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,6 +85,26 @@ class Islands(CallsOfModules):
         """The graph of a trace is made."""
         self.present = [one for one in map(island_of_node, graph.nodes) if one is not None]
 
+    @property
+    def unknown(self) -> bool:
+        """Whether nobody has seen yet what gradients of islands are like."""
+        return any(one.gradients is None for one in self.present)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Context of a run that shows it, and does not count."""
+        for one in self.present:
+            one.shows = True
+        try:
+            yield
+        finally:
+            for one in self.present:
+                one.shows = False
+
+    def knows(self, other: Islands) -> None:
+        """What calls of another kind have shown of modules."""
+        self._seen = other._seen
+
     # -- after a trace that has ended in a module ---------------------------------------------------
 
     def may_learn(self, refused: Problem) -> bool:
@@ -109,8 +131,17 @@ class Islands(CallsOfModules):
         finally:
             for each in watched:
                 set_compiled_call(each, None)
-            self.learned = bool(self._seen[module].results) and self._seen[module].unfit is None
-            self.unfit = self._seen[module].unfit or self.unfit
+                if self._seen[each].unfit is None and not self._seen[each].results:
+                    del self._seen[each]  # it was not called, or has raised an exception
+            self.learned = self.wants(module)
+            if module in self._seen and (why := self._seen[module].unfit) is not None:
+                self.unfit = f"Between parts of a graph {type(module).__name__} cannot run: {why}"
+
+    def with_reason(self, refused: Problem) -> Problem:
+        """The same problem, and why a module that might do without does not."""
+        if self.unfit is None or self.unfit in refused.reason:
+            return refused
+        return replace(refused, reason=f"{refused.reason}. {self.unfit}")
 
     # -- what speaks against graphs -----------------------------------------------------------------
 
