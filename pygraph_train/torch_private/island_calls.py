@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,14 @@ class CallsOfModules:
     def __init__(self) -> None:
         self.broken: tuple[nn.Module, nn.Module] | None = None
         self._around: list[nn.Module] = []
+        self._followed: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+
+    def ends_at(self, node: torch.fx.Node) -> None:
+        """Let `broken` tell of a node of the graph."""
+        names = [name.partition("@")[0] for name in node.meta.get("nn_module_stack") or ()]
+        module = self._followed.get(names[-1]) if names else None
+        outer = self._followed.get(names[0]) if names else None
+        self.broken = None if module is None or outer is None else (module, outer)
 
     def results_of(self, module: nn.Module, kind: Kind) -> list[Look | None] | None:
         """What a module that is an island returns for such a call; None for another module or call."""
@@ -100,6 +109,7 @@ class CallsOfModules:
                     if made is not None:
                         return made
                 self._around.append(module)
+                self._followed[str(id(module))] = module
                 try:
                     return stock(variable, tx, args, kwargs)
                 except (ObservedException, RestartAnalysis):
@@ -118,8 +128,6 @@ class CallsOfModules:
 
     def _as_one_node(self, variable: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results of an island; None where this call cannot be one."""
-        import weakref
-
         from torch._dynamo.guards import GuardBuilder, install_guard
         from torch._dynamo.variables.builder import wrap_fx_proxy
         from torch._dynamo.variables.constant import ConstantVariable

@@ -32,7 +32,7 @@ from pygraph_train.torch_private.side_effects import SideEffect
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing import obstacles
 from pygraph_train.tracing.branches import Branches
-from pygraph_train.tracing.decided_by_values import decided_by_values
+from pygraph_train.tracing.decided_by_values import decided_by_values, first_decided
 from pygraph_train.tracing.drawn_tensors import is_drawn_on_device
 from pygraph_train.tracing.host_constants import HostConstants, make_once
 from pygraph_train.tracing.host_draws import HostDraws
@@ -334,6 +334,8 @@ class Trace:
         self._constants += constants.values
         if self._compiles == 1:
             self.made_once = constants.told
+            if (decided := first_decided(graph, constants.nodes)) is not None and self.gaps.may_begin_at(*decided):
+                raise NotLegal(decided[1])
         if self.problem is None:
             host = obstacles.on_host(graph, self.device, self._fn, constants.nodes)
             values = decided_by_values(graph, constants.nodes)

@@ -56,6 +56,13 @@ class Gaps:
         if self.islands.present:
             check_order(loss)
 
+    def may_begin_at(self, node: torch.fx.Node, problem: Problem) -> bool:
+        """The same of a trace that has gone on behind a node of its graph."""
+        if not self.allowed or self.islands.off:
+            return False
+        self.islands.ends_at(node)
+        return self.islands.may_learn(problem)
+
     def may_learn(self, refused: Problem) -> bool:
         """Whether a step that is not traced shows what makes the next trace a longer one."""
         return self.allowed and self.islands.may_learn(refused)
