@@ -1,4 +1,4 @@
-"""Modules in which values decide about shapes run on the host, between the parts of a graph with the rest of the step."""
+"""Modules in which values decide about shapes run on the host, between parts of a graph of the rest of the step."""
 
 from __future__ import annotations
 
@@ -168,14 +168,21 @@ def test_second_names_keep_the_order_of_gradients(monkeypatch: pytest.MonkeyPatc
 
 def test_all_shapes_of_experts_that_gradients_reach() -> None:
     """Rows reach each expert or not: an empty selection has a gradient of zeros, and it is in the graph."""
-    report = train(lambda: Model(ExpertsApart(hit_only=False), ExpertsApart(hit_only=False)), rows=2, optimizer=adam)
+    report = train(
+        lambda: Model(ExpertsApart(hit_only=False), ExpertsApart(hit_only=False)), rows=2, optimizer=adam
+    )
     assert not report.fallbacks, str(report)
 
 
 def test_experts_without_a_gradient_make_the_step_as_it_is_written() -> None:
     """AdamW leaves a parameter alone whose gradient is None, and changes one whose gradient is zero."""
     report = train(
-        lambda: Model(ExpertsApart(hit_only=True)), rows=13, steps=60, replays=20, plan="{F B O}", optimizer=adam
+        lambda: Model(ExpertsApart(hit_only=True)),
+        rows=13,
+        steps=60,
+        replays=20,
+        plan="{F B O}",
+        optimizer=adam,
     )
     assert not report.fallbacks, str(report)
 

@@ -200,8 +200,7 @@ class Advancing:
                     return made
         except (Unlike, BackwardChanged):  # and everything is as before
             step.give_up()
-            if (unlike := variant.trace.gaps.islands.unlike_too_often()) is not None:
-                self._refusing.calls(step, signature, variant, unlike)
+            self._refusing.islands(step, signature, variant)
         return Ran(self._ungraphed.plainly(run))
 
     def ordered(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> Ran[R]:

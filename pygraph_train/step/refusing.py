@@ -136,6 +136,11 @@ class Refusing:
             self.plain_step(BEGINS_ANEW, for_good=False)
         return False
 
+    def islands(self, step: StepInFlight, signature: Signature, variant: Variant) -> None:
+        """A replay was taken back: calls whose islands are of another kind again and again get no graph any more."""
+        if (unlike := variant.trace.gaps.islands.unlike_too_often()) is not None:
+            self.calls(step, signature, variant, unlike)
+
     def update(self, step: StepInFlight, problem: Problem) -> None:
         """The update has no graph from now on, and no other graph holds it."""
         if self._training.program.by_hand:

@@ -14,7 +14,7 @@ from pygraph_train.step.flight import Replayed, StepInFlight
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Variant
+from pygraph_train.step.variants import Capture, Signature, Variant
 from pygraph_train.torch_private.islands import BackwardChanged
 
 __all__ = ["Replays"]
@@ -31,6 +31,7 @@ class Replays:
     Args:
         training, updates, maker, writes: of the runner.
         replay: makes a replay without writes to Python.
+        taken_back: told of one that was taken back.
     """
 
     def __init__(
@@ -40,14 +41,17 @@ class Replays:
         maker: CaptureMaker,
         writes: PythonWrites,
         replay: Callable[[Variant, Capture, Sequence[Any]], Replayed],
+        taken_back: Callable[[StepInFlight, Signature, Variant], None],
     ) -> None:
         self._program = training.program
         self._updates, self._maker, self._writes, self._replay = updates, maker, writes, replay
+        self._taken_back = taken_back
         self._may_fail = training.engine.name == "emulated"
 
     def __call__(
         self,
         step: StepInFlight,
+        signature: Signature,
         variant: Variant,
         capture: Capture,
         args: tuple[Any, ...],
@@ -68,6 +72,7 @@ class Replays:
             if isinstance(error, BackwardChanged) and not step.position.fresh:
                 raise PyGraphError(f"gradients of this accumulation are lost: {error}") from error
             step.replayed = False
+            self._taken_back(step, signature, variant)
             return None
         return made if capture.writer is None else self._writes.finished(capture, args, kwargs, made)
 

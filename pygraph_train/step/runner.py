@@ -85,7 +85,7 @@ class StepRunner:
         self._signatures, self._ungraphed = signatures, UngraphedSteps(training, updates, regions, decisions)
         self._refusing = Refusing(training, updates, decisions, signatures, self._ungraphed)
         self._outside, self._writes = Outside(program), PythonWrites(program)
-        self._replays = Replays(training, updates, maker, self._writes, self._replay)
+        self._replays = Replays(training, updates, maker, self._writes, self._replay, self._refusing.islands)
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing)
         self._advance = Advancing(*parts, Watching(*parts[:2], maker), capture, self._replay, together)
@@ -187,9 +187,7 @@ class StepRunner:
             signature.refused = 0
             if variant.choice is None and variant.lead is None:
                 variant.choice = self._advance.compare_plans(variant)
-            made = self._replays(step, variant, capture, args, kwargs, loaded)
-            if made is None and (unlike := variant.trace.gaps.islands.unlike_too_often()) is not None:
-                self._refusing.calls(step, signature, variant, unlike)
+            made = self._replays(step, signature, variant, capture, args, kwargs, loaded)
             return Ran(self._ungraphed.plainly(run)) if made is None else made
         return self._advance(step, signature, variant, args, kwargs, leaves, run)
 

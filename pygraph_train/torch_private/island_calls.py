@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train.torch_private.changes import Around
-from pygraph_train.torch_private.islands import Island, Look, island
+from pygraph_train.torch_private.island_gaps import island
+from pygraph_train.torch_private.islands import Island, Look
 
 __all__ = ["CallsOfModules", "Kind", "kind_of_call"]
 
@@ -141,7 +142,12 @@ class CallsOfModules:
             return None
         results = self.results_of(module, kind)
         examples = [proxy.node.meta.get("example_value") for proxy in proxies]
-        if results is None or not examples or variable.source is None or tx.symbolic_torch_function_state.mode_stack:
+        if (
+            results is None
+            or not examples
+            or variable.source is None
+            or tx.symbolic_torch_function_state.mode_stack
+        ):
             return None
         if any(x.requires_grad and x.is_leaf for x in examples):
             return None
@@ -156,7 +162,8 @@ class CallsOfModules:
         one = Island(weakref.ref(module), _arguments(tree), requires, trained, buffers, results)
         self.made(one)
         proxy = tx.output.create_proxy("call_function", island, (one.number, *proxies, *members), {})
-        found = iter(wrap_fx_proxy(tx, proxy).items)
+        of_graph: Any = wrap_fx_proxy(tx, proxy)
+        found = iter(of_graph.items)
         made = [ConstantVariable.create(None) if look is None else next(found) for look in results]
         return made[0] if self.single(module) else TupleVariable(made)
 

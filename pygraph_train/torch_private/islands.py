@@ -20,16 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.gaps import leave_gap, may_leave_gap
-from pygraph_train.problems import NotLegal, Problem, PyGraphError
-from pygraph_train.torch_private.autograd import backward_keeps_graph, is_function_in_python, nodes_behind
-from pygraph_train.torch_private.dispatch import FakeTensor
+from pygraph_train.torch_private.autograd import is_function_in_python, nodes_behind
 from pygraph_train.torch_private.dynamo import untraced
-from pygraph_train.torch_private.gap_modes import present_modes, refuse_second_gradient
-from pygraph_train.torch_private.memory import borrower, no_view, storage_key, tensor_version
-from pygraph_train.torch_private.module_state import ModuleState
+from pygraph_train.torch_private.memory import no_view, storage_key, tensor_version
 
-__all__ = ["BackwardChanged", "Island", "Look", "NothingKnown", "Unlike", "flat_results", "island", "island_of_node"]
+__all__ = ["BackwardChanged", "Island", "IslandRun", "Look", "Unlike", "flat_results", "known_island"]
 
 
 class Unlike(RuntimeError):
@@ -38,10 +33,6 @@ class Unlike(RuntimeError):
 
 class BackwardChanged(RuntimeError):
     """The same in a backward: gradients may have been written."""
-
-
-class NothingKnown(NotLegal):
-    """A capture has come before the backward of an island was seen."""
 
 
 @dataclass(frozen=True)
@@ -150,96 +141,12 @@ def _run(module: Any, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def island(number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Call an island.
-
-    Args:
-        tensors: among its arguments, its parameters that are trained, and its buffers.
-
-    Returns:
-        Its results, and second names of those of its arguments through which gradients go.
-    """
-    one = _known[number]
-    given = tensors[: len(one.requires)]
-    aliases = [x for x, requires in zip(given, one.requires, strict=True) if requires]
-    if isinstance(tensors[0], FakeTensor) or may_leave_gap():
-        pass
-    elif not (one.shows and _differentiates(tensors)):
-        results = one.call(given)
-        for result, look in zip(results, one.tensors, strict=True):
-            if (result.shape, result.dtype) != (look.shape, look.dtype):
-                raise one.differs(f"a result is {Look.at(result)}, and was {look}")
-        return (*results, *aliases)
-    if _differentiates(tensors):
-        made: tuple[Tensor, ...] = _Island.apply(one, *tensors)  # type: ignore[no-untyped-call]
-        return made
-    results = [look.empty(tensors[0]) for look in one.tensors]
-    if may_leave_gap():
-        leave_gap(_Gap(one, given, results, differentiates=False).forward)
-    return (*results, *aliases)
+def known_island(number: Any) -> Island | None:
+    """The island of this number, as long as somebody holds it."""
+    return _known.get(number)
 
 
-def _differentiates(tensors: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def island_of_node(node: Any) -> Island | None:
-    """The island of a node in a graph of Dynamo's, or in one of autograd's; None where it is none."""
-    if isinstance(node, torch.fx.Node):
-        return _known.get(node.args[0]) if node.target is island else None  # type: ignore[call-overload]
-    found = getattr(node, "island", None)
-    return found if isinstance(found, Island) else None
-
-
-class _Island(torch.autograd.Function):
-    """In a capture the two gaps; otherwise a run that shows what its gradients are like: see `Island.shows`."""
-
-    @staticmethod
-    def forward(ctx: Any, one: Island, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.island, ctx.gap, ctx.made = one, None, None
-        ctx.set_materialize_grads(False)
-        given = tensors[: len(one.requires)]
-        fake = isinstance(tensors[0], FakeTensor)
-        if fake or may_leave_gap():
-            results = [look.empty(tensors[0]) for look in one.tensors]
-        else:
-            state = ModuleState(one.present())
-            ctx.made = _Forward(one, given)
-            if (name := state.changed()) is not None:
-                state.restore()
-                raise one.differs(f"it has changed its attribute {name}")
-            one.reached = ctx.made.reached
-            results = [x.detach() for x in ctx.made.results]
-        if may_leave_gap():
-            if one.gradients is None:
-                raise NothingKnown(Problem(f"no backward of {one.name} was seen before the capture"))
-            ctx.save_for_backward(*given)  # the backward may read their memory
-            ctx.gap = _Gap(one, given, results, differentiates=True)
-            leave_gap(ctx.gap.forward)
-        fixed = [x for x, look in zip(results, one.tensors, strict=True) if not look.requires_grad]
-        ctx.mark_non_differentiable(*fixed)
-        aliases = [x for x, requires in zip(given, one.requires, strict=True) if requires]
-        return (*results, *aliases)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        one: Island = ctx.island
-        rest = [None] * len(one.buffers)
-        if ctx.gap is None:
-            keep = backward_keeps_graph()
-            found = ctx.made.backward(grads, keep=keep)
-            ctx.made = ctx.made if keep else None
-            one.gradients = [None if x is None else Look.at(x.detach()) for x in found]
-            return (None, *found, *rest)
-        refuse_second_gradient(f"a module that runs on the host ({one.name})")
-        assert one.gradients is not None
-        like = ctx.saved_tensors[0] if ctx.saved_tensors else next(x for x in grads if x is not None)
-        places = [None if look is None else look.empty(like) for look in one.gradients]
-        leave_gap(ctx.gap.backward(grads, places))
-        return (None, *places, *rest)
-
-
-class _Forward:
+class IslandRun:
     """A forward of an island with its own autograd graph.
 
     Args:
@@ -252,7 +159,7 @@ class _Forward:
     """
 
     def __init__(self, one: Island, tensors: Sequence[Tensor]) -> None:
-        self._one, self._ends = one, []
+        self._one = one
         leaves: list[Tensor] = []
         given: list[Tensor] = []
         with torch.enable_grad():
@@ -288,7 +195,9 @@ class _Forward:
         for node in nodes_behind(*(x.grad_fn for x in self.results)):
             if hasattr(node, "variable"):
                 if id(node.variable) not in places:
-                    raise self._one.differs("it uses a trained tensor that is neither an argument nor a parameter of it")
+                    raise self._one.differs(
+                        "it uses a trained tensor that is neither an argument nor a parameter of it"
+                    )
                 found.add(places[id(node.variable)])
             elif is_function_in_python(node):
                 raise self._one.differs("it calls a torch.autograd.Function, whose gradients may be None")
@@ -306,7 +215,9 @@ class _Forward:
         with torch.enable_grad():
             names = [x.view_as(x) for x in differentiable]  # the latest nodes: their gradients arrive first
         pairs = [
-            (x, g) for x, g in zip([*self.results, *names], grads, strict=True) if g is not None and x.requires_grad
+            (x, g)
+            for x, g in zip([*self.results, *names], grads, strict=True)
+            if g is not None and x.requires_grad
         ]
         asked = [*differentiable, *self._trained]
         found: Sequence[Tensor | None] = [None] * len(asked)
@@ -315,92 +226,3 @@ class _Forward:
             found = torch.autograd.grad(ends, asked, given, retain_graph=keep, allow_unused=True)
         left = iter(found)
         return [*(next(left) if requires else None for requires in one.requires), *left]
-
-
-class _Gap:
-    """An island in one replay after the other.
-
-    Args:
-        one: the island.
-        tensors: among its arguments. What is captured owns their memory.
-        results: get its results.
-    """
-
-    def __init__(
-        self, one: Island, tensors: Sequence[Tensor], results: Sequence[Tensor], *, differentiates: bool
-    ) -> None:
-        self._one, self._differentiates = one, differentiates
-        self._tensors = [borrower(x.detach()) for x in tensors]
-        self._results = [borrower(x.detach()) for x in results]
-        self._modes, self._grad = present_modes(results[0].device.type), differentiates or torch.is_grad_enabled()
-        self._backwards = 0
-        self._made: _Forward | None = None
-
-    def forward(self) -> None:
-        """The results of this replay."""
-        one, self._made = self._one, None
-        one.calls += 1
-        state = ModuleState(one.present())
-        tensors = [borrow() for borrow in self._tensors]
-        try:
-            with self._modes():
-                if self._differentiates and self._backwards:
-                    made = _Forward(one, tensors)
-                    if made.reached != one.reached:
-                        raise one.differs("gradients reach other parameters or arguments than before")
-                    results, self._made = made.results, made
-                else:
-                    with torch.set_grad_enabled(self._grad):
-                        results = one.call(tensors)
-            if (name := state.changed()) is not None:
-                raise one.differs(f"it has changed its attribute {name}")
-            _copy(one, results, self._results)
-        except BaseException:
-            self._made = None
-            state.restore()
-            raise
-
-    def backward(self, grads: Sequence[Tensor | None], places: Sequence[Tensor | None]) -> Callable[[], None]:
-        """What computes the gradients of this replay.
-
-        Args:
-            grads: of the results, and of the second names of arguments.
-            places: get the gradients.
-        """
-        given = [None if x is None else borrower(x.detach().resolve_neg()) for x in grads]
-        into = [None if x is None else borrower(x) for x in places]
-        self._backwards += 1
-        number = self._backwards
-
-        def work() -> None:
-            one, made = self._one, self._made
-            assert made is not None
-            further = number < self._backwards
-            self._made = made if further else None
-            try:
-                with self._modes():
-                    found = made.backward([None if x is None else x() for x in given], keep=further)
-                if [x is None for x in found] != [x is None for x in into]:
-                    raise one.differs("other gradients are None than before")
-                pairs = [(x, place) for x, place in zip(found, into, strict=True) if x is not None and place is not None]
-                _copy(one, [x for x, _ in pairs], [place for _, place in pairs])
-            except Exception as error:
-                raise BackwardChanged(str(error)) from error
-
-        return work
-
-
-def _copy(one: Island, made: Sequence[Tensor], places: Sequence[Callable[[], Tensor]]) -> None:
-    with torch.no_grad():
-        for x, borrow in zip(made, places, strict=True):
-            place = borrow()
-            if (x.shape, x.stride(), x.dtype) != (place.shape, place.stride(), place.dtype):
-                raise one.differs(f"it has made {Look.at(x)} and strides {x.stride()}, its graph takes {Look.at(place)}")
-            _each_once(place).copy_(_each_once(x))
-
-
-def _each_once(x: Tensor) -> Tensor:
-    """One of those elements of a tensor that have their memory in common."""
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        x = x.narrow(dim, 0, 1) if size > 1 and not stride else x
-    return x

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from pygraph_train.torch_private.autograd import edges_in_order
 from pygraph_train.torch_private.dynamo import compiled_call, set_compiled_call, uncompiled_call
 from pygraph_train.torch_private.hooks import module_hook_tables, saved_tensors_hooks_active
 from pygraph_train.torch_private.island_calls import CallsOfModules, Kind, kind_of_call
-from pygraph_train.torch_private.islands import Island, Look, flat_results, island_of_node
+from pygraph_train.torch_private.island_gaps import island_of_node
+from pygraph_train.torch_private.islands import Island, Look, flat_results
 from pygraph_train.torch_private.memory import storages, tensor_version
 from pygraph_train.torch_private.module_state import ModuleState
 from pygraph_train.torch_private.side_effects import SideEffect
@@ -42,16 +42,18 @@ _MOST_UNLIKE, _CALLS_PER_UNLIKE = 3, 50
 class Islands(CallsOfModules):
     """Of the traces of one kind of call, one after the other.
 
-    Attributes:
+    Args:
         off: whether there are none.
+
+    Attributes:
         present: those in the graph of the last trace.
         unfit: why a module that values break cannot be one.
         learned: whether a step has shown an island since this was set to False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, off: bool = False) -> None:
         super().__init__()
-        self.off = self.learned = False
+        self.off, self.learned = off, False
         self.present: list[Island] = []
         self.unfit: str | None = None
         self._made: list[Island] = []
@@ -85,18 +87,14 @@ class Islands(CallsOfModules):
         """The graph of a trace is made."""
         self.present = [one for one in map(island_of_node, graph.nodes) if one is not None]
 
-    @property
-    def unknown(self) -> bool:
-        """Whether nobody has seen yet what gradients of islands are like."""
-        return any(one.gradients is None for one in self.present)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Context of a run that shows it, and does not count."""
+    def show(self, run: Callable[[], Any]) -> None:
+        """Let a run that does not count show what the gradients of islands are like, where nobody has seen it yet."""
+        if all(one.gradients is not None for one in self.present):
+            return
         for one in self.present:
             one.shows = True
         try:
-            yield
+            run()
         finally:
             for one in self.present:
                 one.shows = False
@@ -114,7 +112,9 @@ class Islands(CallsOfModules):
         module, _ = self.broken
         return module not in self._seen and compiled_call(module) is None
 
-    def see(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], refused: Problem) -> Any:
+    def see(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], refused: Problem
+    ) -> Any:
         """Run a step's function as it is written, and see what that module, and others of its class, return."""
         if not self.may_learn(refused):
             return fn(*args, **kwargs)
@@ -290,8 +290,8 @@ def check_order(loss: Tensor) -> None:
             name = (one or arrived[edge]).name  # type: ignore[union-attr]
             raise NotLegal(
                 Problem(
-                    f"gradients of a tensor would be added in another order: {name}, which runs on the host, uses it, and "
-                    "the step uses it elsewhere as well"
+                    f"gradients of a tensor would be added in another order: {name}, which runs on the host, uses it, "
+                    "and the step uses it elsewhere as well"
                 )
             )
         arrived[edge] = one

@@ -15,7 +15,7 @@ from pygraph_train.torch_private.counted_scatter import counted_scatter
 from pygraph_train.torch_private.ctc_loss import ctc_loss
 from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator, written_by_schema
 from pygraph_train.torch_private.host_backwards import backward_in_gap
-from pygraph_train.torch_private.islands import island_of_node
+from pygraph_train.torch_private.island_gaps import island_of_node
 from pygraph_train.torch_private.memory import storage_key, tensor_version
 from pygraph_train.torch_private.rolled import rolled
 from pygraph_train.torch_private.selected import selected
