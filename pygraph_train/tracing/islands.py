@@ -109,8 +109,11 @@ class Islands(CallsOfModules):
         """Whether the module in which a trace has ended may be an island, and no step has shown it yet."""
         if self.off or self.broken is None or not any(text in refused.reason for text in _OF_VALUES):
             return False
-        module, _ = self.broken
-        return module not in self._seen and compiled_call(module) is None
+        module, outer = self.broken
+        if module in self._seen or compiled_call(module) is not None:
+            return False
+        inside = {m for each in _alike(module, outer) for m in each.modules()}
+        return 2 * len(inside) <= len(list(outer.modules()))  # else parts between breaks may have graphs of their own
 
     def see(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], refused: Problem
@@ -120,9 +123,7 @@ class Islands(CallsOfModules):
             return fn(*args, **kwargs)
         assert self.broken is not None
         (module, outer), self.broken = self.broken, None
-        own = not type(module).__module__.startswith("torch.nn.")
-        alike = [m for m in outer.modules() if m is module or (own and type(m) is type(module))]
-        watched = [m for m in alike if compiled_call(m) is None and m not in self._seen]
+        watched = [m for m in _alike(module, outer) if compiled_call(m) is None and m not in self._seen]
         for each in watched:
             self._seen[each] = seen = _Seen()
             set_compiled_call(each, seen.watching(each))
@@ -174,6 +175,12 @@ class Islands(CallsOfModules):
                     f"what {one.name} returns, or which of its parameters get gradients, changes from step to step"
                 )
         return None
+
+
+def _alike(module: nn.Module, outer: nn.Module) -> list[nn.Module]:
+    """A module and others of its class."""
+    own = not type(module).__module__.startswith("torch.nn.")
+    return [m for m in outer.modules() if m is module or (own and type(m) is type(module))]
 
 
 class _Seen:
