@@ -388,3 +388,72 @@ def test_packed_sequences(kind: type[nn.RNNBase], both_ways: bool) -> None:
 
     report = train(lambda: Sequences(kind, both=both_ways), loss, make_batch=batches)
     assert not report.fallbacks, str(report)
+
+
+class Doubles(nn.Module):
+    """Takes the place of experts, and has their parameters."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = experts.up, experts.down
+        self.forward_of: Any = [experts]
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        found: Tensor = self.forward_of[0](x, chosen, weights)
+        return found * 2
+
+
+def test_another_module_in_the_place_of_an_island() -> None:
+    def exchange(model: nn.Module, number: int) -> None:
+        if number == 20:
+            model.blocks[0].experts = Doubles(model.blocks[0].experts)  # type: ignore[index,union-attr]
+
+    train(lambda: Model(Experts()), each=exchange, steps=40, replays=10, plan=None)
+
+
+def test_modes_of_an_island_that_change_in_mid_run() -> None:
+    def change(model: nn.Module, number: int) -> None:
+        experts = model.blocks[0].experts  # type: ignore[index,union-attr]
+        experts.train(number % 10 < 5)
+        experts.dropout = 0.3 if number < 20 else 0.1
+
+    train(lambda: Model(Experts(0.3)), each=change, steps=40, verify="off")
+
+
+class Normalizes(Experts):
+    """Writes to buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("seen", torch.zeros(EXPERTS))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        self.seen += torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        found = self.norm(super().forward(x, chosen, weights))
+        if self.seen[0] % 5 == 4:
+            raise ZeroDivisionError("a number")
+        return found
+
+
+@pytest.mark.parametrize("verify", ["always", "off"])
+def test_buffers_that_an_island_writes(verify: str) -> None:
+    """Also where it raises after that: its replay is taken back, and the step makes the writes."""
+
+    def reads(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = loss_of(model, batch)
+        return loss + model.blocks[0].experts.seen.sum() * 1e-3  # type: ignore[index,union-attr,operator,return-value]
+
+    train(lambda: Model(Normalizes()), reads, steps=60, verify=verify)
+
+
+def test_objects_that_the_step_writes_and_an_island_reads() -> None:
+    def writes(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Dynamo sees that nothing is left of it."""
+        model.blocks[0].experts.dropout = 0.3 if batch["x"].shape[0] == ROWS else 0.1  # type: ignore[index,union-attr]
+        loss = loss_of(model, batch)
+        model.blocks[0].experts.dropout = 0.0  # type: ignore[index,union-attr]
+        return loss
+
+    report = train(lambda: Model(Experts()), writes, replays=1, plan=None, verify="off")
+    assert report.steps_replayed == 0 and "may read" in report.fallbacks[0].reason, str(report)

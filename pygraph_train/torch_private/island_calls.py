@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.island_gaps import island
 from pygraph_train.torch_private.islands import Island, Look
+from pygraph_train.torch_private.module_state import reachable_from
 
 __all__ = ["CallsOfModules", "Kind", "kind_of_call"]
 
@@ -64,10 +65,12 @@ class CallsOfModules:
     Attributes:
         broken: the innermost module in which the last trace ended, and the outermost one around it; None where the
             trace ended outside of modules, or inside of a graph in the graph of the step.
+        unfit: why a module that values break cannot be an island.
     """
 
     def __init__(self) -> None:
         self.broken: tuple[nn.Module, nn.Module] | None = None
+        self.unfit: str | None = None
         self._around: list[nn.Module] = []
         self._followed: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
 
@@ -151,6 +154,11 @@ class CallsOfModules:
             return None
         if any(x.requires_grad and x.is_leaf for x in examples):
             return None
+        if _has_written(tx, module):
+            self.unfit = (
+                f"{type(module).__name__} may read an object that the step writes to before it is called"
+            )
+            return None
         trained = [name for name, x in module.named_parameters() if x.requires_grad]
         buffers = [name for name, _ in module.named_buffers()]
         try:
@@ -166,6 +174,25 @@ class CallsOfModules:
         found = iter(of_graph.items)
         made = [ConstantVariable.create(None) if look is None else next(found) for look in results]
         return made[0] if self.single(module) else TupleVariable(made)
+
+
+_MOST_OBJECTS = 5000
+
+
+def _has_written(tx: Any, module: nn.Module) -> bool:
+    """Whether the step, as far as it was followed, has written to an object that a module may read.
+
+    Dynamo makes these writes when its graph has run. What is reached through slots, closures and globals of functions
+    is not looked at, but any global that was written counts.
+    """
+    from torch._dynamo.variables.misc import NewGlobalVariable
+
+    effects = tx.output.side_effects
+    if any(isinstance(x, NewGlobalVariable) for x in effects.store_attr_mutations):
+        return True
+    existing = [(key, x) for key, x in effects.id_to_variable.items() if x.mutation_type is not None]
+    written = {key for key, x in existing if x.source is not None and effects.is_modified(x)}
+    return bool(written) and not written.isdisjoint(reachable_from(module, _MOST_OBJECTS))
 
 
 def _arguments(tree: tuple[list[Any], dict[str, Any]]) -> Callable[[Sequence[Any]], Any]:

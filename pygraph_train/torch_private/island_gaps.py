@@ -16,6 +16,7 @@ from pygraph_train.torch_private.gap_modes import present_modes, refuse_second_g
 from pygraph_train.torch_private.islands import BackwardChanged, Island, IslandRun, Look, known_island
 from pygraph_train.torch_private.memory import borrower
 from pygraph_train.torch_private.module_state import ModuleState
+from pygraph_train.torch_private.switches import SWITCHES, switches
 
 __all__ = ["island", "island_of_node"]
 
@@ -129,6 +130,7 @@ class _Gap:
             present_modes(results[0].device.type),
             differentiates or torch.is_grad_enabled(),
         )
+        self._switches = _switches()
         self._backwards = 0
         self._made: IslandRun | None = None
 
@@ -140,6 +142,8 @@ class _Gap:
         tensors = [borrow() for borrow in self._tensors]
         try:
             with self._modes():
+                if _switches() != self._switches:  # a context of the step that replays are not in
+                    raise one.differs("switches of torch are not those of its place in the step")
                 if self._differentiates and self._backwards:
                     made = IslandRun(one, tensors)
                     if made.reached != one.reached:
@@ -188,6 +192,10 @@ class _Gap:
                 raise BackwardChanged(str(error)) from error
 
         return work
+
+
+def _switches() -> list[Any]:
+    return [value for name, value in zip(SWITCHES, switches(), strict=True) if name != "function_modes"]
 
 
 def _copy(one: Island, made: Sequence[Tensor], places: Sequence[Callable[[], Tensor]]) -> None:

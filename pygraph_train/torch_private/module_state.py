@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict, deque
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["ModuleState"]
+__all__ = ["ModuleState", "reachable_from"]
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 
@@ -21,7 +22,13 @@ class ModuleState:
             (name, value, value.copy())
             for _, held in self._held
             for name, value in held.items()
-            if type(value) in _CONTAINERS
+            if type(value) in _CONTAINERS and value
+        ]
+        self._empty: list[tuple[str, Any]] = [
+            (name, value)
+            for _, held in self._held
+            for name, value in held.items()
+            if type(value) in _CONTAINERS and not value
         ]
 
     def changed(self) -> str | None:
@@ -31,7 +38,10 @@ class ModuleState:
             if len(now) != len(held) or any(now.get(name, self) is not value for name, value in held.items()):
                 names = [*held, *now]
                 return next(n for n in names if now.get(n, self) is not held.get(n, self))
-        return next((name for name, value, before in self._contents if not _same(value, before)), None)
+        filled = next((name for name, value in self._empty if value), None)
+        return filled or next(
+            (name for name, value, before in self._contents if not _same(value, before)), None
+        )
 
     def restore(self) -> None:
         """Let the attributes be that again."""
@@ -40,6 +50,8 @@ class ModuleState:
         for module, held in self._held:
             vars(module).clear()
             vars(module).update(held)
+        for _, value in self._empty:
+            value.clear()
         for _, value, before in self._contents:
             value.clear()
             if isinstance(value, (list, deque)):
@@ -56,3 +68,27 @@ def _same(value: Any, before: Any) -> bool:
     if isinstance(value, set):
         return set(map(id, value)) == set(map(id, before))
     return all(a is b for a, b in zip(value, before, strict=True))
+
+
+def reachable_from(module: nn.Module, most: int) -> set[int]:
+    """The ids of objects that lead from a module to others: attributes, and what lists, tuples, sets and dicts hold.
+
+    Args:
+        most: of objects that are looked at.
+    """
+    seen: dict[int, Any] = {}
+    left: list[Any] = [module]
+    while left and len(seen) < most:
+        value = left.pop(0)
+        if id(value) in seen or value is None or isinstance(value, (type, str, bytes, int, float, Tensor)):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            left += value
+        elif not isinstance(value, types.ModuleType):
+            held = getattr(value, "__dict__", None)
+            left += [] if held is None else [held]
+            left += [getattr(value, "__self__", None)]
+    return set(seen)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.autograd import edges_in_order
 from pygraph_train.torch_private.dynamo import compiled_call, set_compiled_call, uncompiled_call
 from pygraph_train.torch_private.hooks import module_hook_tables, saved_tensors_hooks_active
@@ -22,7 +23,7 @@ from pygraph_train.torch_private.island_calls import CallsOfModules, Kind, kind_
 from pygraph_train.torch_private.island_gaps import island_of_node
 from pygraph_train.torch_private.islands import Island, Look, flat_results
 from pygraph_train.torch_private.memory import storages, tensor_version
-from pygraph_train.torch_private.module_state import ModuleState
+from pygraph_train.torch_private.module_state import ModuleState, reachable_from
 from pygraph_train.torch_private.side_effects import SideEffect
 from pygraph_train.tracing.writes import written_arguments
 
@@ -36,6 +37,7 @@ _OF_VALUES = (
 )
 """In reasons of breaks that the module's own Python does not have."""
 
+_MOST_OBJECTS = 5000
 _MOST_UNLIKE, _CALLS_PER_UNLIKE = 3, 50
 
 
@@ -47,7 +49,6 @@ class Islands(CallsOfModules):
 
     Attributes:
         present: those in the graph of the last trace.
-        unfit: why a module that values break cannot be one.
         learned: whether a step has shown an island since this was set to False.
     """
 
@@ -55,7 +56,6 @@ class Islands(CallsOfModules):
         super().__init__()
         self.off, self.learned = off, False
         self.present: list[Island] = []
-        self.unfit: str | None = None
         self._made: list[Island] = []
         self._seen: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary()
 
@@ -113,7 +113,9 @@ class Islands(CallsOfModules):
         if module in self._seen or compiled_call(module) is not None:
             return False
         inside = {m for each in _alike(module, outer) for m in each.modules()}
-        return 2 * len(inside) <= len(list(outer.modules()))  # else parts between breaks may have graphs of their own
+        return 2 * len(inside) <= len(
+            list(outer.modules())
+        )  # else parts between breaks may have graphs of their own
 
     def see(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], refused: Problem
@@ -146,26 +148,35 @@ class Islands(CallsOfModules):
 
     # -- what speaks against graphs -----------------------------------------------------------------
 
-    def in_conflict(self, effects: Iterable[SideEffect], scope: Mapping[str, Any]) -> Problem | None:
+    def check_writes(
+        self, effects: Iterable[SideEffect], frame: dict[str, Any], names: dict[str, Any], *, rebinds: bool
+    ) -> None:
         """Dynamo writes to Python behind its graph: an island would read what was there before.
 
         Args:
             effects: what it writes.
-            scope: in which it finds the objects.
+            frame, names: the locals and globals of the traced frame.
+            rebinds: whether its graph gives tensors other memory: a run that an island ends cannot be taken back.
+
+        Raises:
+            NotLegal: an island may read what is written. Nothing was executed.
         """
         if not self.present:
-            return None
-        modules = [m for one in self.present for m in one.present().modules()]
-        held = {id(x) for m in modules for x in (m, vars(m), *vars(m).values())}
+            return
+        name = self.present[0].name
+        if rebinds:
+            raise NotLegal(Problem(f"the step gives a tensor other memory, and {name} runs on the host"))
+        modules = [one.present() for one in self.present] if effects else []
+        held = set().union(*(reachable_from(m, _MOST_OBJECTS) for m in modules))
         for effect in effects:
             try:
-                owner = eval(effect.source, dict(scope))
+                owner = eval(effect.source, {**names, "L": frame, "G": names})
             except Exception:  # an expression that only Dynamo's own code understands
                 owner = None
             if owner is None or id(owner) in held:
-                name = self.present[0].name
-                return Problem(f"the step writes to an object that {name}, which runs on the host, may read")
-        return None
+                raise NotLegal(
+                    Problem(f"the step writes to an object that {name}, which runs on the host, may read")
+                )
 
     def unlike_too_often(self) -> Problem | None:
         """Whether replays are given up again and again, because islands compute something of another kind."""
@@ -205,9 +216,17 @@ class _Seen:
             present = weak()
             assert present is not None
             known, state = kind_of_call(args, kwargs), ModuleState(present)
+            random = HostRandomState()
             versions = [tensor_version(x) for x in known[1]] if known is not None else []
             result = call(*args, **kwargs)
             self._take(present, state, known, versions, result)
+            drawn = random.moved(HostRandomState())
+            if (
+                known is not None
+                and known[1]
+                and drawn - ({"torch"} if known[1][0].device.type == "cpu" else set())
+            ):
+                self.unfit = self.unfit or "it draws random numbers on the host"
             return result
 
         return watched

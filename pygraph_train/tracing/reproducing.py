@@ -318,8 +318,8 @@ class ReproducingTrace(Trace):
         with forgetting_values(made):
             seat.graph = super()._backend(graph, example_inputs)
         if self._compiles == 1:
-            scope = {**self._code.__globals__, "L": self._frame, "G": self._code.__globals__}
-            self.problem = self.problem or self.gaps.islands.in_conflict(effects, scope)
+            given = self._frame, self._code.__globals__
+            self.gaps.islands.check_writes(effects, *given, rebinds=bool(self.rebound))
             writes = bool(effects) or appends_in_frame()
             self.reproduces = (writes or self._is_filled()) and self.problem is None
             self._lists.clear()
