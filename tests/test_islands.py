@@ -457,3 +457,38 @@ def test_objects_that_the_step_writes_and_an_island_reads() -> None:
 
     report = train(lambda: Model(Experts()), writes, replays=1, plan=None, verify="off")
     assert report.steps_replayed == 0 and "may read" in report.fallbacks[0].reason, str(report)
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_models_of_transformers(kind: str, implementation: str) -> None:
+    """Dynamo does not know `torch.nn.functional.grouped_mm` of float32, and transformers has another branch for it."""
+    transformers = pytest.importorskip("transformers")
+
+    def make() -> nn.Module:
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=24,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=32,
+        )
+        config._experts_implementation = implementation
+        model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+        return model.train()
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(input_ids=batch["x"], labels=batch["x"], use_cache=False).loss  # type: ignore[no-any-return]
+
+    def batches(generator: torch.Generator, rows: int) -> dict[str, Tensor]:
+        return {"x": torch.randint(0, 50, (rows, 7), generator=generator)}
+
+    report = train(make, loss, make_batch=batches, optimizer=adam)
+    assert not report.fallbacks, str(report)
