@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import Diary, both, sgd
 
+from pygraph_train import PyGraphError
+from pygraph_train.torch_private.islands import IslandRun
+
 WIDTH, EXPERTS, ROWS = 8, 4, 6
 
 
@@ -492,3 +495,26 @@ def test_models_of_transformers(kind: str, implementation: str) -> None:
 
     report = train(make, loss, make_batch=batches, optimizer=adam)
     assert not report.fallbacks, str(report)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_backward_that_fails_is_taken_back_or_told(
+    micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where gradients of an accumulation are there already, they cannot be put back: this ends the training."""
+    stock, calls = IslandRun.backward, []
+
+    def backward(self: IslandRun, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        if len(calls) in (10, 12, 20):
+            raise RuntimeError("out of luck")
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(IslandRun, "backward", backward)
+    if micro_batches == 1:
+        report = train(lambda: Model(Experts(0.1)), steps=40)
+        assert len(calls) > 20 and not report.fallbacks, str(report)
+        return
+    calls += [None] * 3  # so that it is a second micro-batch
+    with pytest.raises((PyGraphError, AssertionError), match="gradients of this accumulation are lost"):
+        train(lambda: Model(Experts(0.1)), micro_batches=2)

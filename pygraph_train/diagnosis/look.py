@@ -182,7 +182,7 @@ class _OneLook:
         self._notes: list[tuple[Any, str]] = []
         self._only_read: list[Problem] = []  # of `found`: reads of numbers
         self._stands_in = False  # whether somebody who depends on such a number may be unknown
-        self._gaps = Gaps()
+        self._gaps = Gaps(islands=False)
         self._gaps.allowed = not by_hand
         self._reached = False
 
