@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.deferring import appends_in_frame, deferring
 from pygraph_train.torch_private.dynamic_shapes import symbolic
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
@@ -26,11 +27,7 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
     writes_to_inputs,
 )
-from pygraph_train.torch_private.side_effects import (
-    appends_in_frame,
-    deferring,
-    hooks_in_frame,
-)
+from pygraph_train.torch_private.side_effects import hooks_in_frame
 from pygraph_train.tracing.counters import counters, without_counters
 from pygraph_train.tracing.host_draws import Ahead
 from pygraph_train.tracing.late_numbers import late_numbers, without_late_numbers
@@ -41,7 +38,7 @@ from pygraph_train.tracing.reasons import first_use, line_of, readable
 from pygraph_train.tracing.seat import LEFT, FailedRuns, Seat, unless_left
 from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Compiler, Trace
-from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
+from pygraph_train.tracing.traced_code import appended, held_weakly, known_later, returning_appended, settled
 from pygraph_train.tracing.undo import Undo, exchange
 
 __all__ = ["ReproducingTrace"]
@@ -88,7 +85,7 @@ class ReproducingTrace(Trace):
         self._resume: Callable[..., Any] | None = None
         self._further = (
             *symbolic(self._numbers.__contains__),
-            *deferring(held_weakly(self._is_deferred), appended, settled),
+            *deferring(held_weakly(self._is_deferred), appended, settled, known_later),
         )
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -285,11 +282,15 @@ class ReproducingTrace(Trace):
 
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         effects = side_effects(self._recorder)
+        later = {e for effect in effects for e in effect.later} - self._decisive
+        self._decisive |= later
+        self.live.take(later)
+        self._numbers -= later
         known = len(self._numbers), len(self._lists)
         self._numbers.update(n for effect in effects for n in effect.numbers if n not in self._decisive)
         if self._defers:
             self._lists.update((id(e.appended), e.appended) for e in effects if e.appended is not None)
-        if known != (len(self._numbers), len(self._lists)):
+        if later or known != (len(self._numbers), len(self._lists)):
             self._look_again(graph)
         if not self.traced:
             self.ahead.finish(graph)  # of the graph that Dynamo has made
