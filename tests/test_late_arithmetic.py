@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from training import Diary, Net, adamw, batches, both
+from training import Diary, Net, adamw, batches, both, line_of
+
+from pygraph_train.tracing import late_numbers
+from pygraph_train.tracing.late_numbers import on_host
 
 Batch = tuple[Tensor, Tensor]
 
@@ -226,3 +230,213 @@ def test_meters_of_steps_of_several_shapes(kind: Callable[[nn.Module], Meters]) 
 @pytest.mark.parametrize("kind", [Sum, Weighted, OfObjects, Returned])
 def test_meters_of_steps_of_many_shapes(kind: Callable[[nn.Module], Meters]) -> None:
     train(kind, steps=80, sizes=(8, 7, 6, 4, 5, 3), replays=20)
+
+
+class Raises(Meters):
+    """The operation raises for some losses, and the step ends there."""
+
+    def meter(self, loss: Tensor, right: Tensor, batch: Batch) -> Any:
+        self.total += 1
+        self.total += self.of(loss, right)
+
+    def of(self, loss: Tensor, right: Tensor) -> Any:
+        return 12 / (right % 3).item()
+
+
+class RaisesForLarge(Raises):
+    def of(self, loss: Tensor, right: Tensor) -> Any:
+        return math.exp(loss.item() * 10.0 ** int(right % 4))
+
+
+class RaisesForInfinite(Raises):
+    def of(self, loss: Tensor, right: Tensor) -> Any:
+        return round(torch.where(right % 3 == 0, loss / 0, loss).item())
+
+
+class RaisesForZeroCount(Raises):
+    """The divisor is known before the step."""
+
+    def of(self, loss: Tensor, right: Tensor) -> Any:
+        self.count = (self.count + 1) % 12
+        return loss.item() / self.count
+
+
+class RaisesForGreatIntegers(Raises):
+    """No float holds the number from some step on."""
+
+    def of(self, loss: Tensor, right: Tensor) -> Any:
+        self.count = self.count * 2**50 + 1
+        self.kept.append(1)
+        return loss.item() / self.count
+
+
+@pytest.mark.parametrize(
+    ("kind", "replays"),
+    [
+        *((k, 0) for k in (Raises, RaisesForLarge, RaisesForInfinite)),
+        (RaisesForZeroCount, 15),
+        (RaisesForGreatIntegers, 3),
+    ],
+)
+def test_what_may_raise_is_done_at_its_line(kind: type[Raises], replays: int) -> None:
+    """A replay would raise when the step is made."""
+    errors: list[int] = [0]
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        fn = kind(model)
+        step = diary.step(fn, model=model, optimizer=optimizer)
+        for batch in batches(40):
+            try:
+                diary.write("returned", step(batch))
+            except (ArithmeticError, ValueError) as error:
+                diary.write("error", str(error))
+                errors[0] += 1
+            diary.write("kept", fn.state())
+            diary.write_state(model, optimizer)
+
+    report = both(script, replays=1)  # of regions, or the optimizer
+    assert report.steps_replayed >= replays and errors[0], str(report)
+    assert replays or (report.steps_replayed == 0 and report.fallbacks[0].where == line_of(kind, "return"))
+
+
+class Decides(Meters):
+    def meter(self, loss: Tensor, right: Tensor, batch: Batch) -> Any:
+        self.total += loss.item()
+        return 1 if self.total > 20.0 else 2
+
+
+class IsIn(Meters):
+    def meter(self, loss: Tensor, right: Tensor, batch: Batch) -> Any:
+        self.total += right.item()
+        return 40 in [self.total, 3], self.total in {1: 0, 40: 1}
+
+
+class IntoTensor(Meters):
+    def __call__(self, batch: Batch) -> Any:
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        self.total = 0.5 * self.total + loss.item()
+        return loss * self.total
+
+
+class IntoTensorLater(Meters):
+    """As a running mean of losses weighs the next one: it is known before the step."""
+
+    def __call__(self, batch: Batch) -> Any:
+        loss = F.cross_entropy(self.model(batch[0]), batch[1]) * (1 + 1e-3 * self.total)
+        self.total = 0.5 * self.total + loss.item()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [(Decides, "if self.total"), (IsIn, "in [self"), (IntoTensor, "self.total = 0.5")]
+)
+def test_what_depends_on_such_a_number_is_refused_with_the_line(kind: type[Meters], line: str) -> None:
+    report = train(kind, replays=1, plan=None)  # of regions, or the optimizer
+    refused = report.fallbacks[0]
+    assert report.steps_replayed == 0 and refused.where == line_of(kind, line) and refused.fix, str(report)
+    assert "read on the host" in refused.reason or "does not know" in refused.reason, str(report)
+
+
+def test_a_number_that_the_next_step_takes_into_a_tensor() -> None:
+    assert not train(IntoTensorLater).fallbacks
+
+
+def test_meters_of_accumulated_gradients() -> None:
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        fn = OfObjects(model)
+        step = diary.step(fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(80)):
+            run = step if index % 2 else step.accumulate
+            diary.write("returned", run(batch))
+            diary.write("kept", fn.state())
+            diary.write_state(model, optimizer)
+
+    assert not both(script, replays=60, plan="{F B O}").fallbacks
+
+
+def test_one_meter_of_two_models() -> None:
+    def script(diary: Diary) -> None:
+        models = [Net(), Net()]
+        meters = [OfObjects(model) for model in models]
+        meters[1].losses = meters[0].losses
+        optimizers = [adamw(model) for model in models]
+        steps = [
+            diary.step(fn, model=model, optimizer=optimizer)
+            for fn, model, optimizer in zip(meters, models, optimizers, strict=True)
+        ]
+        for batch in batches(40):
+            for fn, step in zip(meters, steps, strict=True):
+                diary.write("returned", step(batch))
+                diary.write("kept", fn.state())
+        for model, optimizer in zip(models, optimizers, strict=True):
+            diary.write_state(model, optimizer)
+
+    assert not both(script, replays=30, plan="{F B O}").fallbacks
+
+
+class Fails(Sum):
+    """A batch with a label that there is not."""
+
+    def meter(self, loss: Tensor, right: Tensor, batch: Batch) -> Any:
+        super().meter(loss, right, batch)
+        self.count += 1
+        return F.nll_loss(torch.zeros(len(batch[1]), 3), batch[1])
+
+
+def test_a_batch_that_fails_after_the_meter() -> None:
+    errors = [0]
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        fn = Fails(model)
+        fn.model = nn.Sequential(model, nn.Linear(3, 9))
+        step = diary.step(fn, model=fn.model, optimizer=optimizer)
+        for index, (x, y) in enumerate(batches(40)):
+            try:
+                diary.write("returned", step((x, y + (5 if index % 9 == 8 else 0))))
+            except IndexError as error:
+                diary.write("error", str(error))
+                errors[0] += 1
+            diary.write("kept", fn.state())
+            diary.write_state(model, optimizer)
+
+    both(script, replays=20, plan="{F B O}")
+    assert errors[0] == 8
+
+
+@pytest.mark.passes_without_graphs("a function is tested itself")
+def test_the_host_waits_once_for_several_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    class OnDevice:
+        is_cuda, device = True, "cuda:0"
+
+        def to(self, device: str, *, non_blocking: bool) -> str:
+            done.append((device, non_blocking))
+            return "copy"
+
+    class Stream:
+        def synchronize(self) -> None:
+            done.append("waits")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    assert on_host([OnDevice(), OnDevice()]) == ["copy", "copy"]  # type: ignore[list-item]
+    assert done == [("cpu", True), ("cpu", True), "waits"]
+
+
+def test_numbers_of_a_replay_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are returned, written to Python, or both."""
+    reads: list[int] = []
+
+    def counted(tensors: Any) -> Any:
+        reads.append(len(tensors))
+        return on_host(tensors)
+
+    monkeypatch.setattr(late_numbers, "on_host", counted)
+    report = train(Returned)
+    assert len(reads) < 1.3 * report.steps and set(reads) == {1}, (len(reads), report.steps)

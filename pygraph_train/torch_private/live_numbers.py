@@ -293,6 +293,7 @@ class _Hooks:
             if is_device_number(x):
                 x.refuse()
             if is_symbol(x):  # a counter, which is a number of this kind in the next trace
+                self._recorder.met_counter = True
                 host_numbers.end_graph("SymNodeVariable: a number that changes is an input of the graph")
         if fn in _TEXTS and len(args) == 1 and not kwargs:
             return self._text(_TEXTS[fn], args)

@@ -30,6 +30,7 @@ class LiveRecorder(Protocol):
     """Who keeps the numbers of one trace."""
 
     device: torch.device
+    met_counter: bool
 
     def begin(self, trace: Any) -> None:
         """Dynamo traces: anew, where `trace` is another object than before."""

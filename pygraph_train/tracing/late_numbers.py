@@ -7,7 +7,7 @@ read when the graph has run. Until then a mark stands in its place.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamo import module_of_copy
+from pygraph_train.torch_private.side_effects import SideEffect
 from pygraph_train.tracing.reasons import line_of
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "is_late",
     "late_numbers",
     "once_read",
+    "replaced_later",
     "without_late_numbers",
 ]
 
@@ -216,6 +218,12 @@ def on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _reads(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "item" and len(node.args) == 1
+
+
+def replaced_later(gm: fx.GraphModule, effects: Iterable[SideEffect]) -> set[str]:
+    """Expressions of numbers that a step depends on, and replaces by such that are read when its graph has run."""
+    found = {expression for effect in effects for expression in effect.later}
+    return found if found and late_numbers(gm) is not None else set()
 
 
 def _line(node: fx.Node) -> str | None:

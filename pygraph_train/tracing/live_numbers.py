@@ -131,17 +131,20 @@ class CallNumbers:
     Attributes:
         names: expressions of numbers that are to be read anew before each run.
         refused: those of which something is done that no graph can hold.
+        met_counter: whether Python computes with such a number and an integer that is an input of the graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.names: set[str] = set()
         self.refused: set[str] = set()
+        self.met_counter = False
         self._trace: Any = None
         self._other: CallNumbers | None = None
         self._start()
 
     def _start(self) -> None:
+        self.met_counter = False
         self._values: dict[str, Any] = {}
         self._numbers: list[_Number] = []
         self._slots: list[_Slot] = []
@@ -271,7 +274,10 @@ class CallNumbers:
         names = dict.fromkeys(e for x in args if isinstance(x, _Number) for e in x.expressions)
         late = None
         if any(isinstance(x, _Number) and x.late is not None for x in args):
-            late = late_result(fn, [self._known_of(x) if isinstance(x, _Number) else x for x in args])
+            divisor = args[1] if fn in DIVISIONS else None
+            late = late_result(
+                fn, [self._known_of(x, divisor) if isinstance(x, _Number) else x for x in args]
+            )
             if late is None or not self._raises_nothing(fn, args):
                 return None
         else:
@@ -279,15 +285,12 @@ class CallNumbers:
         now = fn(*[x.now if isinstance(x, _Number) else x for x in args])
         return self._made(fn, tuple(args), tuple(names), now, late)
 
-    def _known_of(self, number: _Number) -> Late:
+    def _known_of(self, number: _Number, divisor: Any) -> Late:
         if number.late is not None:
             return number.late
-        kinds = (
-            LIVE.kinds
-            if number.fn is None and number.expressions[0] not in self._typed
-            else {type(number.now)}
-        )
-        return Late(frozenset(kinds), LIVE.most, bool(number.now != 0))
+        is_read = number.fn is None and number.expressions[0] not in self._typed
+        kinds = LIVE.kinds if is_read else frozenset({type(number.now)})
+        return Late(kinds, LIVE.most, number is divisor and number.now != 0)
 
     def _raises_nothing(self, fn: Callable[..., Any], args: Sequence[Any]) -> bool:
         """Whether an operation raises nothing because of the numbers of it that are known before the step. They are
