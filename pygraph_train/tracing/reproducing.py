@@ -261,10 +261,7 @@ class ReproducingTrace(Trace):
             return False
         if self.ahead.learned():
             return True
-        if self.live.met_counter and self._numbers:
-            self._take_as_live(set(self._numbers))
-            return True
-        if self._deferred:  # more was done to a list than to append to it
+        if self._deferred and not self.live.met_counter:  # more was done to a list than to append to it
             self._defers = self._deferred = False
             return True
         if self.live.drop_refused():
