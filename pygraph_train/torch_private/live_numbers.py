@@ -187,6 +187,8 @@ class _Hooks:
             fn = variable.fn
             if not live and self._waits(tx, fn, args):
                 return self._of_numbers(tx, _IN_PLACE.get(fn, fn), args, kwargs)
+            if fn is isinstance and (answer := self._is_instance(args)) is not None:
+                return answer
             if not live or fn in _OF_TYPES or (fn in _STORES and live == [args[-1]]):
                 return call_function(variable, tx, args, kwargs)
             args = [x.realize() for x in args]
@@ -195,6 +197,16 @@ class _Hooks:
             return self._of_numbers(tx, _IN_PLACE.get(fn, fn), args, kwargs)
 
         return computed
+
+    def _is_instance(self, args: Sequence[Any]) -> Any:
+        """The answer where it is the same for each type that a number may have; None where nothing is known of it."""
+        from torch._dynamo.variables.constant import ConstantVariable
+
+        if not is_live(args[0]) or not self._recorder.is_late(args[0].number):
+            return None
+        classes = args[1].realize().as_python_constant()
+        answers = {isinstance(kind(), classes) for kind in self._recorder.types_of(args[0].number)}
+        return ConstantVariable.create(answers.pop()) if len(answers) == 1 else None
 
     def _waits(self, tx: Any, fn: Any, args: Sequence[Any]) -> bool:
         """Whether Dynamo's graph cannot compute with a number that is read of a tensor, but Python can when the graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -54,6 +54,9 @@ class LiveRecorder(Protocol):
 
     def is_late(self, number: Any) -> bool:
         """Whether it is such a number, or computed of such."""
+
+    def types_of(self, number: Any) -> Iterable[type]:
+        """The types that such a number may have."""
 
     def text(self, text: str) -> Callable[..., str]:
         """`str.format` of a text, as a function that `compute` knows."""

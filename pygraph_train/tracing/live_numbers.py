@@ -323,6 +323,10 @@ class CallNumbers:
         """See `LiveRecorder`."""
         return number.late is not None
 
+    def types_of(self, number: _Number) -> Iterable[type]:
+        """See `LiveRecorder`."""
+        return () if number.late is None else number.late.kinds
+
     def text(self, text: str) -> Callable[..., str]:
         """See `LiveRecorder`."""
         return Formatted(text)
