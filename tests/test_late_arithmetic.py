@@ -150,6 +150,17 @@ class Returned(Meters):
         }
 
 
+class OnlyReturned(Meters):
+    """Sizes change with the shape of the batch."""
+
+    def meter(self, loss: Tensor, right: Tensor, batch: Batch) -> Any:
+        return (
+            round(loss.item(), 2),
+            right.item() / len(batch[0]),
+            (loss.item() + right.item()) * len(batch[0]),
+        )
+
+
 class Rounded(Meters):
     def meter(self, loss: Tensor, right: Tensor, batch: Batch) -> Any:
         self.kept.append(round(loss.item(), 4))
@@ -190,7 +201,20 @@ class NotFinite(Meters):
         return min(1.0, seen.item()), round(seen.item(), 2), f"{seen.item():.3f}"
 
 
-KINDS = [Sum, Weighted, Counts, Average, OfObjects, OfDict, Returned, Rounded, Best, NotFinite, Texts]
+KINDS = [
+    OnlyReturned,
+    Sum,
+    Weighted,
+    Counts,
+    Average,
+    OfObjects,
+    OfDict,
+    Returned,
+    Rounded,
+    Best,
+    NotFinite,
+    Texts,
+]
 
 
 def train(kind: Callable[[nn.Module], Meters], *, steps: int = 50, sizes: Any = (8,), **expected: Any) -> Any:
@@ -222,12 +246,12 @@ def test_a_meter_that_begins_with_none() -> None:
     assert not train(FirstIsNone).fallbacks
 
 
-@pytest.mark.parametrize("kind", [Sum, Weighted, OfObjects, Returned])
+@pytest.mark.parametrize("kind", [OnlyReturned, Sum, Weighted, OfObjects, Returned])
 def test_meters_of_steps_of_several_shapes(kind: Callable[[nn.Module], Meters]) -> None:
     train(kind, steps=80, sizes=(8, 8, 6, 8, 5), replays=40)
 
 
-@pytest.mark.parametrize("kind", [Sum, Weighted, OfObjects, Returned])
+@pytest.mark.parametrize("kind", [OnlyReturned, Sum, Weighted, OfObjects, Returned])
 def test_meters_of_steps_of_many_shapes(kind: Callable[[nn.Module], Meters]) -> None:
     train(kind, steps=80, sizes=(8, 7, 6, 4, 5, 3), replays=20)
 
