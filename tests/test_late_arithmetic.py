@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,56 @@ class Texts(Meters):
         self.total = ""
 
 
+class Smoothed:
+    def __init__(self) -> None:
+        self.window: deque[Any] = deque(maxlen=7)
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: Any, n: int = 1) -> None:
+        self.window.append(value)
+        self.count += n
+        self.total += value * n
+
+
+class Logger(Meters):
+    """As the training scripts of vision models have it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.meters = {"loss": Smoothed(), "accuracy": Smoothed()}
+
+    def meter(self, loss: Tensor, right: Tensor, batch: Batch) -> Any:
+        for name, value in {"loss": loss, "accuracy": 100.0 * right / 8}.items():
+            number = value.item()
+            assert isinstance(number, float | int)
+            self.meters[name].update(number, n=8)
+
+    def state(self) -> Any:
+        return [(list(x.window), x.total, x.count) for x in self.meters.values()]
+
+
+class OfVariables(Meters):
+    """One of a closure, and an item of a list."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        total, self.sums = 0.0, [0.0, 0]
+
+        def add(number: float) -> float:
+            nonlocal total
+            total += number
+            return total
+
+        self.add = add
+
+    def meter(self, loss: Tensor, right: Tensor, batch: Batch) -> Any:
+        self.sums[1] += int(right)
+        return self.add(loss.item())
+
+    def state(self) -> Any:
+        return list(self.sums)
+
+
 class NotFinite(Meters):
     def meter(self, loss: Tensor, right: Tensor, batch: Batch) -> Any:
         seen = torch.where(loss > 1.1, loss / 0, -loss / 0 * 0)
@@ -214,6 +265,8 @@ KINDS = [
     Best,
     NotFinite,
     Texts,
+    Logger,
+    OfVariables,
 ]
 
 

@@ -190,6 +190,7 @@ class CallNumbers:
     def check(self) -> None:
         """At the end of a trace. Raises NotLegal where it depends on other numbers than the one that it follows."""
         self._trace = None
+        self._of_tensors.clear()
         other = self._other
         if other is None or not other.used:
             return
