@@ -211,7 +211,7 @@ class _Hooks:
     def _waits(self, tx: Any, fn: Any, args: Sequence[Any]) -> bool:
         """Whether Dynamo's graph cannot compute with a number that is read of a tensor, but Python can when the graph
         has run."""
-        if not any(map(is_symbol, args)):
+        if (fn not in _WAITS and fn not in _OPERATORS) or not any(map(is_symbol, args)):
             return False
         read = [is_live(self._number(tx, x, sizes=False)) for x in args]
         return any(read) and (
@@ -268,7 +268,7 @@ class _Hooks:
         """Methods of lists and tuples."""
 
         def called(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name in ASKING:
+            if name in ASKING and name != "__contains__":  # which is `containing`
                 self._refuse_any([variable, *args])
             return call_method(variable, tx, name, args, kwargs)
 
