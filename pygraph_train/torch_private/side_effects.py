@@ -36,6 +36,7 @@ class SideEffect:
         reproducible: whether Dynamo's code makes it as the user's code does, and it can be taken back.
         simple: whether an attribute is written, and its value is a tensor, a number or a text.
         is_tensor: whether it is a tensor.
+        owner: the class of the object, where an attribute is written; None for anything else.
     """
 
     source: str
@@ -48,6 +49,7 @@ class SideEffect:
     reproducible: bool = False
     simple: bool = False
     is_tensor: bool = False
+    owner: type | None = None
 
 
 def dynamo_side_effects() -> list[SideEffect]:
@@ -132,7 +134,9 @@ def _of_attribute(
         before = names.get(name, _Unknown) if type(names) is dict else _Unknown
     numbers = (place,) if _changes_number(before, after) else ()
     simple, is_tensor = _is_simple(after), _is_simple(after, ("TensorVariable",))
-    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, simple, is_tensor)
+    return SideEffect(
+        source, name, kind, stack, numbers, None, (place,), kept, simple, is_tensor, type(owner)
+    )
 
 
 def _is_simple(
