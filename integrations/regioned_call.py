@@ -206,7 +206,8 @@ def _backend(
             where = user_line_in(write.meta.get("stack_trace"))
             return eager(gm, Problem(f"{begins(name)}: {CHANGED_AGAIN}", where))
         activations = handed_out(gm)
-        kept = [e for e in dynamo_side_effects() if e.owner not in holders] if activations else []
+        kept = dynamo_side_effects() if activations else []
+        kept = [effect for effect in kept if not effect.plain and effect.owner not in holders]
         if not kept:
             places = uncounted_changes(gm)
             compiled = counted_as_eager(backend.pygraph(gm, inputs, **kwargs), places)

@@ -31,6 +31,7 @@ class Cache:
 
     def __init__(self) -> None:
         self.layers = [Layer()]
+        self.filled: dict[int, bool] = {}
 
 
 class Caching(Net):
@@ -40,7 +41,7 @@ class Caching(Net):
         cache = self.cache()
         print("a layer", file=io.StringIO())
         hidden = torch.tanh(self.first(x))
-        cache.layers[0].keys = hidden
+        cache.layers[0].keys, cache.filled[0] = hidden, True
         return {"logits": self.second(hidden), "cache": cache}
 
     def cache(self) -> Any:
@@ -52,7 +53,7 @@ class Kept(Caching):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = [Layer()]
+        self.layers, self.filled = [Layer()], dict[int, bool]()
 
     def cache(self) -> Any:
         return self

@@ -35,8 +35,8 @@ class SideEffect:
         places: expressions of what is replaced.
         reproducible: whether Dynamo's code makes it as the user's code does, and it can be taken back.
         simple: whether an attribute is written, and its value is a tensor, a number or a text.
-        is_tensor: whether it is a tensor.
         owner: the class of the object, where an attribute is written; None for anything else.
+        plain: whether numbers and texts are known to be all that is written.
     """
 
     source: str
@@ -48,8 +48,8 @@ class SideEffect:
     places: tuple[str, ...] = ()
     reproducible: bool = False
     simple: bool = False
-    is_tensor: bool = False
     owner: type | None = None
+    plain: bool = False
 
 
 def dynamo_side_effects() -> list[SideEffect]:
@@ -133,15 +133,14 @@ def _of_attribute(
         kept = type(names) is dict and not _is_descriptor(owner, name)
         before = names.get(name, _Unknown) if type(names) is dict else _Unknown
     numbers = (place,) if _changes_number(before, after) else ()
-    simple, is_tensor = _is_simple(after), _is_simple(after, ("TensorVariable",))
-    return SideEffect(
-        source, name, kind, stack, numbers, None, (place,), kept, simple, is_tensor, type(owner)
-    )
+    simple, plain, owner = _is_simple(after), _is_simple(after, _NUMBERS), type(owner)
+    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, simple, owner, plain)
 
 
-def _is_simple(
-    value: Any, classes: tuple[str, ...] = ("ConstantVariable", "SymNodeVariable", "TensorVariable")
-) -> bool:
+_NUMBERS = ("ConstantVariable", "SymNodeVariable")
+
+
+def _is_simple(value: Any, classes: tuple[str, ...] = (*_NUMBERS, "TensorVariable")) -> bool:
     """Whether what is written is a tensor, a number or a text. (2.11, 2.13)"""
     kinds = {base.__name__ for base in type(value).__mro__}
     if "LazyVariableTracker" in kinds:
@@ -161,14 +160,16 @@ def _of_container(output: Any, variable: Any, source: str, owner: Any, stack: An
         return SideEffect(source, "", "list", stack, (), appended, (), type(owner) is list)
     if type(owner) in (dict, OrderedDict, defaultdict):
         numbers, places = [], []
-        for name, after in _changed_entries(variable):
+        entries = _changed_entries(variable)
+        plain = bool(entries) and all(_is_simple(after, _NUMBERS) for _, after in entries)
+        for name, after in entries:
             place = f"{source}[{name!r}]"
             if _is_changed_in_place(after, place):
                 continue
             places.append(place)
             if _changes_number(owner.get(name, _Unknown), after):
                 numbers.append(place)
-        return SideEffect(source, "", "dict", stack, tuple(numbers), None, tuple(places), True)
+        return SideEffect(source, "", "dict", stack, tuple(numbers), None, tuple(places), True, plain=plain)
     return SideEffect(source, "", "set", stack, (), None, (), type(owner) is set)
 
 
