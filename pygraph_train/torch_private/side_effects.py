@@ -33,7 +33,8 @@ class SideEffect:
         places: expressions of what is replaced.
         reproducible: whether Dynamo's code makes it as the user's code does, and it can be taken back.
         simple: whether an attribute is written, and its value is a tensor, a number or a text.
-        is_tensor: whether it is a tensor.
+        owner: the class of the object, where an attribute is written; None for anything else.
+        plain: whether numbers and texts are known to be all that is written.
     """
 
     source: str
@@ -45,7 +46,8 @@ class SideEffect:
     places: tuple[str, ...] = ()
     reproducible: bool = False
     simple: bool = False
-    is_tensor: bool = False
+    owner: type | None = None
+    plain: bool = False
     later: tuple[str, ...] = ()
 
 
@@ -122,15 +124,15 @@ def _of_attribute(
         kept = type(names) is dict and not _is_descriptor(owner, name)
         before = names.get(name, _Unknown) if type(names) is dict else _Unknown
     numbers = (place,) if _changes_number(before, after) else ()
-    simple, is_tensor = _is_simple(after), _is_simple(after, ("TensorVariable",))
+    simple, plain, owner = _is_simple(after), _is_simple(after, _NUMBERS), type(owner)
     later = (place,) if _is_number_later(output, place, before, after) else ()
-    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, simple, is_tensor, later)
+    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, simple, owner, plain, later)
 
 
-def _is_simple(
-    value: Any,
-    classes: tuple[str, ...] = ("ConstantVariable", "SymNodeVariable", "TensorVariable", "LiveNumber"),
-) -> bool:
+_NUMBERS = ("ConstantVariable", "SymNodeVariable", "LiveNumber")
+
+
+def _is_simple(value: Any, classes: tuple[str, ...] = (*_NUMBERS, "TensorVariable")) -> bool:
     """Whether what is written is a tensor, a number or a text. (2.11, 2.13)"""
     kinds = {base.__name__ for base in type(value).__mro__}
     if "LazyVariableTracker" in kinds:
@@ -150,7 +152,9 @@ def _of_container(output: Any, variable: Any, source: str, owner: Any, stack: An
         return SideEffect(source, "", "list", stack, (), appended, (), type(owner) is list)
     if type(owner) in (dict, OrderedDict, defaultdict):
         numbers, places, later = [], [], []
-        for name, after in _changed_entries(variable):
+        entries = _changed_entries(variable)
+        plain = bool(entries) and all(_is_simple(after, _NUMBERS) for _, after in entries)
+        for name, after in entries:
             place = f"{source}[{name!r}]"
             if _is_changed_in_place(after, place):
                 continue
@@ -160,7 +164,7 @@ def _of_container(output: Any, variable: Any, source: str, owner: Any, stack: An
             if _is_number_later(output, place, owner.get(name, _Unknown), after):
                 later.append(place)
         given = tuple(numbers), None, tuple(places), True
-        return SideEffect(source, "", "dict", stack, *given, later=tuple(later))
+        return SideEffect(source, "", "dict", stack, *given, plain=plain, later=tuple(later))
     return SideEffect(source, "", "set", stack, (), None, (), type(owner) is set)
 
 
