@@ -20,6 +20,8 @@ from pygraph_train.tracing.trace import Trace
 
 DEVICE = torch.device("meta")
 
+WITH_UNUSED = torch.nn.functional.multi_head_attention_forward
+
 Make = Callable[["Graph", fx.Node], fx.Node]
 
 
@@ -130,6 +132,16 @@ def test_sizes_that_torch_computes_of_numbers_stay_on_the_host() -> None:
     assert module(build.x.meta["example_value"])[0].shape == (2, 8)
 
 
+def test_a_tensor_without_elements_stays_on_the_host() -> None:
+    """As WavLM gives one to its attention in the place of weights that are not used."""
+    build = Graph()
+    nothing = build.call(torch.empty, [0])
+    kept = build.graph.call_function(WITH_UNUSED, (build.x, nothing))
+    kept.meta["example_value"] = build.x.meta["example_value"]
+    module, found = build.made_once(kept)
+    assert nothing in found.nodes and not found.told and not problems(module, found)
+
+
 def drawn(build: Graph, x: fx.Node) -> fx.Node:
     return build.call(operator.add, x, build.call("to", build.call(torch.rand, 4), DEVICE))
 
@@ -138,6 +150,10 @@ def drawn_in_place(build: Graph, x: fx.Node) -> fx.Node:
     table = build.call(torch.zeros, 4)
     build.call("uniform_", table)
     return build.call(operator.add, x, build.call("to", table, DEVICE))
+
+
+def whatever_lies_there(build: Graph, x: fx.Node) -> fx.Node:
+    return build.call(operator.add, x, build.call("to", build.call(torch.empty, 4), DEVICE))
 
 
 def large(build: Graph, x: fx.Node) -> fx.Node:
@@ -158,7 +174,9 @@ def of_the_generator(build: Graph, x: fx.Node) -> fx.Node:
     return build.call(operator.add, x, build.call("sum", build.call("to", state, DEVICE)))
 
 
-@pytest.mark.parametrize("make", [drawn, drawn_in_place, large, of_somebody_else, of_the_generator])
+@pytest.mark.parametrize(
+    "make", [drawn, drawn_in_place, whatever_lies_there, large, of_somebody_else, of_the_generator]
+)
 def test_what_is_no_constant_stays(make: Make) -> None:
     state = torch.get_rng_state()
     build = Graph()

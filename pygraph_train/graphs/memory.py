@@ -17,6 +17,7 @@ __all__ = [
     "copy_elsewhere",
     "extent",
     "fingerprints",
+    "overlaps_itself",
     "span",
 ]
 
@@ -62,6 +63,11 @@ def extent(size: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in size:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as in an expanded tensor, so that it cannot be written element by element."""
+    return any(n > 1 and s == 0 for n, s in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def span(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.gradients.places import Layout, Source
 from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound
+from pygraph_train.graphs.memory import overlaps_itself
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.optimizers.trial import OptimizerTrial
@@ -159,11 +160,12 @@ class OptimizerPhase:
             capture = None
             # state of what is new comes into being outside of a capture
             self._runs[key] = _RUNS_BEFORE_CAPTURE - 1
-            self._changes += 1
-            if self._changes > _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE:
+            if not self._may_change():
                 self.problem = why
                 return body()
         if capture is None or not capture.reaches(layout):
+            if capture is not None and not place.settled(self._replays, capture.replays):
+                return self._run_prepared(body)
             if (problem := self._preparation.problem) is not None:
                 self.problem = problem
                 return body()
@@ -172,11 +174,10 @@ class OptimizerPhase:
             if self._runs.setdefault(key, 0) < _RUNS_BEFORE_CAPTURE or not layout.addresses:
                 self._runs[key] += 1
                 return self._run_prepared(body)
-            if not place.settled(self._replays):
+            if capture is None and not place.settled(self._replays):
                 return self._run_prepared(body)
             if not self._preparation.steady:
-                self._changes += 1
-                if self._changes > _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE:
+                if not self._may_change():
                     self.problem = self._preparation.what_changed()
                     return body()
                 return self._run_prepared(body)
@@ -188,7 +189,7 @@ class OptimizerPhase:
             # a graph knows nothing of what other kinds of tensors do, and none has an address for no elements
             present = [g for g in gradients if g is not None]
             place.buffers |= any(type(g) is not Tensor or not g.numel() for g in present)
-            if place.buffers and any(map(_overlaps, present)):  # nothing can be copied back there
+            if place.buffers and any(map(overlaps_itself, present)):  # nothing can be copied back there
                 return self._run_prepared(body)
             capture = self._capture(body, parameters, layout, constants, place.buffers, step)
             if capture is None:
@@ -369,6 +370,10 @@ class OptimizerPhase:
         if len(kept) < _MOST_SETS:
             return True
         self._forget(min(kept, key=lambda key: self._captures[key].replays))
+        return self._may_change()
+
+    def _may_change(self) -> bool:
+        """Count a change: whether replays so far have paid for it."""
         self._changes += 1
         return self._changes <= _MOST_CHANGES + self._replays // _REPLAYS_PER_CHANGE
 
@@ -379,11 +384,6 @@ class OptimizerPhase:
         """Release the graphs."""
         for key in list(self._captures):
             self._forget(key)
-
-
-def _overlaps(gradient: Tensor) -> bool:
-    """Whether elements share memory, as in an expanded tensor."""
-    return any(n > 1 and s == 0 for n, s in zip(gradient.size(), gradient.stride(), strict=True))
 
 
 def _copy(gradient: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pygraph_train.graphs.memory import copy_elsewhere, span
+from pygraph_train.graphs.memory import copy_elsewhere, overlaps_itself, span
 from pygraph_train.regions.arena import Occupant
 from pygraph_train.regions.blocks import Block, block_of
 from pygraph_train.regions.recording import Recorded
@@ -109,7 +109,7 @@ class RegionCapture:
         buffers = self._own if self.pointing else {**self._own, **self._spare}
         self.copied_bytes = sum(t.nbytes for t in buffers.values())
         self._copied = [i for i, t in buffers.items() if t.numel()]
-        self._spanned = [_overlaps(buffers[i]) for i in self._copied]
+        self._spanned = [overlaps_itself(buffers[i]) for i in self._copied]
         self._buffers = [
             span(buffers[i]) if whole else buffers[i]
             for i, whole in zip(self._copied, self._spanned, strict=True)
@@ -250,7 +250,7 @@ class RegionCapture:
         self.graph.replay()
         del held
         for target, buffer in written:
-            if _overlaps(buffer):
+            if overlaps_itself(buffer):
                 span(target).copy_(span(buffer))
             else:  # what lies between the elements is somebody else's
                 target.copy_(buffer)
@@ -309,11 +309,6 @@ class RegionCapture:
             self._spare.clear()
             self._write_back = ()
             self.graph.close()
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, so that it cannot be written element by element."""
-    return any(n > 1 and s == 0 for n, s in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -192,8 +192,9 @@ class _Constants:
         if node.all_input_nodes:
             return _is_of_torch(node) and all(read in self.on_cpu for read in node.all_input_nodes)
         example = node.meta.get("example_value")
-        on_cpu = isinstance(example, Tensor) and example.device.type == "cpu"
-        return node.target in _COPIES or (on_cpu and node.target in _MAKERS)
+        if node.target in _COPIES or not isinstance(example, Tensor) or example.device.type != "cpu":
+            return node.target in _COPIES
+        return node.target in _MAKERS or (node.target is torch.empty and not example.numel())
 
     def _takes_type_of_another(self, node: fx.Node) -> bool:
         """`constant.to(x)` and `constant.type_as(x)` read nothing of `x` but its type and its device."""

@@ -7,8 +7,8 @@ read when the graph has run. Until then a mark stands in its place.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +16,22 @@ from torch import Tensor, fx
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamo import module_of_copy
+from pygraph_train.torch_private.side_effects import SideEffect
 from pygraph_train.tracing.reasons import line_of
 
-__all__ = ["LateFloat", "LateInt", "LateNumbers", "LateTensor", "late_numbers", "without_late_numbers"]
+__all__ = [
+    "LateFloat",
+    "LateInt",
+    "LateNumbers",
+    "LateTensor",
+    "LateText",
+    "Mark",
+    "is_late",
+    "late_numbers",
+    "once_read",
+    "replaced_later",
+    "without_late_numbers",
+]
 
 
 @dataclass(frozen=True)
@@ -40,57 +53,100 @@ class LateNumbers:
     floats: tuple[bool, ...]
     lines: tuple[str | None, ...]
     compute: Callable[..., tuple[Any, ...]]
+    _results: list[tuple[Any, ...]] = field(
+        default_factory=list
+    )  # of the replay whose writes are still to be made
 
-    def outputs(self, found: Sequence[Any], *, marked: bool) -> list[Any]:
-        """What Dynamo's code wants, of what the graph has returned. The host waits for the numbers.
+    def outputs(self, found: Sequence[Any], *, marked: bool, replayed: bool = False) -> list[Any]:
+        """What Dynamo's code wants, of what the graph has returned. The host waits for the numbers, once.
 
         Args:
             marked: marks stand for the numbers. Nothing is read.
+            replayed: the graph has returned it in a replay, whose results may have been read.
         """
         outputs, tensors = list(found[: -self.reads]), list(found[-self.reads :])
-        values = self._marks(tensors) if marked else self.compute(*tensors)
+        results = self._results.pop() if self._results else None
+        if marked:
+            values: Sequence[Any] = self._marks(tensors)
+        else:
+            values = results if results is not None and replayed else self.compute(*on_host(tensors))
         for place, value in zip(self.results, values, strict=True):  # the places ascend
             outputs.insert(place, value)
         return outputs
 
     def _marks(self, tensors: list[Tensor]) -> list[Any]:
         def read() -> list[Any]:
-            return [x.item() if isinstance(x, Tensor) else x for x in self.compute(*tensors)]
+            self._results[:] = [self.compute(*on_host(tensors))]
+            return [x.item() if isinstance(x, Tensor) else x for x in self._results[0]]
 
         marks: list[Any] = []
         for index, (is_float, place) in enumerate(zip(self.floats, self.alone, strict=True)):
             mark: LateFloat | LateInt = LateFloat() if is_float else LateInt()
-            mark.read, mark.index, mark.line = read, index, self.lines[index]
+            mark.read, mark.of, mark.line = read, operator.itemgetter(index), self.lines[index]
             mark.tensor = None if place is None else tensors[place]
             marks.append(LateTensor(mark) if is_float else mark)
         return marks
 
 
-class _Mark:
+class Mark:
     """Stands for a number until the graph has run. Whoever computes with it is refused.
 
     Attributes:
-        read: returns all numbers of the step, once the graph has run.
-        index: of this one among them.
+        read: returns what the graph's numbers are, once the graph has run.
+        of: takes these, and returns this one.
         line: where it comes from.
         tensor: holds the number in the graph; None where Python computes it of others.
     """
 
     read: Callable[[], list[Any]]
-    index: int
+    of: Callable[[list[Any]], Any]
     line: str | None = None
     tensor: Tensor | None
 
 
-class LateFloat(_Mark, float):
+class LateFloat(Mark, float):
     """Stands for a float."""
 
 
-class LateInt(_Mark, int):
+class LateInt(Mark, int):
     """Stands for an int."""
 
 
-def _refused(self: _Mark, *_: Any) -> Any:
+class LateText(Mark, str):
+    """Stands for a text that is made of such numbers."""
+
+
+_MARKS: dict[type, type[LateFloat | LateInt | LateText]] = {float: LateFloat, int: LateInt, str: LateText}
+
+
+def once_read(
+    compute: Callable[..., Any], expressions: Sequence[str], latest: Mapping[str, Any], kind: type
+) -> Callable[..., Any]:
+    """`compute`, which returns a mark where it gets marks.
+
+    Args:
+        expressions: of what it takes.
+        latest: the values of expressions in the step that the graph runs for.
+        kind: what it may return.
+    """
+
+    def computed(*values: Any) -> Any:
+        marks = [x for x in values if isinstance(x, Mark)]
+        if not marks:
+            return compute(*values)
+
+        def of(numbers: list[Any]) -> Any:
+            given = zip(expressions, values, strict=True)
+            return compute(*[x.of(numbers) if isinstance(x, Mark) else latest[e] for e, x in given])
+
+        made = _MARKS[kind]()
+        made.read, made.of, made.line, made.tensor = marks[0].read, of, marks[0].line, None
+        return made
+
+    return computed
+
+
+def _refused(self: Mark, *_: Any) -> Any:
     raise NotLegal(
         Problem(
             "the step uses a number that it reads of a tensor (in a text, a key or a condition), before its "
@@ -104,9 +160,9 @@ def _refused(self: _Mark, *_: Any) -> Any:
 _COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 _TEXTS = {"__str__", "__repr__", "__format__", "__hash__"}
 _KEPT = {"__getnewargs__", "__getformat__"}
-for _name in (set(dir(int) + dir(float)) - set(dir(object)) - _KEPT) | _COMPARISONS | _TEXTS:
+for _name in (set(dir(int) + dir(float) + dir(str)) - set(dir(object)) - _KEPT) | _COMPARISONS | _TEXTS:
     if _name.startswith("__"):
-        setattr(_Mark, _name, _refused)
+        setattr(Mark, _name, _refused)
 
 
 class LateTensor:
@@ -144,6 +200,32 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
     return LateNumbers(len(reads), alone, tuple(places), floats, lines, fx.GraphModule(gm, graph).forward)
 
 
+def is_late(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph reads a number of a tensor, or computes with nothing but such numbers."""
+    if _reads(node):
+        return True
+    return _computes(node) and bool(node.all_input_nodes) and all(map(is_late, node.all_input_nodes))
+
+
+def on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copies of numbers in the host's memory, for which the host waits once, however many there are."""
+    if len(tensors) < 2 or not all(x.is_cuda for x in tensors):
+        return tensors
+    copies = [x.to("cpu", non_blocking=True) for x in tensors]
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies
+
+
+def _reads(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "item" and len(node.args) == 1
+
+
+def replaced_later(gm: fx.GraphModule, effects: Iterable[SideEffect]) -> set[str]:
+    """Expressions of numbers that a step depends on, and replaces by such that are read when its graph has run."""
+    found = {expression for effect in effects for expression in effect.later}
+    return found if found and late_numbers(gm) is not None else set()
+
+
 def _line(node: fx.Node) -> str | None:
     """What Dynamo adds behind the user's code has none."""
     while (line := line_of(node)) is None and node.all_input_nodes:
@@ -178,7 +260,7 @@ def _numbers(gm: fx.GraphModule) -> tuple[list[fx.Node], dict[fx.Node, None]]:
     reads: list[fx.Node] = []
     numbers: dict[fx.Node, None] = {}
     for node in gm.graph.nodes:
-        if node.op == "call_method" and node.target == "item" and len(node.args) == 1:
+        if _reads(node):
             reads.append(node)
             numbers[node] = None
         elif _computes(node) and node.all_input_nodes and all(x in numbers for x in node.all_input_nodes):
