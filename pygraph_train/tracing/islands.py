@@ -149,7 +149,7 @@ class Islands(CallsOfModules):
     # -- what speaks against graphs -----------------------------------------------------------------
 
     def check_writes(
-        self, effects: Iterable[SideEffect], frame: dict[str, Any], names: dict[str, Any], *, rebinds: bool
+        self, effects: Iterable[SideEffect], frame: dict[str, Any], names: dict[str, Any], rebinds: bool
     ) -> None:
         """Dynamo writes to Python behind its graph: an island would read what was there before.
 

@@ -319,8 +319,7 @@ class ReproducingTrace(Trace):
         with forgetting_values(made):
             seat.graph = super()._backend(graph, example_inputs)
         if self._compiles == 1:
-            given = self._frame, self._code.__globals__
-            self.gaps.islands.check_writes(effects, *given, rebinds=bool(self.rebound))
+            self.gaps.islands.check_writes(effects, self._frame, self._code.__globals__, bool(self.rebound))
             writes = bool(effects) or appends_in_frame()
             self.reproduces = (writes or self._is_filled()) and self.problem is None
             self._lists.clear()
