@@ -15,6 +15,7 @@ from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import Activation, activations_among
 from pygraph_train.torch_private import autocast
 from pygraph_train.torch_private.dynamo import untraced
+from pygraph_train.tracing.opened import tensors_inside
 from pygraph_train.tracing.signature import map_leaves
 
 __all__ = ["FirstCalls", "in_words", "watch_backward"]
@@ -35,10 +36,12 @@ class FirstCalls:
 
     Attributes:
         backward: the autocast that backwards were called under, None where none or several were seen.
+        holders: classes of objects in the results that hold tensors, as a cache of keys and values does.
     """
 
     def __init__(self, name: str, steps: Callable[[], int], refuse: Callable[[Fallback], object]) -> None:
         self.refused = False
+        self.holders: set[type] = set()
         self._name = name
         self._steps = steps
         self._refuse = refuse
@@ -88,7 +91,9 @@ class FirstCalls:
                 reason = f"{self._name} runs without graphs: {why}"
                 self._refuse(Fallback(reason, user_location(thread=thread), "", self._steps() + 1))
 
-        watched = [x for x in _tensors(result) if x.grad_fn is not None]
+        held = dict(tensors_inside(result))
+        self.holders.update(held.values())
+        watched = list(dict.fromkeys(x for x in (*_tensors(result), *held) if x.grad_fn is not None))
         for tensor in watched:
             tensor.register_hook(look)
         activations = [Activation(x, eager=True) for x in activations_among(watched)]

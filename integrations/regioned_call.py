@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,9 +75,9 @@ class RegionedCall:
         # a code object of its own: Dynamo counts compiled variants per code object
         code = _call.__code__.replace(co_name="regions_of_module")
         function = types.FunctionType(code, _call.__globals__)
-        self._compiled: Any = torch.compile(
-            function, backend=_backend(type(module).__name__, tell), options=options, **compile_options
-        )
+        self._holders: set[type] = set()  # of tensors in results whose gradients nobody has asked for
+        regions = _backend(type(module).__name__, tell, self._holders)
+        self._compiled: Any = torch.compile(function, backend=regions, options=options, **compile_options)
         set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,6 +91,7 @@ class RegionedCall:
                 first.look_at(result)
                 return result
             self._first[kind], self._autocast[kind] = None, first.backward
+            self._holders |= first.holders
         watcher = GLOBAL_HOOK if any(self._hooks_on_all) else what_watches()
         if watcher is not None:  # a compiled forward has other operations, and saves other tensors
             self._tell(_without_graphs(self.module, watcher))
@@ -180,7 +181,9 @@ def begins(name: str) -> str:
     return f"forward and backward of {name} get no graphs"
 
 
-def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callable[..., Any]]:
+def _backend(
+    name: str, tell: Callable[[Problem], None], holders: Collection[type]
+) -> Callable[..., Callable[..., Any]]:
     """The compile backend, but for graphs that compiled functions would not do justice.
 
     These are checkpoints that change buffers, and activations whose gradient somebody may ask for.
@@ -188,6 +191,7 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
     Args:
         name: of the module.
         tell: called with the reason why something is not compiled; Dynamo keeps backends, and must not keep its owner.
+        holders: classes of objects that results hold. Activations in them are treated like those that are returned.
     """
     teller = weakref.WeakMethod(tell)
 
@@ -203,6 +207,7 @@ def _backend(name: str, tell: Callable[[Problem], None]) -> Callable[..., Callab
             return eager(gm, Problem(f"{begins(name)}: {CHANGED_AGAIN}", where))
         activations = handed_out(gm)
         kept = dynamo_side_effects() if activations else []
+        kept = [effect for effect in kept if not effect.plain and effect.owner not in holders]
         if not kept:
             places = uncounted_changes(gm)
             compiled = counted_as_eager(backend.pygraph(gm, inputs, **kwargs), places)

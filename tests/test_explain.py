@@ -339,7 +339,13 @@ def test_an_obstacle_is_found_with_its_line(
     assert where in str(found) and source in str(found)
 
 
-@pytest.mark.parametrize("fn", [only_read, speech, moved, decided])
+def computed_later(model: nn.Module, x: Tensor) -> Any:
+    loss = model(x).square().mean()
+    value = loss.item()
+    return {"loss": loss, "kept": (round(value, 3), min(value, 1.0) / len(x), f"{value:.3f}")}
+
+
+@pytest.mark.parametrize("fn", [only_read, computed_later, speech, moved, decided])
 def test_what_graphs_do_late_or_in_gaps_is_no_obstacle(fn: Callable[..., Any]) -> None:
     found = explained(fn)
     assert found.is_one_graph and not found.obstacles, found

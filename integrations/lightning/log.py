@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pygraph_train.parallel.replication import Replication
 from pygraph_train.problems import NotLegal, Problem, defined_at
-from pygraph_train.tracing.late_numbers import LateFloat, LateInt
+from pygraph_train.tracing.late_marks import Mark
 from pygraph_train.tracing.traced_code import guard_constants
 
 __all__ = ["LogBook", "Record", "Recorder"]
@@ -220,7 +220,7 @@ class LogBook:
         if self._trainer.barebones:
             return values  # where `self.log` does nothing
         for record in records:
-            if any(isinstance(x, LateFloat | LateInt) for x in (*record.args, *record.kwargs.values())):
+            if any(isinstance(x, Mark) for x in (*record.args, *record.kwargs.values())):
                 raise NotLegal(_READ_ON_HOST)
             key = f"{_FX}.{record.name}"
             metric, entry = self._results.get(key), self._entries.get(key)
@@ -258,7 +258,7 @@ class LogBook:
 
     def _as_tensor(self, value: Any) -> Tensor:
         dtype = _get_default_dtype()
-        if isinstance(value, LateFloat | LateInt):  # of a tensor, which the graph has
+        if isinstance(value, Mark):  # of a tensor, which the graph has
             if value.tensor is None:
                 raise NotLegal(
                     Problem("self.log(...) logs a number that Python computes of values of the device")

@@ -26,7 +26,8 @@ from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.host_constants import make_once
 from pygraph_train.tracing.host_tables import HostTables
-from pygraph_train.tracing.late_numbers import nothing_depends_on_numbers
+from pygraph_train.tracing.late_nodes import nothing_depends_on_numbers
+from pygraph_train.tracing.live_numbers import CallNumbers
 from pygraph_train.tracing.obstacles import batch_changed, gradients_asked, gradients_read, on_host, written
 from pygraph_train.tracing.opened import open_way_to
 from pygraph_train.tracing.read_ahead import ReadingAhead
@@ -183,7 +184,7 @@ class _OneLook:
         self._notes: list[tuple[Any, str]] = []
         self._only_read: list[Problem] = []  # of `found`: reads of numbers
         self._stands_in = False  # whether somebody who depends on such a number may be unknown
-        self._gaps = Gaps(device)
+        self._gaps = Gaps(device, islands=False)
         self._gaps.allowed = not by_hand
         self._reached = False
 
@@ -213,7 +214,8 @@ class _OneLook:
         """How Dynamo traces values of the host differently: as in training, see `LookingAhead.changes`."""
         recording = self._recording
         numbers = held_numbers(recording) if isinstance(recording, ReadingAhead) else ()
-        return (*drawing(recording), *numbers)
+        late = () if self._by_hand else CallNumbers(self._device).changes()
+        return (*drawing(recording), *numbers, *late)
 
     def _ended(self, problem: Problem, *, raises: bool) -> None:
         """The way has an end before that of the step: the step raises an exception itself, or cannot be followed."""

@@ -70,6 +70,9 @@ class Place:
         self.buffers = False
         self._latest: Layout | None = None
         self._same = 0
+        self._unserved = (
+            0  # steps since the latest graph was made, whose gradients lay where those before them did
+        )
         self._waited = 0
         self._patience = _PATIENCE[source]
 
@@ -84,12 +87,17 @@ class Place:
         Args:
             replays: so far.
             latest: of these, those of the graph that finds no gradients where they are now; None where there is none.
-                Another graph is made once that one has paid for its capture, or gradients have stayed for as long.
+                Another graph is made once that one has paid for its capture, together with the steps that it could not
+                serve.
         """
         if self.buffers:
             return True
-        if self._same >= _SAME_PLACE:
-            return latest is None or self._same + latest >= _REPLAYS_PER_CAPTURE
-        self._waited += 1
-        self.buffers = self._waited > self._patience + replays // _REPLAYS_PER_STEP
-        return self.buffers
+        if self._same < _SAME_PLACE:
+            self._waited += 1
+            self.buffers = self._waited > self._patience + replays // _REPLAYS_PER_STEP
+            return self.buffers
+        self._unserved += 1
+        if latest is not None and self._unserved + latest < _REPLAYS_PER_CAPTURE:
+            return False
+        self._unserved = 0
+        return True

@@ -14,10 +14,12 @@ from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent, Stage, next_life
+from pygraph_train.step.new_traces import new_trace, traced_anew
 from pygraph_train.step.ordering import Ordering
 from pygraph_train.step.program import Call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
+from pygraph_train.step.replays import TAKEN_BACK
 from pygraph_train.step.shapes import Shapes, WithoutGraph
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
@@ -26,7 +28,6 @@ from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Signature, Variant
 from pygraph_train.step.watching import Watching
-from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.tracing.changing_numbers import changing_numbers
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
 from pygraph_train.tracing.reproducing import ReproducingTrace
@@ -186,8 +187,8 @@ class Advancing:
                     return Ran(self._ungraphed.plainly(run))
                 return self._replayed(variant, capture, args, kwargs, leaves)
             return self._compared(step, variant, capture, args, kwargs, leaves, expected)
-        except OtherWay as other:
-            self._refusing.other_way(step, variant, other.where)
+        except TAKEN_BACK as error:  # and everything is as before
+            self._refusing.of_values(step, signature, variant, error)
         except NotLegal as refused:
             if variant.lead is not None and refused.problem is OUT_OF_MEMORY:
                 step.give_up()
@@ -223,8 +224,8 @@ class Advancing:
         """A replay that another rank wants to be compared with a plain step."""
         try:
             return self._compared(step, variant, capture, args, kwargs, leaves, None)
-        except OtherWay as other:
-            self._refusing.other_way(step, variant, other.where)
+        except TAKEN_BACK as error:  # and everything is as before
+            self._refusing.of_values(step, signature, variant, error)
         except NotLegal as refused:
             self._refusing.calls(step, signature, variant, refused.problem)
         return Ran(self._ungraphed.plainly(run))
@@ -294,11 +295,13 @@ class Advancing:
         if variant.opened:
             self._signatures.forget(signature)  # the next call has another key
             return result
+        if problem is not None and variant.trace.gaps.islands.learned:
+            variant.trace = traced_anew(self._training, self._refusing.ways, variant.trace)
+            variant.trace.gaps.islands.learned = False
+            return result
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
-            old, variant.trace = variant.trace, self._training.program.new_trace(variant.trace.dynamic)
-            variant.trace.saved = old.saved
-            variant.trace.gaps.limit(self._training.config, self._refusing.ways.left)
+            variant.trace = traced_anew(self._training, self._refusing.ways, variant.trace)
         elif problem is not None and variant.trace.dynamic:
             self._shapes.refused(variant)
         elif problem is not None and variant.way is not None:
@@ -348,8 +351,7 @@ class Advancing:
             return None
         # ways are counted, and shapes apart from them
         family = None if other_way is not None else signature.family
-        trace = program.new_trace(None if family is None else family.dynamic)
-        trace.gaps.limit(training.config, self._refusing.ways.left)
+        trace = new_trace(training, self._refusing.ways, None if family is None else family.dynamic)
         if isinstance(trace, ReproducingTrace) and other_way is None:
             known = [other.trace for other in signature.variants]
             with program.context():
@@ -362,6 +364,8 @@ class Advancing:
             family=family,
             way=other_way,
         )
+        for other in signature.variants[:1]:
+            trace.gaps.islands.knows(other.trace.gaps.islands)
         if family is not None:
             family.traced(variant)
         first = self._signatures.is_first(signature)

@@ -150,7 +150,7 @@ class CaptureMaker:
             of_batch.begin()
             with replication.micro_batch(sync=position.sync):
                 loss, tree = program.forward(captured, static_args, static_kwargs)
-                program.backward(loss)
+                program.backward(variant.trace.gaps.checked(loss))
             if updates:
                 program.transform_gradients()
                 with nullcontext() if numbers is None else numbers.marked():
@@ -197,15 +197,13 @@ class CaptureMaker:
                     if isinstance(traced, ReproducingTrace) and traced.ahead.takes:
                         traced.fill(*given[:3])
             expected, reference, started = None, variant.last_comparison(), time.perf_counter()
+            around = nullcontext if loaded is None else functools.partial(loaded.only_read, reads)
+            given_again = (variant, gradients, call, *variant.inputs.tree((args, kwargs)))
+            run = functools.partial(  # its accumulators, in another stream, are none of the capture's
+                self.reference, *given_again, updates=updates, sync=position.sync, around=around
+            )
+            variant.trace.gaps.islands.show(run)
             if verify:
-                run = functools.partial(
-                    self.reference,
-                    # accumulators of this run, in another stream, are none of the capture's
-                    *(variant, gradients, call, *variant.inputs.tree((args, kwargs))),
-                    updates=updates,
-                    sync=position.sync,
-                    around=nullcontext if loaded is None else functools.partial(loaded.only_read, reads),
-                )
                 expected, reference = PlainRuns(run()), time.perf_counter() - started
                 while self._engine.shares_memory and self._together is None and expected.may_differ:
                     expected.add(run())  # later the graph's memory would come on top of that of a run

@@ -13,7 +13,7 @@ from pygraph_train.step.batch_gradients import undoing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.program import Call
-from pygraph_train.step.replays import before_gradients
+from pygraph_train.step.replays import TAKEN_BACK, before_gradients, undone
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
@@ -81,7 +81,7 @@ class Comparing:
             replay: makes the replay. It is called again where the first one had to be undone.
         Raises:
             NotLegal: it gives something else, and is undone.
-            OtherWay: values of the step lead another way than that of the graph. Nothing stands.
+            OtherWay, Unlike, BackwardChanged: values of the step do not fit the graph. Nothing stands.
         """
         started, training, maker = time.perf_counter(), self._training, self._maker
 
@@ -100,7 +100,7 @@ class Comparing:
             except NotLegal as refused:
                 if not capture.verified or refused.problem is not OUT_OF_MEMORY or self._together is not None:
                     raise
-                return self._unaudited(variant, capture, started, replay)
+                return self._unaudited(step, variant, capture, started, replay)
         with _nothing_made():
             before, take_back = (
                 capture.gradients.snapshot(),
@@ -124,7 +124,7 @@ class Comparing:
         def replayed() -> R:
             try:
                 return replay()
-            except OtherWay:
+            except TAKEN_BACK:
                 back()
                 raise
 
@@ -187,7 +187,14 @@ class Comparing:
             undo()
         raise NotLegal(problem)
 
-    def _unaudited(self, variant: Variant, capture: Capture, started: float, replay: Callable[[], R]) -> R:
+    def _unaudited(
+        self,
+        step: StepInFlight,
+        variant: Variant,
+        capture: Capture,
+        started: float,
+        replay: Callable[[], R],
+    ) -> R:
         """Make a replay that cannot be compared once more: a step without a graph has no memory beside the graph."""
         training = self._training
         training.engine.tidy()  # what the run that failed has left
@@ -195,11 +202,15 @@ class Comparing:
         training.clock.interrupted()
         training.report.note(_NO_MEMORY_TO_COMPARE)
         before, backup = capture.gradients.snapshot(), before_gradients(training.program, variant)
-        try:
-            return replay()
-        except OtherWay:
+
+        def undo() -> None:
             backup.restore()
             capture.gradients.restore(before)
+
+        try:
+            return replay()
+        except TAKEN_BACK as error:
+            undone(step, error, undo)
             raise
 
     def _timed(self, variant: Variant, replay: Callable[[], R]) -> R:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.torch_private.sharding import local_tensor
-from pygraph_train.tracing.late_numbers import LateFloat, LateInt, LateTensor
+from pygraph_train.tracing.late_marks import LateTensor, Mark
 from pygraph_train.tracing.opened import is_open, objects_in
 from pygraph_train.tracing.returned_objects import ReturnedObjects, undeclared
 from pygraph_train.tracing.signature import flatten, map_leaves
@@ -92,10 +92,10 @@ class Outputs:
         scalars: dict[Any, dict[Any, _Scalar]] = {}
         others: dict[Any, list[tuple[int, Tensor]]] = {}
         self.tensors: list[Tensor] = []
-        numbers: dict[Callable[[], list[Any]], list[tuple[int, int]]] = {}
+        numbers: dict[Callable[[], list[Any]], list[tuple[int, Callable[[list[Any]], Any]]]] = {}
         for position, leaf in enumerate(leaves):
-            if isinstance(leaf, LateFloat | LateInt):
-                numbers.setdefault(leaf.read, []).append((position, leaf.index))
+            if isinstance(leaf, Mark):
+                numbers.setdefault(leaf.read, []).append((position, leaf.of))
             if isinstance(leaf, LateTensor):
                 raise NotLegal(_OF_NUMBER)
             if not isinstance(leaf, Tensor):
@@ -164,13 +164,13 @@ def _pass(position: int, source: int) -> _Make:
     return make
 
 
-def _read(read: Callable[[], list[Any]], places: list[tuple[int, int]]) -> _Make:
+def _read(read: Callable[[], list[Any]], places: list[tuple[int, Callable[[list[Any]], Any]]]) -> _Make:
     """The host waits for the replay."""
 
     def make(leaves: Sequence[Any], values: list[Any]) -> None:
         numbers = read()
-        for position, index in places:
-            values[position] = numbers[index]
+        for position, of in places:
+            values[position] = of(numbers)
 
     return make
 

@@ -85,4 +85,4 @@ class PythonWrites:
 
 
 def _may_keep(effect: SideEffect) -> bool:
-    return effect.is_tensor or not effect.simple
+    return not (effect.simple and effect.plain)

@@ -72,15 +72,27 @@ class Refusing:
             self.run(problem, asked=asked is not None)
 
     def taken_back(
-        self, step: StepInFlight, variant: Variant, error: Exception, run: Callable[[Call], R]
+        self,
+        step: StepInFlight,
+        signature: Signature,
+        variant: Variant,
+        error: Exception,
+        run: Callable[[Call], R],
     ) -> Ran[R]:
         """Make a step whose replay has raised this, and was taken back."""
-        if isinstance(error, OtherWay):
-            self.other_way(step, variant, error.where)
+        self.of_values(step, signature, variant, error)
         return Ran(self._ungraphed.plainly(run))
 
-    def other_way(self, step: StepInFlight, variant: Variant, where: str) -> None:
-        """A replay was taken back, because a value that is asked for there leads another way than that of its graph."""
+    def of_values(self, step: StepInFlight, signature: Signature, variant: Variant, error: Exception) -> None:
+        """A replay has raised this, and was taken back: calls that do so again and again get no graph any more."""
+        if isinstance(error, OtherWay):
+            return self._other_way(step, variant, error.where)
+        step.give_up()
+        if (unlike := variant.trace.gaps.islands.unlike_too_often()) is not None:
+            self.calls(step, signature, variant, unlike)
+
+    def _other_way(self, step: StepInFlight, variant: Variant, where: str) -> None:
+        """A value that is asked for there leads another way than that of the graph."""
         arm, ways = step.arm, self.ways
         step.give_up()
         ways.took(where)

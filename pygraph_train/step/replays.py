@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pygraph_train.problems import PyGraphError
 from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import Replayed, StepInFlight
@@ -15,8 +16,13 @@ from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
+from pygraph_train.torch_private.islands import BackwardChanged, Unlike
+from pygraph_train.torch_private.late_decisions import OtherWay
 
-__all__ = ["Replays", "before_gradients"]
+__all__ = ["TAKEN_BACK", "Replays", "before_gradients", "undone"]
+
+TAKEN_BACK = (OtherWay, Unlike, BackwardChanged)
+"""What a replay raises where values of the step do not fit its graph."""
 
 
 class Replays:
@@ -63,7 +69,7 @@ class Replays:
         except Exception as error:
             if undo is None or isinstance(error, torch.OutOfMemoryError):
                 raise
-            undo()
+            undone(step, error, undo)
             step.replayed = False
             return error
         return made if capture.writer is None else self._writes.finished(capture, args, kwargs, made)
@@ -90,3 +96,17 @@ def before_gradients(program: StepProgram, variant: Variant) -> ScratchState:
     names, tensors = set(variant.trace.written), variant.trace.latest_tensors
     written = [t for name, t in zip(variant.trace.inputs, tensors, strict=True) if name in names]
     return ScratchState(program.device, [*written, *program.extra_state()])
+
+
+def undone(step: StepInFlight, error: Exception, undo: Callable[[], None]) -> None:
+    """Take back a replay that has raised this.
+
+    Args:
+        undo: puts back all but the values of gradients that are added to.
+
+    Raises:
+        PyGraphError: such gradients were written.
+    """
+    undo()
+    if isinstance(error, BackwardChanged) and not step.position.fresh:
+        raise PyGraphError(f"gradients of this accumulation are lost: {error}") from error

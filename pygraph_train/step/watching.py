@@ -86,8 +86,11 @@ class Watching:
                     result = variant.trace(fn, args, kwargs)
                 clock.mark("B")
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
-                variant.trace.problem = refused.problem
-                return fn(*args, **kwargs)
+                islands = variant.trace.gaps.islands
+                try:
+                    return islands.see(fn, args, kwargs, refused.problem)
+                finally:
+                    variant.trace.problem = islands.with_reason(refused.problem)
             changed = before != _versions([*parameters, *others])
             variant.writes_parameters |= changed or _writes_a_parameter(variant.trace, fn, args, kwargs)
             if moves.found() and not variant.trace.rebound and variant.trace.problem is None:

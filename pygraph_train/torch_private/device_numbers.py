@@ -28,7 +28,7 @@ from pygraph_train.torch_private.numbers_with_tensors import is_tensor
 from pygraph_train.torch_private.rolled import can_be_rolled, rolled
 from pygraph_train.torch_private.selected import let_select
 
-__all__ = ["NumberReader", "changes"]
+__all__ = ["ASKING", "NumberReader", "changes", "is_device_number"]
 
 
 class NumberReader(DrawRecorder, Protocol):
@@ -47,7 +47,7 @@ _WITH_NUMBERS = {
 }
 _OF_TYPES = frozenset({isinstance, type, issubclass})
 _OF_LISTS = frozenset({max, min, sum, sorted, any, all, set, frozenset, operator.contains})
-_ASKING = frozenset(
+ASKING = frozenset(
     {"__contains__", "index", "count", "remove", "sort", "__eq__", "__ne__", "__lt__", "__gt__"}
 )
 """Methods of lists and tuples: Dynamo compares constants with constants alone."""
@@ -82,6 +82,11 @@ def changes(reader: NumberReader) -> tuple[tuple[Any, str, Any], ...]:
         *hooks.comparing_symbols(),
         *conditional_jumps(hooks.truth),
     )
+
+
+def is_device_number(variable: Any) -> bool:
+    """Whether a variable of Dynamo's is such a number."""
+    return isinstance(variable, _number_class())
 
 
 @functools.cache
@@ -274,7 +279,7 @@ class _Hooks:
         """Methods of lists and tuples."""
 
         def called(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name in _ASKING:
+            if name in ASKING:
                 self._refuse_any([variable, *args])
             return call_method(variable, tx, name, args, kwargs)
 

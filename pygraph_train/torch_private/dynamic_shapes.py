@@ -11,7 +11,14 @@ from torch import Tensor
 
 from pygraph_train.torch_private.changes import Around
 
-__all__ = ["depends_on_values", "is_size_of_tensor", "sizes_are_symbols", "symbolic"]
+__all__ = [
+    "depends_on_values",
+    "is_settled",
+    "is_size_of_tensor",
+    "sizes_are_symbols",
+    "source_of_size",
+    "symbolic",
+]
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 """What `maybe_mark_dynamic` leaves on a tensor; 2.11 has the first one only."""
@@ -87,3 +94,30 @@ def symbolic(wanted: Callable[[str], bool]) -> tuple[tuple[Any, str, Any], ...]:
         (builder, "is_dynamic_source", is_dynamic_source),
         (LazyConstantVariable, "create", Around(around)),
     )
+
+
+def is_settled(number: Any) -> bool:
+    """Whether no guard may stand for a number, because it is on the device, or need stand for it. (2.11, 2.13)
+
+    Each capture is for its sizes of tensors, so no guard is needed for a number that follows from sizes alone.
+    """
+    from torch._dynamo.source import TensorPropertySource
+
+    symbols = getattr(number.node.expr, "free_symbols", ())
+    known = number.node.shape_env.var_to_sources
+    if not all(known.get(symbol) for symbol in symbols):  # read from a tensor
+        return True
+    return bool(symbols) and all(
+        any(isinstance(source, TensorPropertySource) for source in known[symbol]) for symbol in symbols
+    )
+
+
+def source_of_size(number: Any) -> Any:
+    """Dynamo's source of a number that is a size of a tensor; None for another one. (2.11, 2.13)"""
+    from torch._dynamo.source import TensorProperty, TensorPropertySource
+
+    symbol = getattr(number.node, "expr", None)
+    for source in number.node.shape_env.var_to_sources.get(symbol, ()):
+        if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
+            return source
+    return None

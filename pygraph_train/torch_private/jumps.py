@@ -8,7 +8,7 @@ from typing import Any
 
 from pygraph_train.torch_private.changes import Around
 
-__all__ = ["conditional_jumps"]
+__all__ = ["conditional_jumps", "instructions"]
 
 Answer = Callable[[Any, Any], bool | None]
 """Takes Dynamo's translator and the variable that is the condition; None for what Dynamo itself has to answer."""
@@ -19,7 +19,6 @@ _NOT_OF_TRUTH = ("NONE", "MATCH")
 
 def conditional_jumps(answer: Answer) -> list[tuple[Any, str, Any]]:
     """Changes of Dynamo, in the tables of instructions that each class of its has."""
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
     def around(table: list[Any]) -> list[Any]:
         made = list(table)
@@ -27,6 +26,23 @@ def conditional_jumps(answer: Answer) -> list[tuple[Any, str, Any]]:
             if name.startswith(_JUMPS) and not name.endswith(_NOT_OF_TRUTH) and code < len(made):
                 made[code] = _jump(name, made[code], answer)
         return made
+
+    return _in_tables(around)
+
+
+def instructions(name: str, around: Callable[[Any], Any]) -> list[tuple[Any, str, Any]]:
+    """Changes of Dynamo: what `around` makes of its handler of an instruction."""
+
+    def changed(table: list[Any]) -> list[Any]:
+        made = list(table)
+        made[dis.opmap[name]] = around(made[dis.opmap[name]])
+        return made
+
+    return _in_tables(changed)
+
+
+def _in_tables(around: Callable[[list[Any]], list[Any]]) -> list[tuple[Any, str, Any]]:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
     classes: list[type] = [InstructionTranslatorBase]
     for kind in classes:

@@ -13,56 +13,30 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pygraph_train.torch_private import host_numbers
 from pygraph_train.torch_private.changes import Around
-from pygraph_train.torch_private.jumps import conditional_jumps
+from pygraph_train.torch_private.device_numbers import ASKING, is_device_number
+from pygraph_train.torch_private.dynamic_shapes import source_of_size
+from pygraph_train.torch_private.jumps import conditional_jumps, instructions
+from pygraph_train.torch_private.live_variables import (
+    NO_CONSTANT,
+    LiveRecorder,
+    constant_of,
+    is_live,
+    is_symbol,
+    live_class,
+    looked_at,
+    name_of,
+    sources_of,
+)
 from pygraph_train.torch_private.numbers_with_tensors import MOST, WITH_TENSORS, is_tensor, with_tensor
 
-__all__ = ["MOST", "LiveRecorder", "changes", "is_live"]
-
-
-class LiveRecorder(Protocol):
-    """Who keeps the numbers of one trace."""
-
-    device: torch.device
-
-    def begin(self, trace: Any) -> None:
-        """Dynamo traces: anew, where `trace` is another object than before."""
-
-    def wanted(self, expression: str) -> bool:
-        """Whether the number that is read from this expression changes."""
-
-    def read(self, expression: str, value: float) -> Any:
-        """A number that is read from outside."""
-
-    def compute(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a function of numbers returns, some of which are the recorder's own."""
-
-    def value(self, number: Any) -> Any:
-        """What it is in this trace."""
-
-    def type_of(self, number: Any) -> type:
-        """Its type, on which the trace depends from now on."""
-
-    def expressions(self, number: Any) -> Sequence[str]:
-        """What it is computed from."""
-
-    def function(self, number: Any) -> Callable[..., Any]:
-        """Computes the number from the values of its expressions."""
-
-    def ask(self, number: Any) -> bool:
-        """The answer to a condition, on which the trace depends from now on."""
-
-    def tensor(self, number: Any, dtype: torch.dtype, *, inverse: bool) -> Tensor:
-        """The number, or its reciprocal, as a tensor that is filled before each run."""
-
-    def refuse(self, number: Any) -> None:
-        """Note that something is done with a number that no graph can hold."""
+__all__ = ["MOST", "changes"]
 
 
 _COMPARISONS = frozenset(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge"))
@@ -75,6 +49,10 @@ _IN_PLACE = {
     getattr(operator, f"i{name}"): getattr(operator, name)
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 }
+_OPERATORS = frozenset(_IN_PLACE) | frozenset(_IN_PLACE.values())
+_TEXTS = {str: "{!s}", repr: "{!r}"}
+_WAITS = frozenset({round, min, max, *_TEXTS})
+_CONVERSIONS = ("", "!s", "!r", "!a")
 _OF_TYPES = frozenset({isinstance, type, issubclass, callable, hasattr, id})
 _STORES = frozenset({setattr, operator.setitem})
 _METHODS = {
@@ -83,17 +61,16 @@ _METHODS = {
 }
 
 
-def is_live(variable: Any) -> bool:
-    """Whether a variable of Dynamo's is such a number."""
-    return bool(isinstance(variable, _number_class()))
-
-
 def changes(recorder: LiveRecorder) -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value), on top of all others, for one trace."""
     from torch._dynamo import symbolic_convert
+    from torch._dynamo import utils as dynamo_utils
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables import lists
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.lazy import LazyConstantVariable
+    from torch._dynamo.variables.lists import BaseListVariable
     from torch._dynamo.variables.misc import StringFormatVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -103,64 +80,17 @@ def changes(recorder: LiveRecorder) -> tuple[tuple[Any, str, Any], ...]:
         (VariableBuilder, "_wrap", Around(hooks.wrapping)),
         (LazyConstantVariable, "create", Around(hooks.creating)),
         (StringFormatVariable, "create", Around(hooks.formatting)),
+        (dynamo_utils, "iter_contains", Around(hooks.containing)),
+        (lists, "iter_contains", Around(hooks.containing)),
+        (BaseListVariable, "call_method", Around(hooks.of_lists)),
+        (InstructionTranslatorBase, "_format_value", Around(hooks.formatting_value)),
         (BuiltinVariable, "call_function", Around(hooks.computing)),
         (symbolic_convert, "compare_op_handlers", Around(hooks.comparing)),
         (TensorVariable, "call_method", Around(hooks.calling)),
         (TorchInGraphFunctionVariable, "call_function", Around(hooks.computing_with_functions)),
         *conditional_jumps(hooks.truth),
+        *instructions("BUILD_STRING", hooks.joining),
     )
-
-
-@functools.cache
-def _number_class() -> Any:
-    from torch._dynamo.variables.base import VariableTracker
-
-    class LiveNumber(VariableTracker):
-        """A number of Python that another run of the graph may have another value of."""
-
-        def __init__(self, number: Any, recorder: LiveRecorder, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.number = number
-            self.recorder = recorder
-
-        def python_type(self) -> type:
-            return self.recorder.type_of(self.number)
-
-        def as_proxy(self) -> Any:
-            self.refuse()
-
-        def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            self.refuse()
-
-        def var_getattr(self, tx: Any, name: str) -> Any:
-            self.refuse()
-
-        def refuse(self) -> NoReturn:
-            self.recorder.refuse(self.number)
-            host_numbers.end_graph("a number that changes is used in a way that no graph can hold")
-
-        def reconstruct(self, codegen: Any) -> None:
-            from torch._dynamo.bytecode_transformation import create_call_function
-
-            function = self.recorder.function(self.number)
-            name = codegen.tx.output.install_global_by_id("computes_number", function)
-            sources = [self.sources[e] for e in self.recorder.expressions(self.number)]
-            codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_global(name, add=True)))
-            for source in sources:
-                codegen(source)
-            codegen.extend_output(create_call_function(len(sources), False))
-
-        @property
-        def sources(self) -> dict[str, Any]:
-            return _sources(self.recorder)
-
-    return LiveNumber
-
-
-def _sources(recorder: Any) -> dict[str, Any]:
-    """Dynamo's sources of what is read, by their expressions."""
-    found: dict[str, Any] = recorder.__dict__.setdefault("_sources", {})
-    return found
 
 
 class _Hooks:
@@ -168,23 +98,20 @@ class _Hooks:
 
     def __init__(self, recorder: LiveRecorder) -> None:
         self._recorder = recorder
-        self._class = _number_class()
+        self._class = live_class()
 
     def wrapping(self, wrap: Callable[..., Any]) -> Callable[..., Any]:
         """A number that is read from outside."""
-        from torch._dynamo.guards import GuardBuilder
-
         recorder = self._recorder
 
         def wrapped(builder: Any, value: Any) -> Any:
             if type(value) not in (int, float) or builder.source is None:
                 return wrap(builder, value)
-            expression = _name(builder.source)
+            expression = name_of(builder.source)
             if not recorder.wanted(expression):
                 return wrap(builder, value)
             recorder.begin(builder.tx.output)
-            _sources(recorder)[expression] = builder.source
-            builder.install_guards(GuardBuilder.TYPE_MATCH)
+            sources_of(recorder)[expression] = builder.source
             return self._class(recorder.read(expression, value), recorder, source=builder.source)
 
         return wrapped
@@ -194,50 +121,108 @@ class _Hooks:
 
         def created(value: Any, source: Any, **options: Any) -> Any:
             made = create.__func__(value, source, **options)
-            wanted = type(value) in (int, float) and self._recorder.wanted(_name(source))
+            wanted = type(value) in (int, float) and self._recorder.wanted(name_of(source))
             return made.realize() if wanted else made
 
         return staticmethod(created)
 
     def truth(self, tx: Any, variable: Any) -> bool | None:
         """The answer to a condition that is a number; None for another one."""
-        variable = _looked_at(variable, self._recorder)
+        variable = looked_at(variable, self._recorder)
         if not isinstance(variable, self._class):
             return None
-        return self._recorder.ask(self._recorder.compute(bool, [variable.number]))
+        answer = self._recorder.compute(bool, [variable.number])
+        return variable.refuse() if answer is None else self._recorder.ask(answer)
 
     def formatting(self, create: Any) -> Any:
         """A text with a number: Dynamo's code would make another one."""
+        from torch._dynamo.symbolic_convert import InstructionTranslator
 
         def created(text: str, args: Any, kwargs: Any) -> Any:
-            for x in (*args, *kwargs.values()):
-                if is_live(x):
-                    x.refuse()
-            return create.__func__(text, args, kwargs)
+            tx = InstructionTranslator.current_tx()
+            args = [self._number(tx, x, sizes=False) for x in args]
+            live = [x for x in (*args, *kwargs.values()) if is_live(x)]
+            if not live:
+                return create.__func__(text, args, kwargs)
+            return live[0].refuse() if kwargs else self._text(text, args)
 
         return staticmethod(created)
+
+    def formatting_value(self, format_value: Callable[..., Any]) -> Callable[..., Any]:
+        """`f"{x:.3f}"`"""
+
+        def formatted(tx: Any, fmt_spec: Any, flags: int) -> Any:
+            number = self._number(tx, looked_at(tx.stack[-1], self._recorder), sizes=False)
+            if not is_live(number):
+                return format_value(tx, fmt_spec, flags)
+            tx.pop()
+            text = "{" + _CONVERSIONS[flags & 3] + ":" + fmt_spec.as_python_constant() + "}"
+            return tx.push(self._text(text, [number]))
+
+        return formatted
+
+    def joining(self, build_string: Callable[..., Any]) -> Callable[..., Any]:
+        """Parts of such a text."""
+
+        def joined(tx: Any, inst: Any) -> Any:
+            if not any(map(is_live, tx.stack[-inst.arg :])):
+                return build_string(tx, inst)
+            parts = tx.popn(inst.arg)
+            return tx.push(self._text("{}" * len(parts), parts))
+
+        return joined
+
+    def _text(self, text: str, parts: Sequence[Any]) -> Any:
+        live = [x for x in parts if is_live(x)]
+        values = [x.number if is_live(x) else constant_of(x, texts=True) for x in parts]
+        made = None if NO_CONSTANT in values else self._recorder.compute(self._recorder.text(text), values)
+        return live[0].refuse() if made is None else self._made(made, live)
 
     def computing(self, call_function: Callable[..., Any]) -> Callable[..., Any]:
         """Python's operators and functions."""
 
         def computed(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            args = [_looked_at(x, self._recorder) for x in args]
+            args = [looked_at(x, self._recorder) for x in args]
             live = [x for x in args if isinstance(x, self._class)]
             fn = variable.fn
+            if not live and self._waits(tx, fn, args):
+                return self._of_numbers(tx, _IN_PLACE.get(fn, fn), args, kwargs)
+            if fn is isinstance and (answer := self._is_instance(args)) is not None:
+                return answer
             if not live or fn in _OF_TYPES or (fn in _STORES and live == [args[-1]]):
                 return call_function(variable, tx, args, kwargs)
             args = [x.realize() for x in args]
             if not kwargs and len(args) == 2 and fn in WITH_TENSORS and any(map(is_tensor, args)):
                 return self._with_tensor(tx, WITH_TENSORS[fn], *args)
-            return self._of_numbers(tx, _IN_PLACE.get(fn, fn), args, kwargs, live[0])
+            return self._of_numbers(tx, _IN_PLACE.get(fn, fn), args, kwargs)
 
         return computed
+
+    def _is_instance(self, args: Sequence[Any]) -> Any:
+        """The answer where it is the same for each type that a number may have; None where nothing is known of it."""
+        from torch._dynamo.variables.constant import ConstantVariable
+
+        if not is_live(args[0]) or not self._recorder.is_late(args[0].number):
+            return None
+        classes = args[1].realize().as_python_constant()
+        answers = {isinstance(kind(), classes) for kind in self._recorder.types_of(args[0].number)}
+        return ConstantVariable.create(answers.pop()) if len(answers) == 1 else None
+
+    def _waits(self, tx: Any, fn: Any, args: Sequence[Any]) -> bool:
+        """Whether Dynamo's graph cannot compute with a number that is read of a tensor, but Python can when the graph
+        has run."""
+        if (fn not in _WAITS and fn not in _OPERATORS) or not any(map(is_symbol, args)):
+            return False
+        read = [is_live(self._number(tx, x, sizes=False)) for x in args]
+        return any(read) and (
+            fn in _WAITS or (fn in _OPERATORS and all(map(is_symbol, args)) and not all(read))
+        )
 
     def computing_with_functions(self, call_function: Callable[..., Any]) -> Callable[..., Any]:
         """Functions of `math` and of torch."""
 
         def computed(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            args = [_looked_at(x, self._recorder) for x in args]
+            args = [looked_at(x, self._recorder) for x in args]
             live = [x for x in args if isinstance(x, self._class)]
             if not live:
                 return call_function(variable, tx, args, kwargs)
@@ -246,7 +231,7 @@ class _Hooks:
             if not kwargs and len(args) == 2 and fn in WITH_TENSORS and any(map(is_tensor, args)):
                 return self._with_tensor(tx, WITH_TENSORS[fn], *args)
             if getattr(math, getattr(fn, "__name__", ""), None) is fn:
-                return self._of_numbers(tx, fn, args, kwargs, live[0])
+                return self._of_numbers(tx, fn, args, kwargs)
             live[0].refuse()
 
         return computed
@@ -257,46 +242,129 @@ class _Hooks:
 
         def compared(sign: str, handler: Callable[..., Any]) -> Callable[..., Any]:
             def compare(tx: Any, args: Any, kwargs: Any) -> Any:
-                args = [_looked_at(x, self._recorder) for x in args]
+                args = [looked_at(x, self._recorder) for x in args]
                 live = [x for x in args if isinstance(x, self._class)]
                 if not live:
                     return handler(tx, args, kwargs)
                 args = [x.realize() for x in args]
-                return self._of_numbers(tx, getattr(operator, signs[sign]), args, kwargs, live[0])
+                return self._of_numbers(tx, getattr(operator, signs[sign]), args, kwargs)
 
             return compare
 
         return {**handlers, **{sign: compared(sign, handlers[sign]) for sign in signs}}
 
+    def containing(self, iter_contains: Callable[..., Any]) -> Callable[..., Any]:
+        """A constant among others, which Dynamo compares with constants alone."""
+
+        def contains(items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            items = list(items)
+            if not is_live(looked_at(search, self._recorder)):
+                self._refuse_any(items)
+            return iter_contains(items, search, tx, *args, **kwargs)
+
+        return contains
+
+    def of_lists(self, call_method: Callable[..., Any]) -> Callable[..., Any]:
+        """Methods of lists and tuples."""
+
+        def called(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name in ASKING and name != "__contains__":  # which is `containing`
+                self._refuse_any([variable, *args])
+            return call_method(variable, tx, name, args, kwargs)
+
+        return called
+
+    def _refuse_any(self, variables: Sequence[Any]) -> None:
+        from torch._dynamo.variables.lists import BaseListVariable
+
+        for variable in variables:
+            if is_live(looked_at(variable, self._recorder)):
+                looked_at(variable, self._recorder).refuse()
+            if isinstance(variable, BaseListVariable):
+                self._refuse_any(variable.items)
+
     def calling(self, call_method: Callable[..., Any]) -> Callable[..., Any]:
         """Methods of tensors."""
 
         def called(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            args = [_looked_at(x, self._recorder) for x in args]
+            args = [looked_at(x, self._recorder) for x in args]
             if len(args) == 1 and not kwargs and name in _METHODS and isinstance(args[0], self._class):
                 return self._with_tensor(tx, _METHODS[name], variable, args[0])
             return call_method(variable, tx, name, args, kwargs)
 
         return called
 
-    def _of_numbers(self, tx: Any, fn: Any, args: Sequence[Any], kwargs: Any, live: Any) -> Any:
+    def _of_numbers(self, tx: Any, fn: Any, args: Sequence[Any], kwargs: Any) -> Any:
         from torch._dynamo.variables.constant import ConstantVariable
 
-        pure = fn in _ARITHMETIC or fn in _COMPARISONS or fn in _ANSWERS or fn.__module__ == "math"
-        values = [x.number if isinstance(x, self._class) else _constant(x) for x in args]
-        if not pure or kwargs or any(x is _NONE for x in values):
-            live.refuse()
+        if fn is round and list(kwargs) == ["ndigits"]:
+            args, kwargs = [*args, kwargs["ndigits"]], {}
+        args = [self._number(tx, x) for x in args]
+        live = [x for x in args if isinstance(x, self._class)]
+        for x in args:
+            if is_device_number(x):
+                x.refuse()
+            if is_symbol(x):  # a counter, which is a number of this kind in the next trace
+                self._recorder.met_counter = True
+                host_numbers.end_graph("SymNodeVariable: a number that changes is an input of the graph")
+        if fn in _TEXTS and len(args) == 1 and not kwargs:
+            return self._text(_TEXTS[fn], args)
+        pure = fn in _ARITHMETIC or fn in _COMPARISONS or fn in _ANSWERS
+        pure = pure or getattr(fn, "__module__", None) == "math"
+        values = [x.number if isinstance(x, self._class) else constant_of(x) for x in args]
+        if not pure or kwargs or any(x is NO_CONSTANT for x in values):
+            live[0].refuse()
         number = self._recorder.compute(fn, values)
+        if number is None:
+            next(x for x in live if self._recorder.is_late(x.number)).refuse()
         if type(self._recorder.value(number)) is bool:
             return ConstantVariable.create(self._recorder.ask(number))
         if type(self._recorder.value(number)) not in (int, float):
-            live.refuse()
-        return self._class(number, self._recorder)
+            live[0].refuse()
+        return self._made(number, live)
+
+    def _made(self, number: Any, live: Sequence[Any]) -> Any:
+        read = {name: variable for x in live for name, variable in x.read.items()}
+        return self._class(number, self._recorder, read)
+
+    def _number(self, tx: Any, variable: Any, *, sizes: bool = True) -> Any:
+        """What is read of a tensor, or the size of one, as a number of this kind; anything else as it is."""
+        if not is_symbol(variable) or tx.output.current_tracer is not tx.output.root_tracer:
+            return variable
+        variable, recorder = variable.realize(), self._recorder
+        value, node = variable.sym_num, variable.as_proxy().node
+        if isinstance(value, torch.SymInt | torch.SymFloat) and recorder.is_read(node):
+            recorder.begin(tx.output)
+            name, number = recorder.of_tensor(node, is_float=isinstance(value, torch.SymFloat))
+            return self._class(number, recorder, {name: variable})
+        if not sizes or not isinstance(value, torch.SymInt):
+            return variable
+        recorder.begin(tx.output)
+        number = self._of_sizes(node)
+        return variable if number is None else self._class(number, recorder)
+
+    def _of_sizes(self, node: Any) -> Any:
+        """What Dynamo's graph computes of sizes and constants alone; None for anything else."""
+        if type(node) is int:
+            return node
+        value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+        if not isinstance(value, torch.SymInt):
+            return None
+        if (source := source_of_size(value)) is not None:
+            sources_of(self._recorder)[name_of(source)] = source
+            return self._recorder.read(name_of(source), value.node.hint)
+        if node.op != "call_function" or node.target not in _OPERATORS or node.kwargs:
+            return None
+        args = [self._of_sizes(x) for x in node.args]
+        fn = _IN_PLACE.get(node.target, node.target)
+        return None if None in args else self._recorder.compute(fn, args)
 
     def _with_tensor(self, tx: Any, name: str, left: Any, right: Any) -> Any:
         """An operation of a tensor and a number."""
         first = isinstance(left, self._class)
         live, tensor = (left, right) if first else (right, left)
+        if self._recorder.is_late(live.number):
+            live.refuse()
         made = with_tensor(
             tx, name, tensor, live.number, self._recorder, functools.partial(self._built, tx), first=first
         )
@@ -311,31 +379,3 @@ class _Hooks:
 
         name = tx.output.install_global_by_id("live_number", tensor)
         return VariableBuilder(tx, GlobalSource(name))(tensor)
-
-
-_NONE: Any = object()
-
-
-def _constant(variable: Any) -> Any:
-    try:
-        value = variable.as_python_constant() if variable.is_python_constant() else _NONE
-    except NotImplementedError:
-        return _NONE
-    return value if type(value) in (int, float, bool, type(None)) else _NONE
-
-
-def _looked_at(variable: Any, recorder: LiveRecorder) -> Any:
-    """What Dynamo has put off looking at, where that is a number: it may be one of these."""
-    from torch._dynamo.variables.lazy import LazyVariableTracker
-
-    if not isinstance(variable, LazyVariableTracker):
-        return variable
-    if variable.is_realized():
-        return variable.realize()
-    is_number = type(variable.peek_value()) in (int, float)
-    return variable.realize() if is_number and recorder.wanted(_name(variable.source)) else variable
-
-
-def _name(source: Any) -> str:
-    name = source.name
-    return str(name() if callable(name) else name)

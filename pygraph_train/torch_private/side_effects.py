@@ -1,24 +1,21 @@
-"""What Dynamo writes to Python after its graph has run, and how it traces objects that are only written to."""
+"""What Dynamo writes to Python after its graph has run."""
 
 from __future__ import annotations
 
-import functools
 import operator
 import traceback
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from pygraph_train.problems import is_user_file
-from pygraph_train.torch_private.changes import Around, no_comparisons
 from pygraph_train.torch_private.dynamo import placeholder_source
-from pygraph_train.torch_private.live_numbers import is_live
+from pygraph_train.torch_private.live_variables import is_known_later, is_symbol
 
-__all__ = ["SideEffect", "appends_in_frame", "deferring", "dynamo_side_effects", "hooks_in_frame"]
+__all__ = ["SideEffect", "dynamo_side_effects", "hooks_in_frame"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +28,13 @@ class SideEffect:
         kind: "attribute", "cell" (of a closure), "list", "dict", "set" or "other".
         stack: of the user, where it is known.
         numbers: expressions of integers that are other integers after the frame.
+        later: expressions of numbers that are read, and after the frame are numbers that it has read of tensors.
         appended: the list, where the frame does nothing to it but append; None for anything else.
         places: expressions of what is replaced.
         reproducible: whether Dynamo's code makes it as the user's code does, and it can be taken back.
         simple: whether an attribute is written, and its value is a tensor, a number or a text.
-        is_tensor: whether it is a tensor.
+        owner: the class of the object, where an attribute is written; None for anything else.
+        plain: whether numbers and texts are known to be all that is written.
     """
 
     source: str
@@ -47,7 +46,9 @@ class SideEffect:
     places: tuple[str, ...] = ()
     reproducible: bool = False
     simple: bool = False
-    is_tensor: bool = False
+    owner: type | None = None
+    plain: bool = False
+    later: tuple[str, ...] = ()
 
 
 def dynamo_side_effects() -> list[SideEffect]:
@@ -80,14 +81,6 @@ def hooks_in_frame() -> bool:
     """Whether the frame being compiled registers hooks of tensors; call inside a backend (torch 2.11, 2.13)."""
     effects = _output().side_effects
     return bool(effects.tensor_hooks or effects.save_for_backward)
-
-
-def appends_in_frame() -> bool:
-    """Whether the frame being compiled appends to lists that `deferring` has taken; call inside a backend."""
-    return bool(getattr(_output(), _APPENDED, None))
-
-
-_APPENDED = "_pygraph_train_appended"
 
 
 def _output() -> Any:
@@ -131,13 +124,15 @@ def _of_attribute(
         kept = type(names) is dict and not _is_descriptor(owner, name)
         before = names.get(name, _Unknown) if type(names) is dict else _Unknown
     numbers = (place,) if _changes_number(before, after) else ()
-    simple, is_tensor = _is_simple(after), _is_simple(after, ("TensorVariable",))
-    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, simple, is_tensor)
+    simple, plain, owner = _is_simple(after), _is_simple(after, _NUMBERS), type(owner)
+    later = (place,) if _is_number_later(output, place, before, after) else ()
+    return SideEffect(source, name, kind, stack, numbers, None, (place,), kept, simple, owner, plain, later)
 
 
-def _is_simple(
-    value: Any, classes: tuple[str, ...] = ("ConstantVariable", "SymNodeVariable", "TensorVariable")
-) -> bool:
+_NUMBERS = ("ConstantVariable", "SymNodeVariable", "LiveNumber")
+
+
+def _is_simple(value: Any, classes: tuple[str, ...] = (*_NUMBERS, "TensorVariable")) -> bool:
     """Whether what is written is a tensor, a number or a text. (2.11, 2.13)"""
     kinds = {base.__name__ for base in type(value).__mro__}
     if "LazyVariableTracker" in kinds:
@@ -156,15 +151,20 @@ def _of_container(output: Any, variable: Any, source: str, owner: Any, stack: An
         appended = owner if _only_appends(variable, source, owner) else None
         return SideEffect(source, "", "list", stack, (), appended, (), type(owner) is list)
     if type(owner) in (dict, OrderedDict, defaultdict):
-        numbers, places = [], []
-        for name, after in _changed_entries(variable):
+        numbers, places, later = [], [], []
+        entries = _changed_entries(variable)
+        plain = bool(entries) and all(_is_simple(after, _NUMBERS) for _, after in entries)
+        for name, after in entries:
             place = f"{source}[{name!r}]"
             if _is_changed_in_place(after, place):
                 continue
             places.append(place)
             if _changes_number(owner.get(name, _Unknown), after):
                 numbers.append(place)
-        return SideEffect(source, "", "dict", stack, tuple(numbers), None, tuple(places), True)
+            if _is_number_later(output, place, owner.get(name, _Unknown), after):
+                later.append(place)
+        given = tuple(numbers), None, tuple(places), True
+        return SideEffect(source, "", "dict", stack, *given, plain=plain, later=tuple(later))
     return SideEffect(source, "", "set", stack, (), None, (), type(owner) is set)
 
 
@@ -186,11 +186,20 @@ def _changed_entries(variable: Any) -> list[tuple[Any, Any]]:
 def _changes_number(before: Any, after: Any) -> bool:
     if type(before) is not int:
         return False
+    if is_symbol(after) and not is_known_later(after):  # made of sizes
+        return True
     try:
         new = after.as_python_constant()
     except Exception:  # Dynamo raises many kinds for values that are no constants
         return False
     return type(new) is int and new != before
+
+
+def _is_number_later(output: Any, place: str, before: Any, after: Any) -> bool:
+    """Whether the frame depends on a number, and leaves one in its place that it has read of a tensor."""
+    if type(before) not in (int, float) or not is_known_later(after):
+        return False
+    return any(guard.name == place for guard in output.guards)
 
 
 def _only_appends(variable: Any, source: str, owner: Any) -> bool:
@@ -281,114 +290,3 @@ _AUGMENTED = {
     getattr(operator, f"i{name}")
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
 }
-
-
-def deferring(
-    appended: Callable[[Any], bool], collect: Callable[..., Any], settle: Callable[..., Any]
-) -> tuple[tuple[Any, str, Any], ...]:
-    """Changes of Dynamo: some lists are not looked at, and what the frame appends to them is a result. (2.11, 2.13)
-
-    Args:
-        appended: whether a list is one of these. The frame may do nothing to it but append.
-        collect: a function without arguments that the frame calls at its end: it returns (list, item) pairs then.
-        settle: a function that the frame calls with a number, of which a guard shall keep the value.
-    """
-    from torch._dynamo.variables.builder import VariableBuilder
-
-    listed, collector, settler = _variables()
-
-    def around(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def wrap(self: Any, value: Any) -> Any:
-            if value is collect:
-                return collector(source=self.source)
-            if value is settle:
-                return settler(source=self.source)
-            if type(value) in (list, deque) and appended(value):
-                return listed(value, source=self.source, guard=self)
-            return stock(self, value)
-
-        return wrap
-
-    return (VariableBuilder, "_wrap", Around(around)), no_comparisons(listed)
-
-
-def _is_settled(number: Any) -> bool:
-    """Whether no guard may stand for a number, because it is on the device, or need stand for it. (2.11, 2.13)
-
-    Each capture is for its sizes of tensors, so no guard is needed for a number that follows from sizes alone.
-    """
-    from torch._dynamo.source import TensorPropertySource
-
-    symbols = getattr(number.node.expr, "free_symbols", ())
-    known = number.node.shape_env.var_to_sources
-    if not all(known.get(symbol) for symbol in symbols):  # read from a tensor
-        return True
-    return bool(symbols) and all(
-        any(isinstance(source, TensorPropertySource) for source in known[symbol]) for symbol in symbols
-    )
-
-
-@functools.cache
-def _variables() -> tuple[Any, Any, Any]:
-    from torch._dynamo.exc import unimplemented
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.constant import ConstantVariable
-    from torch._dynamo.variables.lists import TupleVariable
-    from torch._dynamo.variables.misc import GetAttrVariable
-    from torch._dynamo.variables.tensor import SymNodeVariable
-
-    def kept(tx: Any) -> list[Any]:
-        """What was appended in the trace that is under way."""
-        found: list[Any] = tx.output.__dict__.setdefault(_APPENDED, [])
-        return found
-
-    class Appended(VariableTracker):
-        """A list that the frame only appends to."""
-
-        def __init__(self, value: Any, guard: Any = None, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.value = value
-            if guard is not None:
-                guard.install_guards(GuardBuilder.TYPE_MATCH)
-
-        def python_type(self) -> type:
-            # whoever asks for the type goes on to ask for a length or a truth value, and no guard stands for these
-            self.refuse()
-
-        def refuse(self) -> NoReturn:
-            unimplemented(
-                gb_type="List that is only appended to",
-                context="",
-                explanation="The step looks at a list that grows.",
-                hints=[],
-            )
-
-        def var_getattr(self, tx: Any, name: str) -> Any:
-            return GetAttrVariable(self, name)
-
-        def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            at_top = tx.output.current_tracer is tx.output.root_tracer
-            if name != "append" or len(args) != 1 or kwargs or not at_top:
-                self.refuse()  # Dynamo of 2.11 takes lists for different that it does not look at
-            kept(tx).append(TupleVariable([self, args[0]]))
-            return ConstantVariable.create(None)
-
-    class Collector(VariableTracker):
-        """A function that returns what was appended."""
-
-        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            return TupleVariable(list(kept(tx)))
-
-    class Settler(VariableTracker):
-        """A function that sets a guard for a number."""
-
-        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            number = args[0].realize()
-            if is_live(number):
-                number.refuse()
-            if isinstance(number, SymNodeVariable) and not _is_settled(number.sym_num):
-                number.evaluate_expr(tx.output)
-            return ConstantVariable.create(None)
-
-    return Appended, Collector, Settler

@@ -8,7 +8,7 @@ trace holds for numbers that lead to the same decisions.
 from __future__ import annotations
 
 import functools
-import re
+import operator
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.live_numbers import MOST, changes
+from pygraph_train.tracing.late_arithmetic import (
+    DIVISIONS,
+    FLOATS,
+    INTEGERS,
+    LIVE,
+    Formatted,
+    Late,
+    is_moderate,
+    late_result,
+)
+from pygraph_train.tracing.late_marks import once_read
+from pygraph_train.tracing.late_nodes import is_late
 from pygraph_train.tracing.reading import Read, reader
 
-__all__ = ["FLOAT", "OTHER_DECISION", "WHOLE", "CallNumbers", "in_tensor"]
+__all__ = ["OTHER_DECISION", "CallNumbers", "in_tensor"]
 
 OTHER_DECISION = Problem(
     "a number that changes with each step leads to another decision than in the traced step"
@@ -36,7 +48,8 @@ class _Number:
     Attributes:
         place: among the numbers of the trace, in the order in which they were made.
         expressions: what it is computed from.
-        now: what it is in the trace.
+        now: what it is in the trace, or an example where it is read of a tensor.
+        late: what is known of a number that is read of a tensor, or computed of such; None for another one.
     """
 
     place: int
@@ -44,6 +57,7 @@ class _Number:
     args: tuple[Any, ...]
     expressions: tuple[str, ...]
     now: Any
+    late: Late | None = None
 
     def of(self, values: Mapping[str, Any], known: Mapping[int, Any] | Sequence[Any]) -> Any:
         """What it is where expressions have these values, and earlier numbers are known by their places."""
@@ -117,22 +131,28 @@ class CallNumbers:
     Attributes:
         names: expressions of numbers that are to be read anew before each run.
         refused: those of which something is done that no graph can hold.
+        met_counter: whether Python computes with such a number and an integer that is an input of the graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.names: set[str] = set()
         self.refused: set[str] = set()
+        self.met_counter = False
         self._trace: Any = None
         self._other: CallNumbers | None = None
         self._start()
 
     def _start(self) -> None:
+        self.met_counter = False
         self._values: dict[str, Any] = {}
         self._numbers: list[_Number] = []
         self._slots: list[_Slot] = []
         self._answers: list[tuple[_Number, bool]] = []
         self._types: dict[int, type] = {}  # of numbers, by their places: something was done because of these
+        self._typed: set[str] = set()  # expressions of numbers whose type matters
+        self._of_tensors: dict[str, tuple[fx.Node, _Number]] = {}
+        self._latest: dict[str, Any] = {}  # what expressions were in the latest call
         self._read: Read | None = None
         self._due: bytes | None = None
         self._filled = b""
@@ -160,7 +180,7 @@ class CallNumbers:
     @property
     def used(self) -> bool:
         """Whether the trace depends on such numbers."""
-        return bool(self._slots or self._answers)
+        return bool(self._values)
 
     def follow(self, other: CallNumbers) -> None:
         """Let this trace, of the same function, depend on the same numbers: the other one says for which it holds."""
@@ -170,6 +190,7 @@ class CallNumbers:
     def check(self) -> None:
         """At the end of a trace. Raises NotLegal where it depends on other numbers than the one that it follows."""
         self._trace = None
+        self._of_tensors.clear()
         other = self._other
         if other is None or not other.used:
             return
@@ -179,7 +200,7 @@ class CallNumbers:
 
     def changes(self) -> tuple[tuple[Any, str, Any], ...]:
         """Changes of Dynamo while it traces."""
-        return changes(self) if self.names else ()
+        return changes(self)
 
     def look(self, frame: dict[str, Any], namespace: dict[str, Any]) -> bool:
         """Read the numbers of a call. Whether the trace holds for them. Hot path."""
@@ -187,17 +208,23 @@ class CallNumbers:
             self._read = reader(namespace, self._values)
         try:
             values = dict(zip(self._values, self._read(frame, namespace)[0], strict=True))
+            for expression, value in values.items():
+                kind = type(value)
+                if (kind is not int and kind is not float) or (
+                    expression in self._typed and kind is not type(self._values[expression])
+                ):
+                    return False
             known: list[Any] = []
-            for (
-                number
-            ) in self._numbers:  # also those that nothing depends on: an error of theirs is the step's
-                known.append(number.of(values, known))
+            # also those that nothing depends on: an error of theirs is the step's
+            for number in self._numbers:
+                known.append(None if number.late is not None else number.of(values, known))
             if any(known[number.place] is not answer for number, answer in self._answers):
                 return False
             if any(type(known[place]) is not kind for place, kind in self._types.items()):
                 return False
             due = array("d", [slot.value(known[slot.number.place]) for slot in self._slots])
             self._due = due.tobytes()
+            self._latest.update(values)
         except Exception:  # also one of the step's own, which then raises it
             return False
         return True
@@ -226,29 +253,96 @@ class CallNumbers:
 
     def read(self, expression: str, value: float) -> _Number:
         """See `LiveRecorder`."""
+        for known in self._numbers:
+            if known.fn is None and known.expressions == (expression,):
+                return known
         self._values[expression] = value
         return self._made(None, (), (expression,), value)
 
     def _made(
-        self, fn: Callable[..., Any] | None, args: tuple[Any, ...], names: tuple[str, ...], now: Any
+        self,
+        fn: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        names: tuple[str, ...],
+        now: Any,
+        late: Late | None = None,
     ) -> _Number:
-        self._numbers.append(_Number(len(self._numbers), fn, args, names, now))
+        self._numbers.append(_Number(len(self._numbers), fn, args, names, now, late))
         return self._numbers[-1]
 
-    def compute(self, fn: Callable[..., Any], args: Sequence[Any]) -> _Number:
+    def compute(self, fn: Callable[..., Any], args: Sequence[Any]) -> _Number | None:
         """See `LiveRecorder`."""
         names = dict.fromkeys(e for x in args if isinstance(x, _Number) for e in x.expressions)
+        late = None
+        if any(isinstance(x, _Number) and x.late is not None for x in args):
+            divisor = args[1] if fn in DIVISIONS else None
+            late = late_result(
+                fn, [self._known_of(x, divisor) if isinstance(x, _Number) else x for x in args]
+            )
+            if late is None or not self._raises_nothing(fn, args):
+                return None
+        else:
+            self._typed.update(names)
         now = fn(*[x.now if isinstance(x, _Number) else x for x in args])
-        return self._made(fn, tuple(args), tuple(names), now)
+        return self._made(fn, tuple(args), tuple(names), now, late)
+
+    def _known_of(self, number: _Number, divisor: Any) -> Late:
+        if number.late is not None:
+            return number.late
+        is_read = number.fn is None and number.expressions[0] not in self._typed
+        kinds = LIVE.kinds if is_read else frozenset({type(number.now)})
+        return Late(kinds, LIVE.most, number is divisor and number.now != 0)
+
+    def _raises_nothing(self, fn: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Whether an operation raises nothing because of the numbers of it that are known before the step. They are
+        asked in each call."""
+        for place, x in enumerate(args):
+            if not isinstance(x, _Number) or x.late is not None:
+                continue
+            asked = self._made(is_moderate, (x,), x.expressions, is_moderate(x.now))
+            if not self.ask(asked):
+                return False
+            if place == 1 and fn in DIVISIONS:
+                self.ask(self._made(operator.ne, (x, 0), x.expressions, x.now != 0))
+        return True
+
+    def is_read(self, node: fx.Node) -> bool:
+        """See `LiveRecorder`."""
+        return is_late(node)
+
+    def of_tensor(self, node: fx.Node, *, is_float: bool) -> tuple[str, _Number]:
+        """See `LiveRecorder`."""
+        for name, (known, number) in self._of_tensors.items():
+            if known is node:
+                return name, number
+        name = f"read of a tensor: {len(self._of_tensors)}"
+        late, now = (FLOATS, 1.0) if is_float else (INTEGERS, 1)
+        self._of_tensors[name] = (node, self._made(None, (), (name,), now, late))
+        return name, self._of_tensors[name][1]
+
+    def is_late(self, number: _Number) -> bool:
+        """See `LiveRecorder`."""
+        return number.late is not None
+
+    def types_of(self, number: _Number) -> Iterable[type]:
+        """See `LiveRecorder`."""
+        return () if number.late is None else number.late.kinds
+
+    def text(self, text: str) -> Callable[..., str]:
+        """See `LiveRecorder`."""
+        return Formatted(text)
 
     def value(self, number: _Number) -> Any:
         """See `LiveRecorder`."""
         return number.now
 
-    def type_of(self, number: _Number) -> type:
+    def type_of(self, number: _Number) -> type | None:
         """See `LiveRecorder`."""
         kind = type(number.now)
-        if number.fn is not None:  # what is read has a guard
+        if number.late is not None:
+            return kind if len(number.late.kinds) == 1 else None
+        self._typed.update(number.expressions)
+        if number.fn is not None:
             self._types[number.place] = kind
         return kind
 
@@ -271,16 +365,20 @@ class CallNumbers:
                 known[part.place] = part.of(read, known)
             return known[number.place]
 
-        return computed
+        if number.late is None:
+            return computed
+        return once_read(computed, number.expressions, self._latest, type(number.now))
 
     def ask(self, number: _Number) -> bool:
         """See `LiveRecorder`."""
         answer: bool = number.now
+        assert number.late is None
         self._answers.append((number, answer))
         return answer
 
     def tensor(self, number: _Number, dtype: torch.dtype, *, inverse: bool) -> Tensor:
         """See `LiveRecorder`."""
+        self._typed.update(number.expressions)
         for slot in self._slots:
             if slot.number is number and slot.tensor.dtype is dtype and slot.inverse is inverse:
                 return slot.tensor
@@ -293,11 +391,5 @@ class CallNumbers:
 
     def refuse(self, number: _Number) -> None:
         """See `LiveRecorder`."""
-        self.refused.update(number.expressions)
-
-
-FLOAT = re.compile(r"([LG]\[.+) == -?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)")
-"""Dynamo's guard of a number."""
-
-WHOLE = re.compile(r"([LG]\[.+) == -?\d+")
-"""That of an integer."""
+        if number.late is None:
+            self.refused.update(number.expressions)

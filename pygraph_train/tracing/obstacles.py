@@ -74,7 +74,7 @@ def kept_result(effects: Iterable[SideEffect], fn: Any, reason: str) -> Problem 
         reason: the sentence so far.
     """
     for effect in effects:
-        if effect.is_tensor or effect.kind in ("list", "dict", "set"):
+        if (effect.simple and not effect.plain) or effect.kind in ("list", "dict", "set"):
             name = readable(effect.source, fn) + (f".{effect.attribute}" if effect.attribute else "")
             fix = f"Keep the result without its autograd graph: {name} gets x.detach()"
             return Problem(f"{reason}, as {name} may", innermost(effect.stack), fix)

@@ -29,6 +29,7 @@ __all__ = [
     "parts_of",
     "rebuilt",
     "standing_for",
+    "tensors_inside",
 ]
 
 BATCHES: set[type] = set()
@@ -182,6 +183,25 @@ def parts_of(tree: Any) -> Iterable[Any]:
     if isinstance(tree, Mapping):
         return tree.values()
     return tree if isinstance(tree, Sequence) else [getattr(tree, field.name) for field in fields(tree)]
+
+
+def tensors_inside(value: Any) -> Iterator[tuple[Tensor, type]]:
+    """The tensors that objects of plain classes hold, with the class of the object that holds each.
+
+    Args:
+        value: one of these objects, or something that holds some.
+    """
+    level: list[tuple[Any, type | None]] = [(value, None)]
+    seen: set[int] = set()
+    for _ in range(_DEPTH):
+        below: list[tuple[Any, type | None]] = []
+        for part, holder in level:
+            if isinstance(part, Tensor) and holder is not None:
+                yield part, holder
+            if id(part) not in seen and len(seen) <= _LOOKS:
+                seen.add(id(part))
+                below += [(inner, next(iter(kind), holder)) for inner, kind in _parts(part)]
+        level = below
 
 
 def open_way_to(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> bool:

@@ -11,8 +11,10 @@ from torch import Tensor, fx
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.torch_private.dispatch import no_fake_mode
 from pygraph_train.torch_private.dynamo import placeholder_value
+from pygraph_train.torch_private.island_gaps import island_of_node
 from pygraph_train.torch_private.late_decisions import decided
 from pygraph_train.torch_private.modes import present_modes
+from pygraph_train.torch_private.module_state import ModuleState
 from pygraph_train.tracing.graph_calls import function_of
 from pygraph_train.tracing.writes import maybe_written
 
@@ -40,7 +42,12 @@ def value_in_rehearsal(node: fx.Node, device: torch.device) -> Any:
                 if x.op not in ("call_function", "call_method"):
                     raise ValueError(f"{x.op} is not rehearsed")
                 args, kwargs = fx.node.map_arg((x.args, x.kwargs), values.__getitem__)
+                one = island_of_node(x)
+                state = None if one is None else ModuleState(one.present())
                 values[x] = function_of(x)(*args, **kwargs)
+                if state is not None and state.changed() is not None:
+                    state.restore()
+                    raise ValueError("a module that runs on the host changes its attributes")
                 for given in x.all_input_nodes:
                     if last[given] is x:
                         values[given] = None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.deferring import appends_in_frame, deferring
 from pygraph_train.torch_private.dynamic_shapes import symbolic
 from pygraph_train.torch_private.dynamo import (
     dynamo_cache_entries,
@@ -25,22 +26,20 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
     writes_to_inputs,
 )
-from pygraph_train.torch_private.side_effects import (
-    appends_in_frame,
-    deferring,
-    hooks_in_frame,
-)
+from pygraph_train.torch_private.side_effects import hooks_in_frame
 from pygraph_train.tracing.counters import counters, without_counters
 from pygraph_train.tracing.host_draws import Ahead
-from pygraph_train.tracing.late_numbers import has_questions, late_numbers, without_late_numbers
-from pygraph_train.tracing.live_numbers import FLOAT, OTHER_DECISION, WHOLE, CallNumbers
+from pygraph_train.tracing.late_nodes import has_questions
+from pygraph_train.tracing.late_numbers import late_numbers, replaced_later, without_late_numbers
+from pygraph_train.tracing.live_numbers import OTHER_DECISION, CallNumbers
+from pygraph_train.tracing.number_guards import changed_numbers
 from pygraph_train.tracing.obstacles import problem_of_write, side_effects
 from pygraph_train.tracing.reading import Read, reader
 from pygraph_train.tracing.reasons import first_use, line_of, readable
 from pygraph_train.tracing.seat import LEFT, FailedRuns, Seat, unless_left
 from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Compiler, Trace
-from pygraph_train.tracing.traced_code import appended, held_weakly, returning_appended, settled
+from pygraph_train.tracing.traced_code import appended, held_weakly, known_later, returning_appended, settled
 from pygraph_train.tracing.undo import Undo, exchange
 
 __all__ = ["ReproducingTrace"]
@@ -87,7 +86,7 @@ class ReproducingTrace(Trace):
         self._resume: Callable[..., Any] | None = None
         self._further = (
             *symbolic(self._numbers.__contains__),
-            *deferring(held_weakly(self._is_deferred), appended, settled),
+            *deferring(held_weakly(self._is_deferred), appended, settled, known_later),
         )
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,25 +207,24 @@ class ReproducingTrace(Trace):
 
     def carried_tensors(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Tensor, ...]:
         """The tensors behind `carried`, read now."""
-        frame = {"fn": fn, "args": args, "kwargs": kwargs}
-        tensors: tuple[Tensor, ...] = self._read_carried(frame, self._code.__globals__)[0]
-        return tensors
+        return tuple(
+            self._read_carried({"fn": fn, "args": args, "kwargs": kwargs}, self._code.__globals__)[0]
+        )
 
     def argument_tensors(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[str, Tensor]]:
         """See `Trace`. Of the call that was traced, once: the step may have taken them out of its arguments."""
-        first, self._first = self._first, None
-        if first is None:
+        if (first := self._first) is None:
             return super().argument_tensors(fn, args, kwargs)
+        self._first = None
         return list(zip((readable(name, fn) for name in self._arguments), first, strict=True))
 
     def take_as_inputs(self, numbers: Iterable[str], live: Iterable[str]) -> None:
         """Before the first call: let integers be inputs of the graph, by their expressions. No tensor may depend on
         them, so guards stand for what they decide. On the numbers `live` tensors may depend."""
         self._numbers.update(numbers)
-        self._decisive.update(live)
-        self.live.take(live)
+        self._take_as_live(set(live))
 
     def numbers(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -234,9 +232,8 @@ class ReproducingTrace(Trace):
         """Expressions of integers that change, as far as this call shows, and of numbers that tensors depend on."""
         frame = {"fn": fn, "args": args, "kwargs": kwargs}
         failures = [*self.failures(frame), *self._still.changed_settings(frame)]
-        changed = {found[1] for guard, _ in failures if (found := FLOAT.fullmatch(guard))}
-        whole = {found[1] for guard, _ in failures if (found := WHOLE.fullmatch(guard))}
-        return self._numbers | whole, self._decisive | (changed - whole)
+        whole, others = changed_numbers(failures)
+        return self._numbers | whole, self._decisive | others
 
     # -- inside Dynamo ------------------------------------------------------------------------------
 
@@ -264,17 +261,21 @@ class ReproducingTrace(Trace):
             return False
         if self.ahead.learned():
             return True
-        if self._deferred:  # more was done to a list than to append to it
+        if self._deferred and not self.live.met_counter:  # more was done to a list than to append to it
             self._defers = self._deferred = False
             return True
         if self.live.drop_refused():
             return True
         if self._numbers:  # Dynamo does not compute with them what the step does
-            self._decisive |= self._numbers
-            self.live.take(self._numbers)
-            self._numbers.clear()
+            self._take_as_live(set(self._numbers))
             return True
         return super()._is_worth_another_look(refused)
+
+    def _take_as_live(self, numbers: set[str]) -> None:
+        """Let numbers be those of `live` in the next trace."""
+        self._decisive |= numbers
+        self.live.take(numbers)
+        self._numbers -= numbers
 
     def _look_again(self, graph: torch.fx.GraphModule, *, decides: bool = True) -> None:
         self._again, self.gaps.decide = True, self.gaps.decide and decides
@@ -284,11 +285,13 @@ class ReproducingTrace(Trace):
 
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         effects = side_effects(self._recorder)
+        later = replaced_later(graph, effects) - self._decisive
+        self._take_as_live(later)
         known = len(self._numbers), len(self._lists)
         self._numbers.update(n for effect in effects for n in effect.numbers if n not in self._decisive)
         if self._defers:
             self._lists.update((id(e.appended), e.appended) for e in effects if e.appended is not None)
-        if known != (len(self._numbers), len(self._lists)):
+        if later or known != (len(self._numbers), len(self._lists)):
             self._look_again(graph)
         if not self.traced:
             self.ahead.finish(graph)  # of the graph that Dynamo has made
@@ -305,8 +308,7 @@ class ReproducingTrace(Trace):
         names = [placeholder_source(n) or "" for n in graph.graph.nodes if n.op == "placeholder"]
         if self._numbers.intersection(names[i] for i in decisive):
             self._decisive.update(names[i] for i in decisive)
-            self.live.take(self._numbers & self._decisive)
-            self._numbers -= self._decisive
+            self._take_as_live(self._numbers & self._decisive)
             self._look_again(graph)
         if found is not None:
             made.append(graph := without_counters(graph, found))
@@ -321,6 +323,7 @@ class ReproducingTrace(Trace):
         if self.gaps.decided and self.rebound:  # nobody takes back what a run gives other memory
             self._look_again(graph, decides=False)
         if self._compiles == 1:
+            self.gaps.islands.check_writes(effects, self._frame, self._code.__globals__, bool(self.rebound))
             writes = bool(effects) or appends_in_frame()
             self.reproduces = (writes or self._is_filled()) and self.problem is None
             self._lists.clear()
@@ -340,8 +343,8 @@ class ReproducingTrace(Trace):
                 yield problem_of_write(effect, self._fn)
 
     def _read_inputs(self, graph: torch.fx.GraphModule) -> None:
-        replaced = {place for effect in self.effects for place in effect.places}
         super()._read_inputs(graph)
+        replaced = {place for effect in self.effects for place in effect.places}
         self.carried = [expression for expression in self.inputs if expression in replaced]
         self.inputs = [expression for expression in self.inputs if expression not in replaced]
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]

@@ -69,7 +69,9 @@ class Seat:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         found = self._with_counters(inputs)
-        return found if self.late is None else self.late.outputs(found, marked=self.marks)
+        if self.late is None:
+            return found
+        return self.late.outputs(found, marked=self.marks, replayed=self.instead is not None)
 
     def _with_counters(self, inputs: Sequence[Any]) -> Sequence[Any]:
         if self._counted is None:

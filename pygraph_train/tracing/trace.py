@@ -140,7 +140,7 @@ class Trace:
         self._guards: Any = None
         self._given = GivenTensors(runs=self.runs_graph)
         self._kept = KeptGuards()
-        self.objects, self.gaps = ReturnedObjects(), Gaps(device)
+        self.objects, self.gaps = ReturnedObjects(), Gaps(device, islands=not self.dynamic)
         self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
         self._still = Stillness({}, {})
@@ -173,7 +173,8 @@ class Trace:
 
     def _is_worth_another_look(self, refused: Problem) -> bool:
         """After a trace that was given up, and ran nothing: whether the function is traced in another way now."""
-        if self._compiles or not (self.ahead.learned() or self.branches.others(refused)):
+        known = self._compiles or self.gaps.may_learn(refused)
+        if known or not (self.ahead.learned() or self.branches.others(refused)):
             return False
         self._go_through_dynamo(self._function_to_trace())
         return True
@@ -325,12 +326,11 @@ class Trace:
         if not self.traced:
             self.ahead.finish(graph)
         self._given.look_at(graph)
-        self.gaps.look_at(graph)
         given = (graph, self.device, self.host, self._is_of_batch)
         constants = make_once(*given) if self.runs_graph else HostConstants()
+        self.gaps.look_at(graph, constants.nodes)
         self._constants += constants.values
-        if self._compiles == 1:
-            self.made_once = constants.told
+        self.made_once = constants.told if self._compiles == 1 else self.made_once
         if self.problem is None:
             host = obstacles.on_host(graph, self.device, self._fn, constants.nodes)
             values = decided_by_values(graph, constants.nodes)

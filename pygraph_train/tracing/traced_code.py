@@ -19,6 +19,7 @@ __all__ = [
     "guard_constants",
     "held_weakly",
     "is_of_this_file",
+    "known_later",
     "opened",
     "returning_appended",
     "settled",
@@ -41,7 +42,10 @@ def guard_constants(tree: Any) -> None:
 
     Dynamo sets none for a value that is only passed through, and a replay would return the old one.
     """
+    if known_later(tree):
+        return
     if isinstance(tree, (str, bytes)):
+        settled(tree)
         if tree:  # any use of the value will do
             return
     elif isinstance(tree, (bool, int, float, complex)):
@@ -82,6 +86,11 @@ def returning_appended() -> types.FunctionType:
 
 def settled(number: object) -> None:
     """Inside a traced function: let a guard stand for a number that is an input of the graph."""
+
+
+def known_later(number: object) -> bool:
+    """Inside a traced function: whether a number is computed of tensors when the graph has run."""
+    return False
 
 
 def appended() -> tuple[tuple[Any, Any], ...]:

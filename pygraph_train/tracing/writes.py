@@ -15,11 +15,12 @@ from pygraph_train.torch_private.counted_scatter import counted_scatter
 from pygraph_train.torch_private.ctc_loss import ctc_loss
 from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator, written_by_schema
 from pygraph_train.torch_private.host_backwards import backward_in_gap
+from pygraph_train.torch_private.island_gaps import island_of_node
 from pygraph_train.torch_private.memory import storage_key, tensor_version
 from pygraph_train.torch_private.rolled import rolled
 from pygraph_train.torch_private.selected import selected
 from pygraph_train.tracing.graph_calls import function_of, is_write, tensors_in
-from pygraph_train.tracing.late_numbers import Check
+from pygraph_train.tracing.late_checks import Check
 
 __all__ = ["NORMALISATIONS", "maybe_written", "memory_in_trace", "statistics_written", "written_arguments"]
 
@@ -98,6 +99,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     fn = function_of(node)
     if isinstance(fn, HigherOrderOperator):
         return _written_within(node)
+    if (one := island_of_node(node)) is not None:
+        return [x for x in node.args[-len(one.buffers) :] if isinstance(x, fx.Node)] if one.buffers else []
     if fn in (counted_scatter, ctc_loss, backward_in_gap, rolled, selected):
         return []
     found: list[fx.Node] = []

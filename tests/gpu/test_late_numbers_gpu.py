@@ -10,6 +10,9 @@ from test_same_as_plain_gpu import STEPS, Make, both
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pygraph_train.tracing import late_numbers
+from pygraph_train.tracing.late_numbers import on_host
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -51,3 +54,53 @@ def test_numbers_that_a_step_keeps() -> None:
         return [*losses, *kept, *(p.detach() for p in model.parameters())]
 
     assert not both(script, replays=STEPS - 15, plan="{F B O}").fallbacks
+
+
+class Meter:
+    """Sums, means and texts of numbers of the device."""
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.best = 0.0, 0, float("inf")
+        self.right, self.text = 0, ""
+
+    def update(self, loss: float, right: int, n: int) -> float:
+        self.sum += loss * n
+        self.count += n
+        self.right += right
+        self.best = min(self.best, loss)
+        self.text = f"{self.sum / self.count:.6f} {100 * right / n:.2f}%"
+        return self.sum / self.count
+
+
+def test_a_meter_of_numbers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits once in a replay, for all of them."""
+    waits: list[int] = []
+
+    def counted(tensors: Any) -> Any:
+        copies = on_host(tensors)
+        waits.append(len(tensors))
+        assert all(x.is_pinned() for x in copies if len(tensors) > 1)
+        return copies
+
+    def script(make: Make) -> list[Any]:
+        model, meter, kept = Net().cuda(), Meter(), []
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            found = model(x)
+            loss = F.cross_entropy(found, y)
+            mean = meter.update(loss.item(), int((found.argmax(1) == y).sum()), len(y))
+            kept.append((mean, loss.bfloat16().item()))
+            return loss
+
+        step, losses, seen = make(loss_of, model, optimizer), [], []
+        for index, batch in enumerate(batches()):
+            losses.append(step(*batch))
+            seen.append(dict(vars(meter)))
+            if index % 20 == 19:
+                meter.sum, meter.count = 0, 0
+        return [*losses, *kept, *seen, *(p.detach() for p in model.parameters())]
+
+    monkeypatch.setattr(late_numbers, "on_host", counted)
+    assert not both(script, replays=STEPS - 15, plan="{F B O}").fallbacks
+    assert set(waits) == {3} and len(waits) < 2 * STEPS, waits
