@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import importlib
 import io
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -203,12 +204,22 @@ def test_regions_raise_nothing_that_plain_training_does_not_raise(compile: bool 
     assert "the compiler failed" not in text_of(report)
 
 
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "count": lambda x: range(int(torch.tanh(x) < 2)),
+    "text of a number": lambda x: len(f"{x.item():.1f}") < 9,
+    "text of a tensor": lambda x: len(f"{x:.1f}") < 9,
+    "str": lambda x: len(str(x)) < 99,
+    "numpy": lambda x: x.numpy() < 99,
+    "print": lambda x: print(x, file=io.StringIO()) is None,
+}
+
+
 class Reading(Net):
     """Reads a value on the host, but not in compiled code, which computes something else."""
 
-    def __init__(self, *, counts: bool = False) -> None:
+    def __init__(self, reads: str = "count", *, counts: bool = False) -> None:
         super().__init__()
-        self.counts, self.steps, self.seen = counts, 0, list[int]()
+        self.reads, self.counts, self.steps, self.seen = READS[reads], counts, 0, list[int]()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
@@ -216,7 +227,7 @@ class Reading(Net):
         if self.counts:
             self.steps += 1
             self.seen.append(self.steps)
-        if not torch.compiler.is_compiling() and range(int(torch.tanh(y.detach().sum()) < 2)):
+        if not torch.compiler.is_compiling() and self.reads(y.detach().sum()):
             return y * (2 + noise[:, None])
         return y * (3 + noise[:, None])
 
@@ -238,12 +249,13 @@ def test_a_step_that_gets_no_graph_never_runs_the_branch_of_compiled_code() -> N
     assert "asks whether it is compiled" not in text_of(report)
 
 
-def test_no_step_before_the_first_replay_runs_the_branch_of_compiled_code() -> None:
+@pytest.mark.parametrize("reads", READS)
+def test_no_step_before_the_first_replay_runs_the_branch_of_compiled_code(reads: str) -> None:
     """Also where the step writes to Python, so that Dynamo's code is what is captured. The report says so then."""
     losses: dict[str, list[Tensor]] = {}
     for kind in ("plain", "graphed"):
         torch.manual_seed(0)
-        model, found, first = Reading(counts=True), list[Tensor](), 0
+        model, found, first = Reading(reads, counts=True), list[Tensor](), 0
         given = {"model": model, "optimizer": sgd(model)}
         step = (
             GraphedStep(loss_of(model), config=CONFIG, **given)

@@ -12,6 +12,9 @@ from pygraph_train.tracing.reasons import RAISES
 
 __all__ = ["Branches"]
 
+_STORES = "class `ContextVar`"
+"""In the reason of a break where something is stored, which computes nothing."""
+
 
 class Branches:
     """Those of plain training at first. What cannot be traced then takes those of compiled code.
@@ -46,13 +49,14 @@ class Branches:
         if not (self._plain and self._asked):
             return False
         file = file_of(refused.where)
-        if file in set(map(file_of, self._asked)) - self._as_compiled:
+        asked = [place for place in self._asked if file_of(place) == file]
+        if asked and file not in self._as_compiled:
             self._as_compiled.add(file)
-            computes = "read on the host" in refused.reason
+            computes = _STORES not in refused.reason
         else:
-            self._plain, computes = False, True
+            self._plain, computes, asked = False, True, self._asked
         if computes:
-            self.compiled, self._refused = self._asked[-1], self.in_the_way(refused)
+            self.compiled, self._refused = asked[-1], self.in_the_way(refused)
         self.taken = True
         self._asked.clear()
         return True
