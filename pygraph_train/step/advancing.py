@@ -188,7 +188,7 @@ class Advancing:
                 return self._replayed(variant, capture, args, kwargs, leaves)
             return self._compared(step, variant, capture, args, kwargs, leaves, expected)
         except TAKEN_BACK as error:  # and everything is as before
-            self._refusing.of_values(step, signature, variant, error)
+            self._refusing.of_values(step, variant, error)
         except NotLegal as refused:
             if variant.lead is not None and refused.problem is OUT_OF_MEMORY:
                 step.give_up()
@@ -225,7 +225,7 @@ class Advancing:
         try:
             return self._compared(step, variant, capture, args, kwargs, leaves, None)
         except TAKEN_BACK as error:  # and everything is as before
-            self._refusing.of_values(step, signature, variant, error)
+            self._refusing.of_values(step, variant, error)
         except NotLegal as refused:
             self._refusing.calls(step, signature, variant, refused.problem)
         return Ran(self._ungraphed.plainly(run))

@@ -72,23 +72,19 @@ class Refusing:
             self.run(problem, asked=asked is not None)
 
     def taken_back(
-        self,
-        step: StepInFlight,
-        signature: Signature,
-        variant: Variant,
-        error: Exception,
-        run: Callable[[Call], R],
+        self, step: StepInFlight, variant: Variant, error: Exception, run: Callable[[Call], R]
     ) -> Ran[R]:
         """Make a step whose replay has raised this, and was taken back."""
-        self.of_values(step, signature, variant, error)
+        self.of_values(step, variant, error)
         return Ran(self._ungraphed.plainly(run))
 
-    def of_values(self, step: StepInFlight, signature: Signature, variant: Variant, error: Exception) -> None:
+    def of_values(self, step: StepInFlight, variant: Variant, error: Exception) -> None:
         """A replay has raised this, and was taken back: calls that do so again and again get no graph any more."""
         if isinstance(error, OtherWay):
             return self._other_way(step, variant, error.where)
         step.give_up()
-        if (unlike := variant.trace.gaps.islands.unlike_too_often()) is not None:
+        unlike, signature = variant.trace.gaps.islands.unlike_too_often(), self._signatures.get(variant.key)
+        if unlike is not None and signature is not None:
             self.calls(step, signature, variant, unlike)
 
     def _other_way(self, step: StepInFlight, variant: Variant, where: str) -> None:
