@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,8 @@ from test_other_ways import taken_back
 from torch import Tensor, nn
 from training import Diary, Net, adamw, batches, both, line_of
 
-from pygraph_train.torch_private.islands import BackwardChanged, Unlike
+from pygraph_train.step.ungraphed import UngraphedSteps
+from pygraph_train.torch_private.islands import BackwardChanged, IslandRun, Unlike
 from pygraph_train.torch_private.late_decisions import OtherWay
 
 __all__ = ["taken_back"]
@@ -199,6 +201,32 @@ def test_modules_in_gaps_do_not_fit_the_graph_in_a_step_with_a_decision(
     kinds = {type(error) for error in taken_back}
     assert OtherWay in kinds and kinds & {Unlike, BackwardChanged}, kinds
     assert report.steps_replayed >= 40, str(report)
+
+
+@pytest.mark.parametrize("loss", [decides_behind, scaled])
+def test_nothing_of_a_replay_that_is_taken_back_stays_while_the_step_runs(
+    loss: Callable[..., Any], taken_back: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    plainly = UngraphedSteps.plainly
+
+    def counted(self: Any, run: Any) -> Any:
+        if taken_back:
+            found.append(sum(type(x) is IslandRun for x in gc.get_objects()))
+        return plainly(self, run)
+
+    monkeypatch.setattr(UngraphedSteps, "plainly", counted)
+    train_islands(
+        lambda: Model(*(ExpertsApart(hit_only=loss is scaled) for _ in range(2))),
+        loss,
+        make_batch=with_spikes,
+        rows=11,
+        steps=60,
+        plan=None,
+        optimizer=adam,
+    )
+    assert {type(error) for error in taken_back} & {OtherWay, Unlike}
+    assert found and set(found) == {0}, found
 
 
 def test_a_module_that_counts_its_calls_is_not_called_for_a_decision() -> None:

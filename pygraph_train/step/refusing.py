@@ -80,6 +80,7 @@ class Refusing:
 
     def of_values(self, step: StepInFlight, variant: Variant, error: Exception) -> None:
         """A replay has raised this, and was taken back: calls that do so again and again get no graph any more."""
+        variant.trace.gaps.islands.let_go()
         if isinstance(error, OtherWay):
             return self._other_way(step, variant, error.where)
         step.give_up()

@@ -71,7 +71,8 @@ class Replays:
                 raise
             undone(step, error, undo)
             step.replayed = False
-            return error
+            error.__cause__ = error.__context__ = None
+            return error.with_traceback(None)  # its frames hold tensors, and the step runs next
         return made if capture.writer is None else self._writes.finished(capture, args, kwargs, made)
 
     def _undoing(

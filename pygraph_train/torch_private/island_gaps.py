@@ -132,11 +132,11 @@ class _Gap:
         )
         self._switches = _switches()
         self._backwards = 0
-        self._made: IslandRun | None = None
 
     def forward(self) -> None:
         """The results of this replay."""
-        one, self._made = self._one, None
+        one = self._one
+        one.made = None
         one.calls += 1
         state = ModuleState(one.present())
         tensors = [borrow() for borrow in self._tensors]
@@ -148,7 +148,7 @@ class _Gap:
                     made = IslandRun(one, tensors)
                     if made.reached != one.reached:
                         raise one.differs("gradients reach other parameters or arguments than before")
-                    results, self._made = made.results, made
+                    results, one.made = made.results, made
                 else:
                     with torch.set_grad_enabled(self._grad):
                         results = one.call(tensors)
@@ -156,7 +156,7 @@ class _Gap:
                 raise one.differs(f"it has changed its attribute {name}")
             _copy(one, results, self._results)
         except BaseException:
-            self._made = None
+            one.made = None
             state.restore()
             raise
 
@@ -173,10 +173,10 @@ class _Gap:
         number = self._backwards
 
         def work() -> None:
-            one, made = self._one, self._made
+            one, made = self._one, self._one.made
             assert made is not None
             further = number < self._backwards
-            self._made = made if further else None
+            one.made = made if further else None
             try:
                 with self._modes():
                     found = made.backward([None if x is None else x() for x in given], keep=further)

@@ -85,6 +85,7 @@ class Island:
         gradients: what the gradients of its inputs are like, None before a backward was seen.
         unlike: how often it was not like that.
         calls: in gaps.
+        made: the forward of the replay that is under way, for its backward.
         shows: whether it runs as in gaps, and shows what its gradients are like. Nothing of such a run counts.
     """
 
@@ -98,6 +99,7 @@ class Island:
     gradients: list[Look | None] | None = None
     unlike: int = 0
     calls: int = 0
+    made: IslandRun | None = None
     shows: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
 

@@ -99,6 +99,11 @@ class Islands(CallsOfModules):
             for one in self.present:
                 one.shows = False
 
+    def let_go(self) -> None:
+        """A replay was given up between a forward and its backward: nobody needs what the forward has kept."""
+        for one in self.present:
+            one.made = None
+
     def knows(self, other: Islands) -> None:
         """What calls of another kind have shown of modules."""
         self._seen = other._seen
