@@ -203,6 +203,21 @@ def test_modules_in_gaps_do_not_fit_the_graph_in_a_step_with_a_decision(
     assert report.steps_replayed >= 40, str(report)
 
 
+class Limits(Experts):
+    """What it is given decides what it computes, another way in every second or third step."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        x = F.linear(x, self.up[0, :8]) + weights.sum(-1, keepdim=True)
+        if chosen.sum() % 2:
+            x = x * 0.5
+        return F.linear(x, self.down[0, :, :8])
+
+
+def test_a_module_with_a_decision_that_keeps_flipping_runs_in_a_gap(taken_back: list[Exception]) -> None:
+    report = train_islands(lambda: Model(Limits()), steps=80, replays=40, optimizer=adam)
+    assert len(taken_back) > 5 and not report.fallbacks, str(report)
+
+
 @pytest.mark.parametrize("loss", [decides_behind, scaled])
 def test_nothing_of_a_replay_that_is_taken_back_stays_while_the_step_runs(
     loss: Callable[..., Any], taken_back: list[Exception], monkeypatch: pytest.MonkeyPatch

@@ -96,13 +96,20 @@ class Refusing:
         alike = [other for other in self._signatures.variants() if where in other.trace.gaps.lines]
         replays = sum(other.replays for other in alike)
         if variant.lead is None and ways.begins_anew(where, replays):
-            self._signatures.drop(variant, doubled=False)
-            if variant.family is not None:
-                variant.family.drop(variant)
-            return
+            return self._begin_anew(variant)
         costs = self._decisions.costs(variant, arm, self._updates.plans())
         if (problem := ways.problem(where, replays, costs)) is not None:
+            if all(where in other.trace.gaps.in_modules for other in alike):
+                for other in alike:  # that module may run in a gap: the next trace ends there
+                    self._begin_anew(other)
+                return
             self._leave(alike, problem)
+
+    def _begin_anew(self, variant: Variant) -> None:
+        """Calls of this kind are traced once more."""
+        self._signatures.drop(variant, doubled=False)
+        if variant.family is not None:
+            variant.family.drop(variant)
 
     def _leave(self, variants: list[Variant], problem: Problem) -> None:
         """These kinds of calls have no graph any more, whatever their plans are."""

@@ -74,6 +74,11 @@ class CallsOfModules:
         self._around: list[nn.Module] = []
         self._followed: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
 
+    @property
+    def inside(self) -> tuple[nn.Module, nn.Module] | None:
+        """The innermost and the outermost of the modules that Dynamo is following; None outside of modules."""
+        return (self._around[-1], self._around[0]) if self._around else None
+
     def ends_at(self, node: torch.fx.Node) -> None:
         """Let `broken` tell of a node of the graph."""
         names = [name.partition("@")[0] for name in node.meta.get("nn_module_stack") or ()]

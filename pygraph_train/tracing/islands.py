@@ -112,9 +112,16 @@ class Islands(CallsOfModules):
 
     def may_learn(self, refused: Problem) -> bool:
         """Whether the module in which a trace has ended may be an island, and no step has shown it yet."""
-        if self.off or self.broken is None or not any(text in refused.reason for text in _OF_VALUES):
+        return any(text in refused.reason for text in _OF_VALUES) and self._may_be(self.broken)
+
+    def may_be_inside(self) -> bool:
+        """The same of the module that Dynamo is following, if it ended there."""
+        return self._may_be(self.inside)
+
+    def _may_be(self, place: tuple[nn.Module, nn.Module] | None) -> bool:
+        if self.off or place is None:
             return False
-        module, outer = self.broken
+        module, outer = place
         if module in self._seen or compiled_call(module) is not None:
             return False
         inside = {m for each in _alike(module, outer) for m in each.modules()}

@@ -37,6 +37,7 @@ class Gaps:
         left: whether a capture of what was traced leaves gaps.
         not_at: `file:line` of conditions that go another way too often: they decide nothing.
         lines: of those that have decided.
+        in_modules: of those in modules that might run in gaps instead.
         only_eager: whether what was traced has parts that Inductor does not know.
         islands: modules that run in gaps.
     """
@@ -46,6 +47,7 @@ class Gaps:
         self.left = self.only_eager = False
         self.not_at: Container[str] = ()
         self.lines: list[str] = []
+        self.in_modules: set[str] = set()
         self.islands = Islands(off=not islands)
         self._device, self._asked = device, 0
 
@@ -73,6 +75,8 @@ class Gaps:
         if where in self.not_at or self._asked == _MOST:
             return None
         self._asked += 1
+        if self.islands.may_be_inside():
+            self.in_modules.add(where)
         try:
             return bool(late_decisions.QUESTIONS[question](value_in_rehearsal(node, self._device)))
         except Exception:  # the step itself will say what is wrong
