@@ -301,3 +301,24 @@ def test_a_hook_that_comes_in_mid_run(inside: bool) -> None:
 
     report = train(Reads, add, replays=8)
     assert "hooks" in report.fallbacks[-1].reason, str(report)
+
+
+class EndsInLinear(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return self.end(super().forward(x, chosen, weights))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["end", "up"])
+def test_parameters_of_an_island_that_are_frozen_and_trained_again(name: str) -> None:
+    """A graph of steps in which they were frozen must not serve others: guards have to see it."""
+
+    def freeze(model: nn.Module, number: int) -> None:
+        part: Any = getattr(model.blocks[0].experts, name)  # type: ignore[index,union-attr]
+        part.requires_grad_(number % 10 < 7)
+
+    report = train(EndsInLinear, freeze, replays=14, plan="{F B O}")
+    assert not report.fallbacks, str(report)

@@ -76,7 +76,8 @@ class Island:
         module: that is called.
         arguments: makes positional and named arguments of its tensors.
         requires: of each tensor among the arguments, whether gradients go through it.
-        parameters, buffers: their names in the module; the parameters are those that are trained.
+        parameters, frozen, buffers: their names in the module; the parameters are those that are trained. A graph takes
+            the frozen ones as well, so that guards see that they are frozen.
         results: what each of its results is like, None for None.
 
     Attributes:
@@ -92,6 +93,7 @@ class Island:
     arguments: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     requires: list[bool]
     parameters: list[str]
+    frozen: list[str]
     buffers: list[str]
     results: list[Look | None]
     reached: frozenset[int] | None = None
