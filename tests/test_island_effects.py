@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +137,14 @@ class Logs(Experts):
         return found
 
 
+class Warns(Experts):
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        found = super().forward(x, chosen, weights)
+        if NOTED:
+            warnings.warn("noted", stacklevel=2)
+        return found
+
+
 class CountsInTensor(Experts):
     """Neither a parameter nor a buffer."""
 
@@ -213,6 +222,7 @@ EFFECTS = [
     (CountsInObject, "OBJECT.calls"),
     (Prints, "print("),
     (Logs, "LOG.info"),
+    (Warns, "warnings.warn"),
     (CountsInGlobalTensor, "PER_EXPERT.add_"),
 ]
 
@@ -321,4 +331,33 @@ def test_parameters_of_an_island_that_are_frozen_and_trained_again(name: str) ->
         part.requires_grad_(number % 10 < 7)
 
     report = train(EndsInLinear, freeze, replays=14, plan="{F B O}")
+    assert not report.fallbacks, str(report)
+
+
+class HooksArgument(Experts):
+    """In plain training the hook acts on the gradients of all uses of the argument."""
+
+    late = False
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if self.late and x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.5)
+        return super().forward(x, chosen, weights)
+
+
+class HooksArgumentAtOnce(HooksArgument):
+    late = True
+
+
+def test_a_gradient_hook_of_an_argument() -> None:
+    report = train(HooksArgumentAtOnce, replays=1, verify="off")
+    assert not report.steps_replayed, str(report)
+    assert "gradient hooks act on its arguments" in report.fallbacks[0].reason, str(report)
+
+
+def test_a_gradient_hook_of_an_argument_that_comes_later() -> None:
+    def begin(model: nn.Module, number: int) -> None:
+        model.blocks[0].experts.late = number in (15, 16, 20)  # type: ignore[index,union-attr]
+
+    report = train(HooksArgument, begin, replays=18, plan="{F B O}", verify="off")
     assert not report.fallbacks, str(report)

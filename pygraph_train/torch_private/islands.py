@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pygraph_train.torch_private.autograd import is_function_in_python, nodes_behind
 from pygraph_train.torch_private.dynamo import untraced
+from pygraph_train.torch_private.hooks import gradient_hooks
 from pygraph_train.torch_private.memory import no_view, storage_key, tensor_version
 
 __all__ = ["BackwardChanged", "Island", "IslandRun", "Look", "Unlike", "flat_results", "known_island"]
@@ -175,6 +176,8 @@ class IslandRun:
         self._trained = one.trained()
         if versions != [tensor_version(x) for x in given]:
             raise one.differs("it has changed an argument in place")
+        if any(gradient_hooks(x) for x in given):
+            raise one.differs("it has given an argument a gradient hook")
         self._check_results(leaves)
         self.reached = self._leaves_behind(leaves)
 

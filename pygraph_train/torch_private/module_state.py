@@ -136,7 +136,7 @@ class ObjectsAround:
         if isinstance(value, Tensor):
             if value.layout is not torch.strided or storage_key(value.untyped_storage()) in self._kept:
                 return None
-            small = value.device.type == "cpu" and value.numel() <= _MOST_ELEMENTS
+            small = value.device.type in ("cpu", "cuda") and value.numel() <= _MOST_ELEMENTS
             contents = value.detach().clone() if small else None
             return (0 if value.is_inference() else tensor_version(value)), contents
         if isinstance(value, torch.Generator):
@@ -174,14 +174,18 @@ def _inside(value: Any) -> list[Any]:
 
 def _alike(now: Any, before: Any) -> bool:
     if isinstance(before, tuple):
-        (version, contents), (version_before, contents_before) = now, before
-        same = contents is contents_before or torch.equal(contents, contents_before)
-        return version == version_before and (
-            same or bool(contents.is_floating_point() and contents.isnan().any())
-        )
+        return isinstance(now, tuple) and now[0] == before[0] and _equal(now[1], before[1])
     if now is None or before is None:
         return now is before
     return len(now) == len(before) and all(
         a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and (a == b or a != a))
         for a, b in zip(now, before, strict=True)
     )
+
+
+def _equal(now: Tensor | None, before: Tensor | None) -> bool:
+    if now is None or before is None:
+        return now is before
+    if (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
+        return False
+    return bool(((now == before) | (now != now)).all())

@@ -19,6 +19,7 @@ from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.autograd import edges_in_order
 from pygraph_train.torch_private.dynamo import compiled_call, set_compiled_call, uncompiled_call
 from pygraph_train.torch_private.hooks import (
+    gradient_hooks,
     hook_registrations,
     module_hook_tables,
     saved_tensors_hooks_active,
@@ -279,6 +280,8 @@ class _Seen:
             self.unfit = "it changes an argument in place"
         elif _hooks_in(module) or saved_tensors_hooks_active():
             self.unfit = "hooks act in it"
+        elif any(gradient_hooks(x) for x in known[1]):
+            self.unfit = "gradient hooks act on its arguments"
         elif torch.is_inference_mode_enabled():
             self.unfit = "it runs in inference mode"
         elif any(_draws_in_cudnn(m, known[1][0]) for m in module.modules()):

@@ -12,6 +12,7 @@ import inspect
 import io
 import logging
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ __all__ = ["Effects"]
 
 _MOST_FUNCTIONS = 200
 _CONTAINERS = (list, dict, set, deque, bytearray)
-_TELLS = (print, open, input, setattr, delattr, next, exec, eval)
+_TELLS = (print, open, input, warnings.warn, setattr, delattr, next, exec, eval)
 _LOGS = frozenset(("debug", "info", "warning", "error", "exception", "critical", "log"))
 _READS = frozenset(
     ("get", "keys", "values", "items", "index", "count", "copy", "union", "difference", "issubset")
@@ -35,6 +36,7 @@ _ASK = frozenset(
     ("len", "enumerate", "sorted", "reversed", "tuple", "list", "set", "dict", "min", "max", "sum")
 )
 _STEPS = ("LOAD_ATTR", "LOAD_METHOD")
+_READING = ("GET_ITER", "CONTAINS_OP", "UNPACK_SEQUENCE", "IS_OP", "COMPARE_OP", "UNARY_NOT", "TO_BOOL")
 _WRITES = ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "COPY")
 """Behind an object: `x.a = 1` and `x.a += 1`, which copies a reference to the object first."""
 _NAMES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF")
@@ -136,6 +138,8 @@ class Effects:
             watched = is_own and isinstance(holder, nn.Module)  # see `ModuleState`
             if isinstance(owner, _CONTAINERS) and name not in _READS and not watched:
                 return self._tell(f"it calls {name}() of an object that is not its own", where)
+            if owner is warnings and name in ("warn", "warn_explicit"):
+                return self._tell("it warns", where)
             if isinstance(owner, io.IOBase):
                 return self._tell("it writes to a file", where)
             if isinstance(owner, Tensor):
@@ -201,7 +205,7 @@ def _only_reads(behind: list[Any], before: Any) -> bool:
     names = [step.opname for step in behind]
     if names[:1] == ["CALL"]:
         return before is not None and before.opname == "LOAD_GLOBAL" and before.argval in _ASK
-    if names[:1] and names[0] in ("GET_ITER", "CONTAINS_OP", "UNPACK_SEQUENCE", "IS_OP"):
+    if names[:1] and (names[0] in _READING or names[0].startswith("POP_JUMP")):
         return True
     above = 0  # of it on the stack
     for name in names:
