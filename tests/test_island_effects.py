@@ -282,7 +282,8 @@ class Reads(Experts):
         parts = [found * SCALES.get(kind, 1.0) for kind in self.kinds if kind in SCALES]
         while len(parts) > 1:
             parts.append(parts.pop() + parts.pop())
-        return parts[0]
+        scaled = self.kinds and SCALES and self.training  # a copy of a reference, and no write
+        return parts[0] if scaled else parts[0] * 2
 
 
 def test_what_is_read_does_no_harm() -> None:

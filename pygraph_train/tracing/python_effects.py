@@ -37,8 +37,8 @@ _ASK = frozenset(
 )
 _STEPS = ("LOAD_ATTR", "LOAD_METHOD")
 _READING = ("GET_ITER", "CONTAINS_OP", "UNPACK_SEQUENCE", "IS_OP", "COMPARE_OP", "UNARY_NOT", "TO_BOOL")
-_WRITES = ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "COPY")
-"""Behind an object: `x.a = 1` and `x.a += 1`, which copies a reference to the object first."""
+_WRITES = (["STORE_ATTR"], ["DELETE_ATTR"], ["COPY", "LOAD_ATTR"])
+"""Behind an object: `x.a = 1`, `del x.a`, and `x.a += 1`, which copies a reference to the object first."""
 _NAMES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF")
 _FIX = "Let the module return what it notes, or write it to a buffer, and note it behind the step"
 _NOTHING = object()
@@ -151,12 +151,12 @@ class Effects:
                 return None
             self._follow(value, owner if not isinstance(owner, (types.ModuleType, type)) else None)
         self._follow(value)
-        following = behind[0].opname if behind else ""
+        following = [step.opname for step in behind[:2]]
         if any(value is builtin for builtin in _TELLS):
             return self._tell(f"it calls {name}()", where)
         if isinstance(value, (types.ModuleType, nn.Module)):
             return None
-        if following in _WRITES:
+        if following in _WRITES or following[:1] in _WRITES:
             return self._tell(f"it writes to {name}, which is not its own", where)
         if not is_own and isinstance(value, _CONTAINERS) and not _only_reads(behind, before):
             return self._tell(f"it may write to {name}, which is not its own", where)
@@ -203,9 +203,11 @@ def _attribute(owner: Any, name: str) -> Any:
 def _only_reads(behind: list[Any], before: Any) -> bool:
     """Whether a list or dict is looked up, gone through, or asked for something: `x[key]`, `for _ in x`, `key in x`."""
     names = [step.opname for step in behind]
+    if names[:1] == ["COPY"] and names[1:] and names[1].startswith(("POP_JUMP", "TO_BOOL")):
+        return True  # of `x and y`
     if names[:1] == ["CALL"]:
         return before is not None and before.opname == "LOAD_GLOBAL" and before.argval in _ASK
-    if names[:1] and (names[0] in _READING or names[0].startswith("POP_JUMP")):
+    if names[:1] and (names[0] in _READING or names[0].startswith(("POP_JUMP", "JUMP_IF"))):
         return True
     above = 0  # of it on the stack
     for name in names:
