@@ -56,12 +56,12 @@ class Contender:
     reserved_mib: int | None = None
 
     def decided(self) -> bool:
-        """Whether every region that the step runs has been decided on, where regions are all that the library has."""
-        if self.mode not in ("backend", "accelerate"):
-            return True
-        from pygraph_train.backend import report
+        """Whether every plan, and every region that the step runs, has been decided on."""
+        if self.mode in ("backend", "accelerate"):
+            from pygraph_train.backend import report
 
-        return report().settled
+            return report().settled
+        return self.report is None or all(controller.settled for controller in self.report().controllers)
 
     def state(self) -> object:
         """Changes as long as the library tries things out."""

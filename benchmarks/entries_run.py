@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser, *, timeout_s: float, processes:
     parser.add_argument("--resume", action="store_true", help="keep the finished rows of the --json file")
     parser.add_argument("--logs", type=Path, help="folder of what the processes print")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    parser.set_defaults(least=None, most=None, longer=None)  # steps until plans are chosen
+    parser.set_defaults(least=None, most=None)  # steps until plans are chosen
 
 
 def settle_options(
@@ -60,7 +60,7 @@ def settle_options(
     settle_device(parser, args)
     args.engine = "cuda" if args.device == "cuda" else "emulated"
     settle_defaults(args, processes=(processes, 1), windows=(7, 2), window_s=(0.05, 0.0))
-    settle_defaults(args, least=(40, 15), most=(160, 30), longer=(1500, 30))
+    settle_defaults(args, least=(40, 15), most=(1500, 30))
     if args.names is not None:
         args.names = [name.strip() for name in args.names.split(";")]
         if unknown := [name for name in args.names if name not in entries]:
@@ -141,13 +141,12 @@ def _settled(mode: str, setting: Setting, args: argparse.Namespace) -> Contender
     contender = start(mode.removesuffix(" again"), setting)
     first_losses(contender, LOSSES)
     plain = contender.report is None and mode != "backend"
-    regions = mode in ("backend", "accelerate")  # each of them is timed with and without its graph
-    least, most = (5, 5) if plain else (args.least, args.longer if regions else args.most)
+    least, most = (5, 5) if plain else (args.least, args.most)
     settle(contender, least=least, most=most, seconds=args.settle_s)
     if mode.startswith("graphed") and _has_no_graph_of_both(contender):
         # regions are tried when the steps that were made could have paid for them
         end = time.monotonic() + args.settle_s / 2
-        for _ in range(args.longer):
+        for _ in range(args.most):
             contender.step()
             if time.monotonic() > end:
                 break

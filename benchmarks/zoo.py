@@ -80,9 +80,11 @@ def _merged(paths: Sequence[Path]) -> dict[str, Any]:
     for row in itertools.chain.from_iterable(record["rows"] for record in records):
         if row["name"] not in rows or row["stage"] == "done":
             rows[row["name"]] = row
-    commits = {record["environment"]["commit"] for record in records}
     merged = records[0] | {"rows": list(rows.values()), "files": [path.name for path in paths]}
-    return merged | {"commits": sorted(map(str, commits)), "summary": summarize(list(rows.values()))}
+    for several, one in (("commits", "commit"), ("gpus", "gpu")):  # a file may be of several itself
+        found = (record.get(several, [record["environment"].get(one)]) for record in records)
+        merged[several] = sorted(set(map(str, itertools.chain.from_iterable(found))))
+    return merged | {"summary": summarize(list(rows.values()))}
 
 
 def _line(row: Row) -> str:

@@ -50,6 +50,7 @@ def mends() -> tuple[tuple[Any, str, Any], ...]:
         (ConstantVariable, "create", staticmethod(_creating(ConstantVariable.create))),
         (SourcelessBuilder, "create", staticmethod(_building(SourcelessBuilder.create))),
         (BuiltinVariable, "call_function", _computing(BuiltinVariable.call_function)),
+        (BuiltinVariable, "_call_min_max_binary", _choosing(BuiltinVariable._call_min_max_binary)),
         (symbolic_convert, "compare_op_handlers", _comparing(symbolic_convert.compare_op_handlers)),
         (NumpyVariable, "call_function", _folding()),
         (
@@ -146,9 +147,25 @@ def _computing(call_function: Callable[..., Any]) -> Callable[..., Any]:
         of_scalars = self.fn in _OPERATORS and not kwargs and any(map(_stands_for_scalar, args))
         if of_scalars and all(x.is_python_constant() for x in args):
             return ConstantVariable.create(self.fn(*[x.as_python_constant() for x in args]))
+        if of_scalars and any(map(_is_symbol, args)):
+            end_graph("Python computes with a NumPy scalar and a number that the graph has")
         return call_function(self, tx, args, kwargs)
 
     return computed
+
+
+def _choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
+    """The least and the greatest of an integer and a float: Dynamo's graph has a float in the place of each."""
+
+    def chosen(self: Any, tx: Any, a: Any, b: Any) -> Any:
+        given = [x.realize() for x in (a, b) if x is not None]
+        if any(map(_is_symbol, given)):
+            kinds = {_kind(x) for x in given} - {None}
+            if len(kinds) > 1 or any(map(_stands_for_scalar, given)):
+                end_graph("Python chooses between numbers of several types, one of which the graph has")
+        return choose(self, tx, a, b)
+
+    return chosen
 
 
 def _comparing(handlers: dict[str, Any]) -> dict[str, Any]:
@@ -202,6 +219,23 @@ def _stands_for_scalar(variable: Any) -> bool:
             return _is_scalar(variable.peek_value())
         variable = variable.realize()
     return isinstance(variable, _scalar_class())
+
+
+def _is_symbol(variable: Any) -> bool:
+    """Whether Dynamo's graph has the number."""
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    if isinstance(variable, LazyVariableTracker):
+        return variable.is_realized() and _is_symbol(variable.realize())
+    return isinstance(variable, SymNodeVariable)
+
+
+def _kind(variable: Any) -> type | None:
+    if _is_symbol(variable):
+        kind: type = variable.python_type()
+        return kind
+    return type(variable.as_python_constant()) if variable.is_python_constant() else None
 
 
 def _holds_scalar(variable: Any) -> bool:

@@ -165,14 +165,15 @@ class CallsOfModules:
             )
             return None
         trained = [name for name, x in module.named_parameters() if x.requires_grad]
+        frozen = [name for name, x in module.named_parameters() if not x.requires_grad]
         buffers = [name for name, _ in module.named_buffers()]
         try:
-            members = [_member(variable, tx, name) for name in (*trained, *buffers)]
+            members = [_member(variable, tx, name) for name in (*trained, *frozen, *buffers)]
         except (NotImplementedError, AttributeError):
             return None
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
         requires = [bool(x.requires_grad) for x in examples]
-        one = Island(weakref.ref(module), _arguments(tree), requires, trained, buffers, results)
+        one = Island(weakref.ref(module), _arguments(tree), requires, trained, frozen, buffers, results)
         self.made(one)
         proxy = tx.output.create_proxy("call_function", island, (one.number, *proxies, *members), {})
         of_graph: Any = wrap_fx_proxy(tx, proxy)

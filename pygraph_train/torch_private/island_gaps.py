@@ -25,7 +25,7 @@ def island(number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Call an island.
 
     Args:
-        tensors: among its arguments, its parameters that are trained, and its buffers.
+        tensors: among its arguments, its parameters, those that are trained first, and its buffers.
 
     Returns:
         Its results, and second names of those of its arguments through which gradients go.
@@ -96,7 +96,7 @@ class _Island(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         one: Island = ctx.island
-        rest = [None] * len(one.buffers)
+        rest = [None] * (len(one.frozen) + len(one.buffers))
         if ctx.gap is None:
             keep = backward_keeps_graph()
             found = ctx.made.backward(grads, keep=keep)

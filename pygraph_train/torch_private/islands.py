@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pygraph_train.torch_private.autograd import is_function_in_python, nodes_behind
 from pygraph_train.torch_private.dynamo import untraced
+from pygraph_train.torch_private.hooks import gradient_hooks
 from pygraph_train.torch_private.memory import no_view, storage_key, tensor_version
 
 __all__ = ["BackwardChanged", "Island", "IslandRun", "Look", "Unlike", "flat_results", "known_island"]
@@ -76,7 +77,8 @@ class Island:
         module: that is called.
         arguments: makes positional and named arguments of its tensors.
         requires: of each tensor among the arguments, whether gradients go through it.
-        parameters, buffers: their names in the module; the parameters are those that are trained.
+        parameters, frozen, buffers: their names in the module; the parameters are those that are trained. A graph takes
+            the frozen ones as well, so that guards see that they are frozen.
         results: what each of its results is like, None for None.
 
     Attributes:
@@ -93,6 +95,7 @@ class Island:
     arguments: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     requires: list[bool]
     parameters: list[str]
+    frozen: list[str]
     buffers: list[str]
     results: list[Look | None]
     reached: frozenset[int] | None = None
@@ -175,6 +178,8 @@ class IslandRun:
         self._trained = one.trained()
         if versions != [tensor_version(x) for x in given]:
             raise one.differs("it has changed an argument in place")
+        if any(gradient_hooks(x) for x in given):
+            raise one.differs("it has given an argument a gradient hook")
         self._check_results(leaves)
         self.reached = self._leaves_behind(leaves)
 

@@ -18,13 +18,19 @@ from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.autograd import edges_in_order
 from pygraph_train.torch_private.dynamo import compiled_call, set_compiled_call, uncompiled_call
-from pygraph_train.torch_private.hooks import module_hook_tables, saved_tensors_hooks_active
+from pygraph_train.torch_private.hooks import (
+    gradient_hooks,
+    hook_registrations,
+    module_hook_tables,
+    saved_tensors_hooks_active,
+)
 from pygraph_train.torch_private.island_calls import CallsOfModules, Kind, kind_of_call
 from pygraph_train.torch_private.island_gaps import island_of_node
 from pygraph_train.torch_private.islands import Island, Look, flat_results
 from pygraph_train.torch_private.memory import storages, tensor_version
-from pygraph_train.torch_private.module_state import ModuleState, reachable_from
+from pygraph_train.torch_private.module_state import ModuleState, ObjectsAround, reachable_from
 from pygraph_train.torch_private.side_effects import SideEffect
+from pygraph_train.tracing.python_effects import Effects
 from pygraph_train.tracing.writes import written_arguments
 
 __all__ = ["Islands", "check_order", "give_second_names"]
@@ -57,6 +63,8 @@ class Islands(CallsOfModules):
         self.off, self.learned = off, False
         self.present: list[Island] = []
         self._made: list[Island] = []
+        self._effect: Problem | None = None
+        self._registrations = -1
         self._seen: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary()
 
     # -- for Dynamo ---------------------------------------------------------------------------------
@@ -69,6 +77,9 @@ class Islands(CallsOfModules):
     def wants(self, module: nn.Module) -> bool:
         """See `CallsOfModules`."""
         seen = self._seen.get(module)
+        if seen is not None and _hooks_in(module):
+            self.unfit = f"Between parts of a graph {type(module).__name__} cannot run: hooks act in it"
+            return False
         return seen is not None and seen.unfit is None
 
     def results_of(self, module: nn.Module, kind: Kind) -> list[Look | None] | None:
@@ -139,7 +150,7 @@ class Islands(CallsOfModules):
         (module, outer), self.broken = self.broken, None
         watched = [m for m in _alike(module, outer) if compiled_call(m) is None and m not in self._seen]
         for each in watched:
-            self._seen[each] = seen = _Seen()
+            self._seen[each] = seen = _Seen(each)
             set_compiled_call(each, seen.watching(each))
         try:
             return fn(*args, **kwargs)
@@ -151,12 +162,16 @@ class Islands(CallsOfModules):
             self.learned = self.wants(module)
             if module in self._seen and (why := self._seen[module].unfit) is not None:
                 self.unfit = f"Between parts of a graph {type(module).__name__} cannot run: {why}"
+                self._effect = self._seen[module].effects.problem
 
     def with_reason(self, refused: Problem) -> Problem:
         """The same problem, and why a module that might do without does not."""
         if self.unfit is None or self.unfit in refused.reason:
             return refused
-        return replace(refused, reason=f"{refused.reason}. {self.unfit}")
+        reason, effect = f"{refused.reason}. {self.unfit}", self._effect
+        if effect is None:
+            return replace(refused, reason=reason)
+        return Problem(reason, effect.where, effect.fix)
 
     # -- what speaks against graphs -----------------------------------------------------------------
 
@@ -190,6 +205,16 @@ class Islands(CallsOfModules):
                     Problem(f"the step writes to an object that {name}, which runs on the host, may read")
                 )
 
+    def hooked(self) -> Problem | None:
+        """Whether an island has got hooks since it was traced: a run that does not count would run them as well."""
+        if (registrations := hook_registrations()) == self._registrations:
+            return None
+        for one in self.present:
+            if _hooks_in(one.present()):
+                return Problem(f"{one.name}, which runs on the host, has got hooks")
+        self._registrations = registrations
+        return None
+
     def unlike_too_often(self) -> Problem | None:
         """Whether replays are given up again and again, because islands compute something of another kind."""
         for one in self.present:
@@ -213,9 +238,11 @@ class _Seen:
         results: by kind of call, what the results are like.
         single: whether it returns a tensor, and not a tuple.
         unfit: why it can be no island.
+        effects: of its Python.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self.effects = Effects(module)
         self.results: dict[Kind, list[Look | None]] = {}
         self.single = False
         self.unfit: str | None = None
@@ -228,10 +255,10 @@ class _Seen:
             present = weak()
             assert present is not None
             known, state = kind_of_call(args, kwargs), ModuleState(present)
-            random = HostRandomState()
+            random, objects = HostRandomState(), self.effects.objects(present)
             versions = [tensor_version(x) for x in known[1]] if known is not None else []
             result = call(*args, **kwargs)
-            self._take(present, state, known, versions, result)
+            self._take(present, state, objects, known, versions, result)
             drawn = random.moved(HostRandomState())
             if (
                 known is not None
@@ -247,6 +274,7 @@ class _Seen:
         self,
         module: nn.Module,
         state: ModuleState,
+        objects: ObjectsAround,
         known: tuple[Kind, list[Tensor]] | None,
         versions: list[int],
         result: Any,
@@ -258,14 +286,22 @@ class _Seen:
             self.unfit = "it returns something else than tensors"
         elif changed is not None:
             self.unfit = f"it changes its attribute {changed}"
+        elif self.effects.problem is not None:
+            self.unfit = self.effects.problem.reason
         elif versions != [tensor_version(x) for x in known[1]]:
             self.unfit = "it changes an argument in place"
-        elif any(map(_has_hooks, module.modules())) or saved_tensors_hooks_active():
+        elif _hooks_in(module) or saved_tensors_hooks_active():
             self.unfit = "hooks act in it"
+        elif any(gradient_hooks(x) for x in known[1]):
+            self.unfit = "gradient hooks act on its arguments"
         elif torch.is_inference_mode_enabled():
             self.unfit = "it runs in inference mode"
         elif any(_draws_in_cudnn(m, known[1][0]) for m in module.modules()):
             self.unfit = "cuDNN draws random numbers in it"
+        elif (kind := objects.changed()) is not None:
+            self.unfit = (
+                f"it changes an object ({kind}), which would happen more often than in plain training"
+            )
         else:
             tensors = [x for x in flat if x is not None]
             memory = storages([*known[1], *module.parameters(), *module.buffers()])
@@ -277,8 +313,8 @@ class _Seen:
             self.single = isinstance(result, Tensor)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return any(module_hook_tables(module))
+def _hooks_in(module: nn.Module) -> bool:
+    return any(any(module_hook_tables(m)) for m in module.modules())
 
 
 def _draws_in_cudnn(module: nn.Module, x: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,7 +25,10 @@ class KeptGuards:
         modules: expressions of modules that the step calls.
         asked: expressions of objects that the step asks for attributes.
         settings: constants of modules that the step depends on.
+        of_gaps: what has changed that parts of the step in gaps depend on.
     """
+
+    of_gaps: Callable[[], Problem | None] | None = None
 
     def __init__(self) -> None:
         self.modules: dict[str, None] = {}
@@ -74,13 +77,16 @@ class KeptGuards:
 
     def unguarded_holds(self) -> bool:
         """Whether all is as it was that no guard of Dynamo sees: methods of classes, and the environment. Hot path."""
-        environment = self._environment
+        environment, of_gaps = self._environment, self.of_gaps
+        if of_gaps is not None and of_gaps() is not None:
+            return False
         return self._methods.are_as_they_were() and (environment is None or environment.is_as_it_was())
 
     def unguarded_problem(self) -> Problem | None:
         """What of that is not as it was."""
         environment = self._environment
-        return self._methods.problem() or (None if environment is None else environment.problem())
+        found = self._methods.problem() or (None if environment is None else environment.problem())
+        return found or (None if self.of_gaps is None else self.of_gaps())
 
 
 def _classes_by_expression(guards: Sequence[Any]) -> dict[str, type]:

@@ -328,7 +328,7 @@ class Trace:
         self._given.look_at(graph)
         given = (graph, self.device, self.host, self._is_of_batch)
         constants = make_once(*given) if self.runs_graph else HostConstants()
-        self.gaps.look_at(graph, constants.nodes)
+        self._kept.of_gaps = self.gaps.look_at(graph, constants.nodes)
         self._constants += constants.values
         self.made_once = constants.told if self._compiles == 1 else self.made_once
         if self.problem is None:

@@ -93,9 +93,10 @@ def exchange(
     scope = {**names, "L": frame, "G": names}
     changed = False
     for effect in effects:
-        if any(expression.startswith(effect.places) for expression in reads):
+        # nobody may know what a dict replaces, as of some classes of dicts
+        if not effect.places or any(expression.startswith(effect.places) for expression in reads):
             continue
-        owner: Any = eval(effect.source, scope) if effect.places else None
+        owner: Any = eval(effect.source, scope)
         if effect.kind == "cell":
             changed |= _change_cell(owner, change)
         elif effect.kind == "attribute":

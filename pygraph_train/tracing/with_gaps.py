@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -82,11 +82,16 @@ class Gaps:
         except Exception:  # the step itself will say what is wrong
             return None
 
-    def look_at(self, graph: torch.fx.GraphModule, constants: frozenset[torch.fx.Node]) -> None:
+    def look_at(
+        self, graph: torch.fx.GraphModule, constants: frozenset[torch.fx.Node]
+    ) -> Callable[[], Problem | None] | None:
         """After a trace.
 
         Args:
             constants: nodes whose values are the same in each step.
+
+        Returns:
+            What tells of changes that parts of the step in gaps depend on, and no guard sees.
 
         Raises:
             NotLegal: values decide about an operation of the graph, and the next trace may go around it.
@@ -105,6 +110,7 @@ class Gaps:
         self.islands.take(graph.graph)
         if self.islands.present:
             give_second_names(graph)
+        return self.islands.hooked if self.islands.present else None
 
     def checked(self, loss: Tensor) -> Tensor:
         """The loss, in a capture, before its backward.

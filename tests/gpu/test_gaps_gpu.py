@@ -144,5 +144,5 @@ def test_a_ctc_loss_between_parts_of_a_whole_step() -> None:
             found.append(step(x.cuda(), y.cuda(), ends.cuda(), sizes.cuda()))
         return [*found, *(p.detach() for p in model.parameters())]
 
-    report = both(script, replays=STEPS - 15, plan="{F B O}")
+    report = both(script, replays=STEPS - 20, plan="{F B O}", fuse="on")
     assert not report.fallbacks
