@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from training import Diary, Net, adamw, batches, both, loss_of, sgd
 
 from pygraph_train import GraphedStep
 from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.graphs.memory import fingerprints
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.putting_back import ScratchState
@@ -22,9 +23,10 @@ from pygraph_train.step import capture_maker, capturing
 from pygraph_train.step.advancing import Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.comparing import Comparing
+from pygraph_train.step.region_memory import SMALL
 from pygraph_train.tracing import saved_on_host
 from pygraph_train.tracing.saved_on_host import SHARE_OF_WARM_UP, SavedOnHost
-from pygraph_train.verification import Fingerprint
+from pygraph_train.verification import Audits, Fingerprint
 
 MIB = 1 << 20
 
@@ -214,7 +216,7 @@ def test_an_audit_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
         diary.write_state(model, optimizer)
 
     report = both(script, replays=8, plan="{F B O}", verify="always")
-    assert len(made) > 4 and "has no memory for the step beside the graph" in text_of(report)
+    assert len(made) > 4 and "beside the graph the step needs more memory" in text_of(report)
     assert not report.fallbacks
 
 
@@ -404,3 +406,44 @@ def test_comparisons_beside_a_graph_leave_all_that_they_save_on_the_host(
     report = both(script, replays=8, plan="{F B O}", verify="always")
     assert moved[16] == 0 < moved[-1] and saved.runs > 6, "the warm-up did not wait, and all audits did"
     assert not report.fallbacks
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_an_audit_needs_no_more_memory_than_the_training_so_far(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside its graph a step without one needs its memory a second time."""
+    peak, bounds, reference = 1 << 30, list[int | None](), CaptureMaker.reference
+    inside = False
+
+    @contextmanager
+    def bounded(self: EmulatedEngine, most: int | None) -> Iterator[None]:
+        nonlocal inside
+        bounds.append(most)
+        inside = most is not None
+        yield
+        inside = False
+
+    def needs_memory(self: CaptureMaker, *args: Any, **kwargs: Any) -> Fingerprint:
+        if inside and not fits:
+            raise torch.OutOfMemoryError("planted")
+        return reference(self, *args, **kwargs)
+
+    monkeypatch.setattr(Audits, "FIRST", 2)
+    monkeypatch.setattr(Audits, "SHARE", 1e9)
+    monkeypatch.setattr(EmulatedEngine, "memory", lambda self: MemoryUse(peak, peak, 0, 1))
+    monkeypatch.setattr(EmulatedEngine, "bounded", bounded)
+    monkeypatch.setattr(CaptureMaker, "reference", needs_memory)
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(30):
+            diary.write("loss", step(batch))
+        diary.write_state(model, optimizer)
+
+    report = both(script, replays=20, plan="{F B O}")
+    asked = [most for most in bounds if most is not None]
+    assert len(asked) >= 3 and set(asked) == {peak + SMALL}
+    assert ("was not compared" in text_of(report)) is not fits

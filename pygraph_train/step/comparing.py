@@ -13,6 +13,7 @@ from pygraph_train.step.batch_gradients import undoing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.program import Call
+from pygraph_train.step.region_memory import LIMIT, SMALL
 from pygraph_train.step.replays import TAKEN_BACK, before_gradients, undone
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
@@ -28,8 +29,8 @@ __all__ = ["Comparing"]
 log = logging.getLogger("pygraph_train")
 
 _NO_MEMORY_TO_COMPARE = (
-    "a replay was not compared with the step without a graph once more: the device has no memory for the step beside "
-    "the graph"
+    "a replay was not compared with the step without a graph once more: beside the graph the step needs more memory "
+    "than the device has, or than the training has needed so far"
 )
 
 _MOST_REPLAYS = 3
@@ -60,6 +61,8 @@ class Comparing:
         self._maker = maker
         self._call_of = call_of
         self._together = together
+        # who asks for a comparison of each replay pays for it
+        self._samples, self._bound = training.config.verify == "sample" and together is None, 0
 
     def __call__(
         self,
@@ -89,7 +92,9 @@ class Comparing:
             # with the batch itself: what loads the graph's inputs is compared as well
             call, updates, sync = self._call_of(variant), capture.updates, step.position.sync
             saved = variant.trace.saved
-            with _nothing_made(), nullcontext() if saved is None else saved.waiting(1.0):
+            most = self._most() if capture.verified and self._samples else None
+            waiting = nullcontext() if saved is None else saved.waiting(1.0)
+            with _nothing_made(), waiting, training.engine.bounded(most):
                 return maker.reference(
                     variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
                 )
@@ -186,6 +191,14 @@ class Comparing:
         if stands:
             undo()
         raise NotLegal(problem)
+
+    def _most(self) -> int:
+        """Bytes that may be reserved while a step without a graph runs beside its graph, once the training has begun:
+        what was reserved before, and a little more."""
+        peak = self._training.engine.memory().peak
+        if peak > self._bound:  # nothing is added to what an audit itself has reserved
+            self._bound = max(int(LIMIT * peak), peak + SMALL)
+        return self._bound
 
     def _unaudited(
         self,
