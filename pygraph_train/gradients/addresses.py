@@ -21,9 +21,13 @@ class GradientAddresses:
     Graphs of whole steps write to fixed tensors: those of Inductor's kernels to tensors by themselves, lest they copy
     to where the graph of the eager kernels happened to leave its own. Graphs of the update read gradients wherever
     regions, autograd or another graph leave them, and it is found out whether that is the same place each time.
+
+    Args:
+        weighs: see `Place`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, weighs: bool = False) -> None:
+        self._weighs = weighs
         self._written: dict[bool, dict[Tensor, Tensor]] = {False: {}, True: {}}
         self._places: dict[tuple[Source, tuple[bool, ...]], Place] = {}
 
@@ -55,6 +59,6 @@ class GradientAddresses:
         if place is None:
             if len(self._places) >= _MOST_SETS:
                 return None
-            place = self._places[key] = Place(source)
+            place = self._places[key] = Place(source, weighs=self._weighs)
         place.follow(layout)
         return place

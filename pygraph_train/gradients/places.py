@@ -27,6 +27,9 @@ _REPLAYS_PER_STEP = 50
 _REPLAYS_PER_CAPTURE = 100
 """Replays that pay for one capture of the update: 30 to 47 ms on an H200, and 0.3 to 0.5 ms are saved."""
 
+_FREE = 2
+"""Further captures that need not have paid: gradients may lie elsewhere once, and stay there."""
+
 _dtype = operator.attrgetter("dtype")
 
 
@@ -61,18 +64,20 @@ class Place:
 
     Args:
         source: of the gradients.
+        weighs: whether further graphs have to pay. Where plans are compared, the comparison decides what pays.
 
     Attributes:
         buffers: they do not, and a graph works on copies.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.buffers = False
+    def __init__(self, source: Source, *, weighs: bool = False) -> None:
+        self.buffers, self._weighs = False, weighs
         self._latest: Layout | None = None
         self._same = 0
         self._unserved = (
             0  # steps since the latest graph was made, whose gradients lay where those before them did
         )
+        self._again = 0  # further graphs
         self._waited = 0
         self._patience = _PATIENCE[source]
 
@@ -87,8 +92,8 @@ class Place:
         Args:
             replays: so far.
             latest: of these, those of the graph that finds no gradients where they are now; None where there is none.
-                Another graph is made once that one has paid for its capture, together with the steps that it could not
-                serve.
+                After the first few, another graph is made once that one has paid for its capture, together with the
+                steps that it could not serve.
         """
         if self.buffers:
             return True
@@ -97,7 +102,11 @@ class Place:
             self.buffers = self._waited > self._patience + replays // _REPLAYS_PER_STEP
             return self.buffers
         self._unserved += 1
-        if latest is not None and self._unserved + latest < _REPLAYS_PER_CAPTURE:
+        paid = (
+            not self._weighs or self._again < _FREE or self._unserved + (latest or 0) >= _REPLAYS_PER_CAPTURE
+        )
+        if latest is not None and not paid:
             return False
+        self._again += latest is not None
         self._unserved = 0
         return True

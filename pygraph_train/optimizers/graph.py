@@ -128,7 +128,7 @@ class OptimizerGraph:
                 self._engine,
                 self._config,
                 self._report,
-                GradientAddresses(),
+                GradientAddresses(weighs=True),  # nothing compares plans here
             )
         self._phase.run(body, constants, source="regions", step=self.runs)
         self.replayed = self._phase.replayed
