@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import io
 import logging
 import tempfile
 import time
@@ -92,8 +93,7 @@ class ReadsOnHost(nn.Module):
         half = len(self.blocks) // 2
         for block in self.blocks[:half]:
             x = block(x)
-        for _ in range(int(x.detach().abs().amax().item() > 1e4)):  # a count, which no graph of the step has
-            x = x * 0.1
+        print(x.detach().abs().amax().item(), file=io.StringIO())  # a print is in no graph
         for block in self.blocks[half:]:
             x = block(x)
         return self.head(x.mean(1))
