@@ -14,7 +14,7 @@ from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.program import Call
 from pygraph_train.step.region_memory import LIMIT, SMALL
-from pygraph_train.step.replays import TAKEN_BACK, before_gradients, undone
+from pygraph_train.step.replays import TAKEN_BACK, before_gradients, taking_back, undone
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
@@ -214,12 +214,9 @@ class Comparing:
         capture.audits.took(time.perf_counter() - started, first=False)
         training.clock.interrupted()
         training.report.note(_NO_MEMORY_TO_COMPARE)
-        before, backup = capture.gradients.snapshot(), before_gradients(training.program, variant)
-
-        def undo() -> None:
-            backup.restore()
-            capture.gradients.restore(before)
-
+        if not variant.trace.gaps.left:  # nothing takes it back, and memory is short
+            return replay()
+        undo = taking_back(capture, before_gradients(training.program, variant))
         try:
             return replay()
         except TAKEN_BACK as error:

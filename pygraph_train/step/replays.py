@@ -19,7 +19,7 @@ from pygraph_train.step.variants import Capture, Variant
 from pygraph_train.torch_private.islands import BackwardChanged, Unlike
 from pygraph_train.torch_private.late_decisions import OtherWay
 
-__all__ = ["TAKEN_BACK", "Replays", "before_gradients", "undone"]
+__all__ = ["TAKEN_BACK", "Replays", "before_gradients", "taking_back", "undone"]
 
 TAKEN_BACK = (OtherWay, Unlike, BackwardChanged)
 """What a replay raises where values of the step do not fit its graph."""
@@ -79,17 +79,11 @@ class Replays:
         self, variant: Variant, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], None]:
         """Before a replay: what takes it back."""
-        before = capture.gradients.snapshot()
         if variant.trace.gaps.left:  # what raises there comes before anything writes gradients
             backup: ScratchState | HostCopy = before_gradients(self._program, variant)
         else:
             backup = self._maker.backup(variant, capture, args, kwargs, self._updates.preparation)
-
-        def undo() -> None:
-            backup.restore()
-            capture.gradients.restore(before)
-
-        return undo
+        return taking_back(capture, backup)
 
 
 def before_gradients(program: StepProgram, variant: Variant) -> ScratchState:
@@ -97,6 +91,17 @@ def before_gradients(program: StepProgram, variant: Variant) -> ScratchState:
     names, tensors = set(variant.trace.written), variant.trace.latest_tensors
     written = [t for name, t in zip(variant.trace.inputs, tensors, strict=True) if name in names]
     return ScratchState(program.device, [*written, *program.extra_state()])
+
+
+def taking_back(capture: Capture, backup: ScratchState | HostCopy) -> Callable[[], None]:
+    """What puts everything back that a replay changes: this, and which tensors are the gradients."""
+    before = capture.gradients.snapshot()
+
+    def undo() -> None:
+        backup.restore()
+        capture.gradients.restore(before)
+
+    return undo
 
 
 def undone(step: StepInFlight, error: Exception, undo: Callable[[], None]) -> None:
