@@ -115,9 +115,16 @@ def nothing_depends_on_numbers(gm: fx.GraphModule) -> bool:
 
 def is_late(node: fx.Node) -> bool:
     """Whether a node of Dynamo's graph reads a number of a tensor, or computes with nothing but such numbers."""
-    if _reads(node):
-        return True
-    return _computes(node) and bool(node.all_input_nodes) and all(map(is_late, node.all_input_nodes))
+    left, seen = [node], set[fx.Node]()
+    while left:
+        each = left.pop()
+        if each in seen or _reads(each):
+            continue
+        if not (_computes(each) and each.all_input_nodes):
+            return False
+        seen.add(each)
+        left += each.all_input_nodes
+    return True
 
 
 def _reads(node: fx.Node) -> bool:
