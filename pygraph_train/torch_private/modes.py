@@ -11,7 +11,7 @@ from torch.nn import attention
 
 from pygraph_train.torch_private.cudnn_flags import present_flags, put_back, set_flags
 
-__all__ = ["changes_autocast", "leaving_no_mode", "present_modes"]
+__all__ = ["changes_autocast", "leaving_no_mode", "putting_modes_back"]
 
 _ENTERS = (torch._C._set_grad_enabled, autocast_mode._enter_autocast, attention._sdpa_kernel, set_flags)
 
@@ -38,7 +38,7 @@ def leaving_no_mode(graph: torch.fx.GraphModule, forward: Callable[..., Any]) ->
     devices = {node.args[0] for node in entered if node.target is autocast_mode._enter_autocast}
 
     def run(*inputs: Any) -> Any:
-        leave = present_modes(devices)
+        leave = putting_modes_back(devices)
         try:
             return forward(*inputs)
         except BaseException:
@@ -48,8 +48,8 @@ def leaving_no_mode(graph: torch.fx.GraphModule, forward: Callable[..., Any]) ->
     return run
 
 
-def present_modes(devices: set[str]) -> Callable[[], None]:
-    """Puts all modes back to what they are now."""
+def putting_modes_back(devices: set[str]) -> Callable[[], None]:
+    """A function that puts all modes back to what they are now."""
     gradients, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     depth = _autocast_depth()

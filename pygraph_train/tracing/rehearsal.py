@@ -13,7 +13,7 @@ from pygraph_train.torch_private.dispatch import no_fake_mode
 from pygraph_train.torch_private.dynamo import placeholder_value
 from pygraph_train.torch_private.island_gaps import island_of_node
 from pygraph_train.torch_private.late_decisions import decided
-from pygraph_train.torch_private.modes import present_modes
+from pygraph_train.torch_private.modes import putting_modes_back
 from pygraph_train.torch_private.module_state import ModuleState
 from pygraph_train.tracing.graph_calls import function_of
 from pygraph_train.tracing.writes import maybe_written
@@ -34,7 +34,7 @@ def value_in_rehearsal(node: fx.Node, device: torch.device) -> Any:
         values = {x: _alias(placeholder_value(x)) for x in nodes if x.op == "placeholder"}
         written = maybe_written(SimpleNamespace(graph=node.graph))  # type: ignore[arg-type]
         kept = [values[x] for x in written if isinstance(values.get(x), Tensor)]
-        scratch, leave = ScratchState(device, kept), present_modes({"cpu", device.type})
+        scratch, leave = ScratchState(device, kept), putting_modes_back({"cpu", device.type})
         try:
             for x in nodes:
                 if x.op == "placeholder":
