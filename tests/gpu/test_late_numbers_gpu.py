@@ -20,6 +20,8 @@ pytestmark = [
 
 
 class Net(nn.Module):
+    """With a random state and buffers, which a replay that is taken back has changed."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)

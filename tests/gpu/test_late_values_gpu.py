@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_late_numbers_gpu import Net
 from test_same_as_plain_gpu import STEPS, Make, both
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,18 +15,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-class Net(nn.Module):
-    """With a random state and buffers, which a replay that is taken back has changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.last(F.dropout(self.norm(self.first(x)).relu(), 0.2))
-        return found
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
