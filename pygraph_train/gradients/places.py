@@ -74,10 +74,9 @@ class Place:
         self.buffers, self._weighs = False, weighs
         self._latest: Layout | None = None
         self._same = 0
-        self._unserved = (
-            0  # steps since the latest graph was made, whose gradients lay where those before them did
-        )
-        self._again = 0  # further graphs
+        # since the latest graph was made: steps whose gradients lay where those of the step before did
+        self._unserved = 0
+        self._again = 0  # graphs after the first one
         self._waited = 0
         self._patience = _PATIENCE[source]
 
