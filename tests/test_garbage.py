@@ -51,3 +51,12 @@ def test_collections_of_everything_take_a_fiftieth_of_the_time() -> None:
         heap.garbage.collect()
         heap.now += 0.1
     assert 0.5 * heap.generations.count(2) <= (heap.now - begun) / 49
+
+
+def test_what_was_given_up_is_collected_before_the_next_capture() -> None:
+    heap = Heap()
+    for _ in range(2):
+        heap.garbage.collect()
+        heap.garbage.collect()
+        heap.garbage.expect()
+    assert heap.generations == [2, 1, 2, 1]

@@ -338,6 +338,7 @@ class CudaEngine:
         if not _capture_lock.locked():  # those of captures lie in the pool, and would keep its segments
             clear_cublas_workspaces()
         self._pool = self._other = self._shared = None
+        _garbage.expect()  # inputs of its graphs lie in reference cycles, and keep segments of its pools
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # a default, as `sys` may be gone by then

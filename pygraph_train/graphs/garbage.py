@@ -48,3 +48,7 @@ class Garbage:
         self._collect(2)
         ended = self._clock()
         self._whole_again = ended + _TIMES * (ended - started)
+
+    def expect(self) -> None:
+        """Something large was given up: the next collection looks at everything."""
+        self._whole_again = -math.inf
