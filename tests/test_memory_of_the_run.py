@@ -447,3 +447,13 @@ def test_an_audit_needs_no_more_memory_than_the_training_so_far(
     asked = [most for most in bounds if most is not None]
     assert len(asked) >= 3 and set(asked) == {peak + SMALL}
     assert ("was not compared" in text_of(report)) is not fits
+
+
+def test_what_eager_steps_left_goes_before_compiled_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(EmulatedEngine, "trim", lambda self: trims.append(1))
+    net, x = nn.Linear(8, 4), torch.randn(2, 8)
+    compiled = torch.compile(net, backend="pygraph", options={"engine": "emulated"})
+    for _ in range(2):
+        compiled(x).sum().backward()
+    assert len(trims) == 1  # when the kernels were there, and not in each step
