@@ -390,3 +390,9 @@ def test_gaps_are_of_one_capture() -> None:
     assert x.tolist() == [110, 110, 110] and result.tolist() == [112, 112, 112]
     graph.close()
     engine.close()
+
+
+def test_a_capture_that_is_not_compared_is_replayed_at_once() -> None:
+    """A step without a graph beside it would need its memory twice."""
+    report = train(plainly, verify="off", steps=20, replays=10)
+    assert report.first_replay_step == report.captures[0].step

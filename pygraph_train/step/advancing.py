@@ -19,7 +19,7 @@ from pygraph_train.step.ordering import Ordering
 from pygraph_train.step.program import Call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
-from pygraph_train.step.replays import TAKEN_BACK
+from pygraph_train.step.replays import TAKEN_BACK, Replays
 from pygraph_train.step.shapes import Shapes, WithoutGraph
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
@@ -55,7 +55,7 @@ class Advancing:
 
     Args:
         training, updates, decisions, signatures, ungraphed, refusing, watching, capturing: of the runner.
-        replay: makes a replay of a capture with these leaves.
+        replays: of the runner, too.
         together: of ranks that replay together; None for one process.
 
     Attributes:
@@ -72,7 +72,7 @@ class Advancing:
         refusing: Refusing,
         watching: Watching,
         capturing: Capturing,
-        replay: Callable[[Variant, Capture, Sequence[Any]], Replayed],
+        replays: Replays,
         together: Together | None = None,
     ) -> None:
         self._training, self._updates = training, updates
@@ -84,7 +84,7 @@ class Advancing:
         self._capturing, self.make_way = capturing, capturing.make_way
         self._shapes = Shapes(training, updates, decisions, signatures, ungraphed, capturing)
         self._ordering = Ordering(training, capturing)
-        self._replay = replay
+        self._replays = replays
         self._together = together
         self._writes = PythonWrites(training.program)
         self._begun, self._untraceable = False, 0  # steps in a row
@@ -178,14 +178,12 @@ class Advancing:
                     return Ran(self._ungraphed.plainly(run))
                 with self._making():
                     capture, expected = capturing.capture(step, variant, args, kwargs, leaves)
-                if capture.verified:  # with verify="off"; `Replays` takes back what a gap raises
-                    if not variant.trace.gaps.left:
-                        return self._replayed(variant, capture, args, kwargs, leaves)
-                    return Ran(self._ungraphed.plainly(run))
+                if capture.verified:  # with verify="off", or where graphs of the same kernels were compared
+                    return self._replayed(step, variant, capture, args, kwargs, leaves, run)
             elif (word := self._all_replay(variant, capture)) is not Word.AUDIT:
-                if word is Word.PLAIN or variant.trace.gaps.left:  # here nobody takes back what a gap raises
+                if word is Word.PLAIN:
                     return Ran(self._ungraphed.plainly(run))
-                return self._replayed(variant, capture, args, kwargs, leaves)
+                return self._replayed(step, variant, capture, args, kwargs, leaves, run)
             return self._compared(step, variant, capture, args, kwargs, leaves, expected)
         except TAKEN_BACK as error:  # and everything is as before
             self._refusing.of_values(step, variant, error)
@@ -243,20 +241,23 @@ class Advancing:
         loaded = self._writes.load(variant, capture, args, kwargs, leaves)
         with self._making():
             replayed = self._capturing.compared(
-                step, variant, capture, args, kwargs, expected, lambda: self._replay(variant, capture, loaded)
+                step, variant, capture, args, kwargs, expected, lambda: self._replays.alone(variant, capture, loaded)
             )
         return self._writes.finished(capture, args, kwargs, replayed)
 
     def _replayed(
         self,
+        step: StepInFlight,
         variant: Variant,
         capture: Capture,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
-    ) -> Replayed:
-        replayed = self._replay(variant, capture, self._writes.load(variant, capture, args, kwargs, leaves))
-        return self._writes.finished(capture, args, kwargs, replayed)
+        run: Callable[[Call], R],
+    ) -> Replayed | Ran[R]:
+        loaded = self._writes.load(variant, capture, args, kwargs, leaves)
+        made = self._replays(step, variant, capture, args, kwargs, loaded)
+        return made if isinstance(made, Replayed) else self._refusing.taken_back(step, variant, made, run)
 
     def _making(self) -> AbstractContextManager[None]:
         return nullcontext() if self._together is None else self._together.making()

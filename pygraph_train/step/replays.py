@@ -35,7 +35,10 @@ class Replays:
 
     Args:
         training, updates, maker, writes: of the runner.
-        replay: makes a replay without writes to Python.
+        alone: makes a replay without writes to Python.
+
+    Attributes:
+        alone: as given.
     """
 
     def __init__(
@@ -44,10 +47,10 @@ class Replays:
         updates: Updates,
         maker: CaptureMaker,
         writes: PythonWrites,
-        replay: Callable[[Variant, Capture, Sequence[Any]], Replayed],
+        alone: Callable[[Variant, Capture, Sequence[Any]], Replayed],
     ) -> None:
         self._program = training.program
-        self._updates, self._maker, self._writes, self._replay = updates, maker, writes, replay
+        self._updates, self._maker, self._writes, self.alone = updates, maker, writes, alone
         self._may_fail = training.engine.name == "emulated"
 
     def __call__(
@@ -65,7 +68,7 @@ class Replays:
         fails = variant.trace.gaps.left or (self._may_fail and all_at_once)
         undo = self._undoing(variant, capture, args, kwargs) if fails else None
         try:
-            made = self._replay(variant, capture, leaves)
+            made = self.alone(variant, capture, leaves)
         except Exception as error:
             if undo is None or isinstance(error, torch.OutOfMemoryError):
                 raise

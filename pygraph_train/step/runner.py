@@ -88,7 +88,7 @@ class StepRunner:
         self._replays = Replays(training, updates, maker, self._writes, self._replay)
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing)
-        self._advance = Advancing(*parts, Watching(*parts[:2], maker), capture, self._replay, together)
+        self._advance = Advancing(*parts, Watching(*parts[:2], maker), capture, self._replays, together)
         self._flies_with = (training, updates, regions, self._refusing.update)
         self._present = StepInFlight(PositionInAccumulation(), None, *self._flies_with)
         self._launch_bound, self._tried_from = decisions.launch_bound(training.steps_made), 0
