@@ -116,6 +116,7 @@ def run_entries(
     times: dict[str, dict[str, list[float]]] = {}
 
     def measure(ready: Sequence[Any], ask: Ask) -> None:
+        times[ready[0].team] = {}  # begun
         home = {
             mode: job for job in ready for mode, found in job.part()["modes"].items() if _counts(mode, found)
         }
@@ -124,7 +125,7 @@ def run_entries(
             answer = ask(home[mode], f"{mode} {steps}")
             return float(answer) if answer else None
 
-        times[ready[0].group] = windows(list(home), window, count=args.windows, seconds=args.window_s)
+        times[ready[0].team] = windows(list(home), window, count=args.windows, seconds=args.window_s)
         for job in ready:
             ask(job, END)
 
@@ -149,6 +150,7 @@ def run_entries(
         def process(name: str, modes: Sequence[str]) -> _Process:
             title = "-".join([f"{args.names.index(name):03}", *(modes if apart else ())])
             log = logs / f"{title}.log"
+            log.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run with this --logs
             own = ["--names", name, "--child", str(log.with_suffix(".json"))]
             own += ["--modes", *modes] if apart else []
             arguments = ["-W", "ignore", "-m", f"benchmarks.{benchmark}", *argv, *own]

@@ -298,6 +298,8 @@ def test_a_row_tells_why_a_contender_has_no_windows(tmp_path: Path) -> None:
     }
     none = _row(tmp_path, {"compile": raised}, {"compile": None}, None)
     assert none["error"] == "ValueError: no" and none["stage"] == "compile"
+    last = _row(tmp_path, {"graphed": ready}, {"graphed": "ended with status -9: "}, {})
+    assert last["error"] == "ended with status -9: " and last["stage"] == "timed"
 
 
 @pytest.mark.parametrize("why", [*CUT, None])
