@@ -3,13 +3,19 @@
 The parent starts the processes and lets them set up side by side. A process that is ready to be measured waits until
 the parent has stopped all others; they go on when it is done. So no other process uses the GPU or the processors while
 one is measured, and most of the time of a run is spent by many processes together.
+
+Processes of one group are measured together, when all of them that have not ended are ready: the parent asks them in
+turns, and each of them runs only until it has answered.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import math
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -17,16 +23,20 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Job", "Turns", "row_of_process", "run_jobs"]
+__all__ = ["CUT", "END", "LAST_S", "OVER", "Ask", "Job", "TimeOver", "Turns", "row_of_process", "run_jobs"]
 
-READY, DONE = b"R", b"D"
+READY, GO, DONE, END = "ready", "go", "done", "end"
+CUT = OVER, INTERRUPTED = "the time for the whole run was over", "interrupted"
+"""Ends of a job of which nothing is wrong."""
 PAUSE = 0.05
 """Seconds until what stopped processes have launched has left the GPU."""
+LAST_S = 20.0
+"""Seconds after the time for the whole run in which processes that are ready by then are measured."""
 
 
 @dataclass(frozen=True)
@@ -34,51 +44,62 @@ class Job:
     """One process.
 
     Attributes:
-        name: for messages.
+        name: for messages; no other job has it.
         arguments: of the Python interpreter.
         log: where its standard output and its errors go.
+        group: of jobs that are measured together, and follow each other. Without one a job is measured by itself.
     """
 
     name: str
     arguments: Sequence[str]
     log: Path
+    group: str | None = None
+
+    @property
+    def team(self) -> str:
+        """The group; of a job without one, its name."""
+        return self.group or self.name
+
+
+class TimeOver(Exception):
+    """Nothing more can be asked, because the time for the whole run is over."""
+
+
+Ask = Callable[[Job, str], str | None]
+"""Lets the process of a job answer a line, while no other process runs; None if it has ended."""
 
 
 class Turns:
-    """The side of a process that is started: `with turns.alone(): ...` waits until no other process runs.
+    """The side of a process that is started. Everything that is printed from now on goes to standard error."""
 
-    Everything that is printed from now on goes to standard error. Without a parent nobody is waited for.
-    """
-
-    def __init__(self, with_parent: bool = True) -> None:
-        self._to_parent: int | None = None
-        if with_parent:
-            self._to_parent = os.dup(1)
-            os.dup2(2, 1)
+    def __init__(self) -> None:
+        self._to_parent = os.dup(1)
+        os.dup2(2, 1)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """The only process of the run that goes on, inside."""
-        if self._to_parent is None:
-            yield
-            return
-        os.write(self._to_parent, READY)
-        if not os.read(0, 1):
-            raise SystemExit("the parent is gone")
+        self._say(READY)
+        self._hear()
         try:
             yield
         finally:
-            os.write(self._to_parent, DONE)
+            self._say(DONE)
 
+    def answer(self, answer: Callable[[str], str]) -> None:
+        """Answer each line of the parent, until it asks for the end."""
+        self._say(READY)
+        while (asked := self._hear()) != END:
+            self._say(answer(asked))
+        self._say(DONE)
 
-@dataclass
-class _Child:
-    job: Job
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
-    limit: float  # on the clock of `_Pool.clock`
-    waits: bool = False
-    told: list[str] = field(default_factory=list)
+    def _say(self, line: str) -> None:
+        os.write(self._to_parent, f"{line}\n".encode())
+
+    def _hear(self) -> str:
+        if not (line := sys.stdin.readline()):
+            raise SystemExit("the parent is gone")
+        return line.rstrip("\n")
 
 
 def row_of_process(module: str, row: Sequence[str], options: Sequence[str], timeout_s: int) -> dict[str, Any]:
@@ -110,66 +131,126 @@ def row_of_process(module: str, row: Sequence[str], options: Sequence[str], time
         return {"error": None, **json.loads(out.read_text())}
 
 
+def _go(jobs: Sequence[Job], ask: Ask) -> None:
+    """Each job makes what it has in `Turns.alone`."""
+    for job in jobs:
+        ask(job, GO)
+
+
 def run_jobs(
     jobs: Sequence[Job],
     ended: Callable[[Job, str | None], None],
     *,
     processes: int,
     timeout_s: float,
+    ready_s: float = math.inf,
     seconds: float | None = None,
+    measure: Callable[[Sequence[Job], Ask], None] = _go,
 ) -> list[Job]:
     """Run all jobs, at most `processes` at a time. For the main thread.
 
+    Jobs that wait for others of their group are not counted, or these might never begin.
+
     Args:
         ended: called after each job, with what is wrong with its end: a time-out, a signal, or None.
-        timeout_s: for one job. The time in which another one is measured is not counted.
-        seconds: for all of them. A job that is not over by then is killed, and those that are left are not begun.
+        timeout_s: for one group. The time in which a job waits, or others are measured, is not counted.
+        ready_s: for one job, until it is ready to be measured; and for each of its answers.
+        seconds: for all of them. A job that is not ready by then is killed, and those that are left are not begun.
+        measure: called for each group, with those of its jobs that are ready when the others have ended.
 
     Returns:
         The jobs that were not begun.
     """
-    pool = _Pool(ended, timeout_s)
-    left, end = deque(jobs), None if seconds is None else time.monotonic() + seconds
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    pool = _Pool(ended, measure, timeout_s, min(ready_s, timeout_s), end + LAST_S)
+    pool.left += jobs
+    not_begun: list[Job] = []
     before = signal.signal(signal.SIGTERM, _interrupted)  # or the children would outlive a run that is cut
     try:
-        while left or pool.children:
-            if end is not None and time.monotonic() > end:
-                pool.stop_all("the time for the whole run was over")
-                break
-            while left and len(pool.children) < processes and pool.measured is None:
-                pool.start(left.popleft())
+        while pool.left or pool.children:
+            if time.monotonic() > end:
+                not_begun += pool.left
+                pool.left.clear()
+                pool.stop([c for c in pool.children if not (c.waits or c.measured)], OVER)
+            if time.monotonic() > end + LAST_S:
+                pool.stop(pool.children, OVER)
+            pool.start(processes)
             pool.listen()
+            pool.take_turn()
             pool.expire()
     finally:
-        pool.stop_all("interrupted")
+        pool.stop(pool.children, INTERRUPTED)
         signal.signal(signal.SIGTERM, before)
-    return list(left)
+    return not_begun
+
+
+@dataclass(eq=False)
+class _Child:
+    job: Job
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    limit: float  # on the clock of `_Pool.clock`
+    why: str  # what is wrong when it is over
+    lines: deque[str] = field(default_factory=deque)
+    waits: bool = False
+    waits_since: float = 0.0
+    measured: bool = False
+    rest: str = ""
+
+    def hear(self) -> bool:
+        """Keep what it says; whether it can say more."""
+        assert self.process.stdout is not None
+        said = os.read(self.process.stdout.fileno(), 4096).decode(errors="replace")
+        *lines, self.rest = (self.rest + said).split("\n")
+        self.lines += lines
+        return bool(said)
 
 
 class _Pool:
-    def __init__(self, ended: Callable[[Job, str | None], None], timeout_s: float) -> None:
+    def __init__(
+        self,
+        ended: Callable[[Job, str | None], None],
+        measure: Callable[[Sequence[Job], Ask], None],
+        timeout_s: float,
+        ready_s: float,
+        last: float,
+    ) -> None:
+        self.left: deque[Job] = deque()
         self.children: list[_Child] = []
-        self.measured: _Child | None = None
-        self._ended, self._timeout_s = ended, timeout_s
-        self._stopped_s, self._stopped_at = 0.0, 0.0
+        self._ended, self._measure = ended, measure
+        self._timeout_s, self._ready_s, self._last = timeout_s, ready_s, last
+        self._begun: dict[str, float] = {}  # groups
+        self._stopped_s = 0.0
         self._selector = selectors.DefaultSelector()
 
     def clock(self) -> float:
         """Seconds in which all children could run."""
-        now = time.monotonic() if self.measured is None else self._stopped_at
-        return now - self._stopped_s
+        return time.monotonic() - self._stopped_s
 
-    def start(self, job: Job) -> None:
+    def start(self, processes: int) -> None:
+        """Start what may run now. A group is not begun beside many that wait for others, as these hold memory."""
+        while self.left:
+            begun = any(child.job.team == self.left[0].team for child in self.children)
+            counted = [child for child in self.children if not (begun and child.waits)]
+            if len(counted) >= processes:
+                break
+            self._start(self.left.popleft())
+
+    def _start(self, job: Job) -> None:
         log = job.log.open("wb")
         process = subprocess.Popen(
             [sys.executable, *job.arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            start_new_session=True,  # so that its own children are stopped with it
+            start_new_session=True,  # so that its own children are ended with it
+            preexec_fn=_end_with_parent,
             bufsize=0,
         )
-        child = _Child(job, process, log, self.clock() + self._timeout_s)
+        begun = self._begun.setdefault(job.team, self.clock())
+        limits = {self.clock() + self._ready_s: self._ready_s, begun + self._timeout_s: self._timeout_s}
+        limit = min(limits)
+        child = _Child(job, process, log, limit, f"timed out after {limits[limit]:g} s")
         self.children.append(child)
         assert process.stdout is not None
         self._selector.register(process.stdout, selectors.EVENT_READ, child)
@@ -178,57 +259,74 @@ class _Pool:
         """Wait a moment for what children say."""
         for key, _ in self._selector.select(0.2):
             child: _Child = key.data
-            said = os.read(key.fd, 1)
-            if said == READY:
-                child.waits = True
-            elif said == DONE and child is self.measured:
-                self._all_go_on()
-            elif not said:
+            if not child.hear():
                 self._remove(child, None)
-        if self.measured is None:
-            waiting = next((child for child in self.children if child.waits), None)
-            if waiting is not None:
-                self._let_measure(waiting)
+        for child in self.children:
+            if READY in child.lines:
+                child.waits, child.waits_since = True, self.clock()
+                child.lines.clear()
+
+    def take_turn(self) -> None:
+        """Measure a group whose processes are ready, while all others are stopped."""
+        for team in dict.fromkeys(child.job.team for child in self.children):
+            group = [child for child in self.children if child.job.team == team]
+            if all(child.waits for child in group) and not (self.left and self.left[0].team == team):
+                self._take_turn(group)
+                break
+
+    def _take_turn(self, group: Sequence[_Child]) -> None:
+        begun, waited_until = time.monotonic(), self.clock()
+        of_job = {child.job.name: child for child in group}
+        all_of_them = _groups_of([child.process.pid for child in self.children])
+        _signal(all_of_them, signal.SIGSTOP)
+        time.sleep(PAUSE)
+        try:
+            self._measure([child.job for child in group], lambda job, line: self._ask(of_job[job.name], line))
+        except TimeOver:
+            pass
+        finally:
+            _signal(all_of_them, signal.SIGCONT)
+        for child in group:
+            child.waits, child.measured = False, True
+            child.limit += waited_until - child.waits_since
+        self._stopped_s += time.monotonic() - begun
+
+    def _ask(self, child: _Child, line: str) -> str | None:
+        if child not in self.children:
+            return None
+        assert child.process.stdin is not None
+        child.lines.clear()
+        _signal([child.process.pid], signal.SIGCONT)
+        with contextlib.suppress(OSError):  # it has ended
+            child.process.stdin.write(f"{line}\n".encode())
+        limit = time.monotonic() + self._ready_s
+        while not child.lines:
+            left = min(limit, self._last) - time.monotonic()
+            if left < 0 and limit > self._last:
+                raise TimeOver
+            if left < 0:
+                self._remove(child, f"timed out after {self._ready_s:g} s while it was measured")
+                return None
+            if select.select([child.process.stdout], [], [], min(left, 1.0))[0] and not child.hear():
+                self._remove(child, None)
+                return None
+        _signal([child.process.pid], signal.SIGSTOP)
+        return child.lines.popleft()
 
     def expire(self) -> None:
         """Kill children whose time is over."""
-        if self.measured is not None:
-            if time.monotonic() - self._stopped_at > self._timeout_s:
-                self._remove(self.measured, f"timed out after {self._timeout_s} s while it was measured")
-            return
         for child in [c for c in self.children if self.clock() > c.limit and not c.waits]:
-            self._remove(child, f"timed out after {self._timeout_s} s")
+            self._remove(child, child.why)
 
-    def stop_all(self, why: str) -> None:
-        for child in list(self.children):
+    def stop(self, children: Iterable[_Child], why: str) -> None:
+        """Kill these children."""
+        for child in list(children):
             self._remove(child, why)
-
-    def _let_measure(self, child: _Child) -> None:
-        child.waits = False
-        self._stopped_at = time.monotonic()
-        self.measured = child
-        self._signal_others(signal.SIGSTOP)
-        time.sleep(PAUSE)
-        assert child.process.stdin is not None
-        with contextlib.suppress(OSError):
-            child.process.stdin.write(b"G")
-
-    def _all_go_on(self) -> None:
-        self._signal_others(signal.SIGCONT)
-        self._stopped_s += time.monotonic() - self._stopped_at
-        self.measured = None
-
-    def _signal_others(self, what: signal.Signals) -> None:
-        for child in self.children:
-            if child is not self.measured:
-                _signal(child.process, what)
 
     def _remove(self, child: _Child, why: str | None) -> None:
         assert child.process.stdout is not None and child.process.stdin is not None
-        if child is self.measured:
-            self._all_go_on()
         if why is not None:
-            _signal(child.process, signal.SIGKILL)
+            _signal([child.process.pid], signal.SIGKILL)
         self._selector.unregister(child.process.stdout)
         code = child.process.wait()
         for stream in (child.process.stdout, child.process.stdin, child.log):
@@ -239,13 +337,39 @@ class _Pool:
         self._ended(child.job, why)
 
 
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_SIGNAL_WHEN_THE_PARENT_DIES = 1  # PR_SET_PDEATHSIG
+
+
+def _end_with_parent() -> None:
+    """A process whose parent is killed would go on, or stay stopped."""
+    if _LIBC is not None:
+        _LIBC.prctl(_SIGNAL_WHEN_THE_PARENT_DIES, signal.SIGKILL)
+
+
 def _interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _signal(process: subprocess.Popen[bytes], what: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, what)
+def _groups_of(pids: Sequence[int]) -> set[int]:
+    """Process groups of these and of all that they have begun, such as the library's process that compiles beside."""
+    below: dict[int, list[tuple[int, int]]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, parent, group = path.read_text().rpartition(")")[2].split()[:3]
+            below.setdefault(int(parent), []).append((int(path.parent.name), int(group)))
+    found, queue = set(pids), list(pids)
+    for pid in queue:
+        for child, group in below.get(pid, ()):
+            queue.append(child)
+            found.add(group)
+    return found
+
+
+def _signal(groups: Iterable[int], what: signal.Signals) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, what)
 
 
 def _last_line(log: Path) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import statistics
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.backend_trial import MIB
+from benchmarks.children import TimeOver
 from benchmarks.zoo_models.entry import Parts, seed
 from pygraph_train import GraphedStep, StepReport
 from pygraph_train.tracing.signature import map_leaves
 
-__all__ = ["MODES", "Contender", "Setting", "first_losses", "settle", "start", "windows"]
+__all__ = ["MODES", "Contender", "Setting", "first_losses", "settle", "start", "timed", "windows"]
 
 BATCHES = 4
 LEARNING_RATE = 2.0**-13
@@ -223,32 +224,45 @@ def settle(contender: Contender, *, least: int, most: int, seconds: float) -> No
         lasts = seen == seen[:1] * LASTING and contender.decided()
         if made + 1 >= least and (lasts or time.monotonic() - begun > seconds):
             break
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        contender.reserved_mib = round((torch.cuda.max_memory_reserved() - contender.reserved_before) / MIB)
+    contender.reserved_mib = _peak_mib(contender)
 
 
-def windows(contenders: Sequence[Contender], *, count: int, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds a step in `count` windows of each contender, which take turns."""
-    steps = {c.mode: _steps_of(c, seconds) for c in contenders}
-    times: dict[str, list[float]] = {c.mode: [] for c in contenders}
-    for number in range(count):
-        for contender in contenders if number % 2 else reversed(contenders):
-            times[contender.mode].append(_window(contender, steps[contender.mode]))
-    return times
+def _peak_mib(contender: Contender) -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_reserved() - contender.reserved_before) / MIB)
 
 
-def ratios(times: dict[str, list[float]], mode: str, other: str = "eager") -> float:
-    """How many times faster `mode` is than `other`: the median of windows that follow each other."""
-    return statistics.median(b / a for a, b in zip(times[mode], times[other], strict=True))
+def windows(
+    modes: Sequence[str], window: Callable[[str, int], float | None], *, count: int, seconds: float
+) -> dict[str, list[float]]:
+    """Milliseconds a step in `count` windows of each mode, which take turns.
+
+    Args:
+        window: makes so many steps in a mode, and has their milliseconds a step; None where that mode has crashed.
+
+    Returns:
+        The windows of the modes that have not crashed; only whole rounds, where the time for the run is over.
+    """
+    steps: dict[str, int] = {}
+    rounds: list[dict[str, float | None]] = []
+    with contextlib.suppress(TimeOver):
+        for mode in modes:
+            window(mode, 2)
+            if ms := window(mode, BATCHES):
+                steps[mode] = max(BATCHES, min(1000, round(seconds * 1e3 / ms)))
+                window(mode, steps[mode])
+        for number in range(count):
+            order = steps if number % 2 else reversed(steps)
+            rounds.append({mode: window(mode, steps[mode]) for mode in order})
+    times = {mode: [ms for made in rounds if (ms := made[mode])] for mode in steps}
+    return {mode: found for mode, found in times.items() if rounds and len(found) == len(rounds)}
 
 
-def _steps_of(contender: Contender, seconds: float) -> int:
-    _window(contender, 2)
-    return max(BATCHES, min(1000, round(seconds * 1e3 / _window(contender, BATCHES))))
-
-
-def _window(contender: Contender, steps: int) -> float:
+def timed(contender: Contender, steps: int) -> float:
+    """Milliseconds a step, after one step that is not timed: before it, other processes or contenders ran."""
+    contender.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     begun = time.perf_counter()

@@ -1,42 +1,46 @@
-"""Entries of the zoo, each measured in a process of its own: what zoo.py and never_slower.py share."""
+"""Entries of the zoo, measured in processes of their own: what zoo.py and never_slower.py share.
+
+A process makes one contender of an entry (never_slower.py) or all of them (zoo.py), and says when they are ready. The
+parent has the windows of an entry made in turns, while all other processes of the run are stopped.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.children import Job, Turns, run_jobs
+from benchmarks.children import CUT, END, LAST_S, OVER, Ask, Job, run_jobs
 from benchmarks.command import new_record, settle_defaults, settle_device
-from benchmarks.contenders import Contender, Setting, first_losses, settle, start, windows
-from benchmarks.limit import StepTimeout, time_limit
+from benchmarks.contenders import windows
 from benchmarks.record import write_json
-from benchmarks.zoo_models import FULL, TINY, Entry, NotInstalled
+from benchmarks.zoo_models import Entry
 
-__all__ = ["add_options", "be_child", "run_entries", "settle_options"]
+__all__ = ["add_options", "run_entries", "settle_options"]
 
 Row = dict[str, Any]
 
-LOSSES = 20
-"""Steps of which the losses are compared."""
 
-
-def add_options(parser: argparse.ArgumentParser, *, timeout_s: float, processes: int) -> None:
-    """The options of a run of many entries."""
+def add_options(
+    parser: argparse.ArgumentParser, *, timeout_s: float, processes: int, of: str = "entries"
+) -> None:
+    """The options of a run of many entries; `of` says what has a process of its own."""
     parser.add_argument("--names", help="entries, separated by semicolons (default: all)")
-    parser.add_argument("--processes", type=int, help=f"at a time (default: {processes}; CPU: 1)")
-    parser.add_argument("--seconds", type=float, help="for the whole run: what is done by then is kept")
+    parser.add_argument("--processes", type=int, help=f"{of} at a time (default: {processes}; CPU: 1)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"for the whole run; what is ready then is timed in up to {LAST_S:.0f} s more",
+    )
     parser.add_argument("--timeout-s", type=float, default=timeout_s, help="for one entry")
-    parser.add_argument("--mode-s", type=int, default=120, help="for one mode of an entry; 0: no limit")
+    parser.add_argument("--mode-s", type=int, default=120, help="until one mode is ready; 0: no limit")
     parser.add_argument("--settle-s", type=float, default=20, help="at most, until plans are chosen")
     parser.add_argument("--windows", type=int, help="of each mode (default: 7; CPU: 2)")
     parser.add_argument("--window-s", type=float, help="seconds a window (default: 0.05; CPU: 0)")
@@ -69,167 +73,143 @@ def settle_options(
         parser.error("--resume needs --json FILE, the record of the run to go on with")
 
 
-def be_child(entry: Entry, modes: Sequence[str], args: argparse.Namespace) -> None:
-    """Measure one entry, and write its row to `args.child` after each part of it.
+@dataclass(frozen=True)
+class _Process(Job):
+    """A process with contenders of the entry that `group` names."""
 
-    Args:
-        modes: of `contenders.MODES`. "eager again" is a second run of the plain loop, of which only the losses count.
-        args: has the options above, and `autocast`.
-    """
-    turns = Turns()
-    row: Row = _no_row(entry) | {"stage": "made"}
-    torch.set_float32_matmul_precision("high" if args.autocast else "highest")
-    try:
-        _measure(row, entry, modes, args, turns)
-        row["stage"] = "done"
-    except NotInstalled as reason:
-        row["not_installed"] = str(reason)
-    except Exception as error:
-        row["error"] = _said(error)
-        row["error_at"] = traceback.format_exc().strip().splitlines()[-8:]
-    write_json(args.child, row)
+    modes: Sequence[str] = ()
 
-
-def _measure(row: Row, entry: Entry, modes: Sequence[str], args: argparse.Namespace, turns: Turns) -> None:
-    def stage(text: str) -> None:
-        row["stage"] = text
-        write_json(args.child, row)
-
-    size = FULL if args.scale == "full" else TINY
-    setting = Setting(lambda: entry.build(size), torch.device(args.device), args.autocast, args.engine)
-    _warm_up(setting.device)
-    # contenders share the code of the model, and with it the limit of what Dynamo compiles for it
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    kept: list[Contender] = []
-    for mode in modes:
-        stage(mode)
-        found = row["modes"].setdefault(mode, {})
-        try:
-            with time_limit(args.mode_s):
-                contender = _settled(mode, setting, args)
-        except StepTimeout:
-            found["error"] = f"timed out after {args.mode_s} s"
-            continue
-        except NotInstalled:
-            raise
-        except Exception as error:
-            if mode.startswith("eager"):
-                raise
-            found["error"] = _said(error)
-            continue
-        found |= {"losses": contender.losses, "reserved_mib": contender.reserved_mib}
-        found |= _told_by(contender)
-        if mode != "eager again":
-            kept.append(contender)
-        del contender
-    stage("waits for its turn")
-    with turns.alone():
-        stage("timed")
-        times = windows(kept, count=args.windows, seconds=args.window_s)
-    for contender in kept:  # plans change while they are timed, too
-        row["modes"][contender.mode] |= {"windows_ms": times[contender.mode]} | _told_by(contender)
-
-
-def _warm_up(device: torch.device) -> None:
-    """Make what cuBLAS keeps for the whole process, or the first mode alone would seem to need that memory."""
-    x = torch.randn(64, 64, device=device, requires_grad=True)
-    for kind in (torch.float32, torch.bfloat16):
-        torch.nn.functional.linear(x.to(kind), x.to(kind), x[0].to(kind)).sum().backward()
-
-
-def _settled(mode: str, setting: Setting, args: argparse.Namespace) -> Contender:
-    contender = start(mode.removesuffix(" again"), setting)
-    first_losses(contender, LOSSES)
-    plain = contender.report is None and mode != "backend"
-    least, most = (5, 5) if plain else (args.least, args.most)
-    settle(contender, least=least, most=most, seconds=args.settle_s)
-    if mode.startswith("graphed") and _has_no_graph_of_both(contender):
-        # regions are tried when the steps that were made could have paid for them
-        end = time.monotonic() + args.settle_s / 2
-        for _ in range(args.most):
-            contender.step()
-            if time.monotonic() > end:
-                break
-        settle(contender, least=least, most=most, seconds=args.settle_s)
-    return contender
-
-
-def _has_no_graph_of_both(contender: Contender) -> bool:
-    assert contender.report is not None
-    return str(contender.report().running_plan) in ("F B O", "F B {O}")
-
-
-def _told_by(contender: Contender) -> Row:
-    """What the library says of its steps."""
-    if contender.report is None:
-        return {}
-    told = contender.report().to_dict()
-    names = (
-        "headline",
-        "running_plan",
-        "steps",
-        "steps_from_graphs",
-        "fallbacks",
-        "notes",
-        "first_replay_step",
-    )
-    regions = [f"{region['name']}: {region['reason']}" for region in told["regions"] if region["reason"]]
-    return {key: told[key] for key in names} | {"regions": regions[:10]}
+    def part(self) -> Row:
+        """What it has written of the entry's row."""
+        path = self.log.with_suffix(".json")
+        return json.loads(path.read_text()) if path.exists() else {"stage": "began", "modes": {}}
 
 
 def run_entries(
     benchmark: str,
     entries: Mapping[str, Entry],
+    modes: Sequence[str],
     args: argparse.Namespace,
     argv: Sequence[str],
     summarize: Callable[[Sequence[Row]], dict[str, Any]],
     line: Callable[[Row], str],
+    *,
+    apart: bool = False,
 ) -> dict[str, Any]:
     """The record of a run, written to `args.json` after each entry.
 
     Args:
         benchmark: the module `benchmarks.<benchmark>` is what a child runs, with `argv`, its name and its file.
         entries: what can be measured; `args.names` are measured.
+        modes: of each entry.
         line: what is printed of a row.
+        apart: whether each mode has a process of its own, which gets it as `--modes`.
     """
     record = new_record(benchmark, args) | {"rows": [], "summary": {}, "not_run": []}
     rows: list[Row] = record["rows"]
     if args.resume and args.json.exists():
         rows += [row for row in json.loads(args.json.read_text())["rows"] if row["stage"] == "done"]
     done = {row["name"] for row in rows}
+    names = [name for name in args.names if name not in done]
+    random.Random(0).shuffle(names)  # of a run that is cut, the rows are a sample
+    ends: dict[str, str | None] = {}
+    times: dict[str, dict[str, list[float]]] = {}
+
+    def measure(ready: Sequence[Any], ask: Ask) -> None:
+        times[ready[0].team] = {}  # begun
+        home = {
+            mode: job for job in ready for mode, found in job.part()["modes"].items() if _counts(mode, found)
+        }
+
+        def window(mode: str, steps: int) -> float | None:
+            answer = ask(home[mode], f"{mode} {steps}")
+            return float(answer) if answer else None
+
+        times[ready[0].team] = windows(list(home), window, count=args.windows, seconds=args.window_s)
+        for job in ready:
+            ask(job, END)
+
+    def ended(job: Job, why: str | None) -> None:
+        ends[job.name] = why
+        if all(other.name in ends for other in jobs[job.team]):
+            over(job.team)
+
+    def over(name: str) -> None:
+        row = _row(entries[name], jobs[name], ends, times.get(name))
+        rows.append(row)
+        record["summary"] = summarize(rows)
+        write_json(args.json, record)
+        print(_failure(row) or line(row), flush=True)
+
     with tempfile.TemporaryDirectory() as made:
         logs = args.logs or Path(made)
         logs.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        jobs = []
-        for number, name in enumerate(args.names):
-            if name not in done:
-                log = logs / f"{number:03}.log"
-                own = ["--names", name, "--child", str(log.with_suffix(".json"))]
-                jobs.append(Job(name, ["-W", "ignore", "-m", f"benchmarks.{benchmark}", *argv, *own], log))
 
-        random.Random(0).shuffle(jobs)  # of a run that is cut, the rows are a sample
+        def process(name: str, modes: Sequence[str]) -> _Process:
+            title = "-".join([f"{args.names.index(name):03}", *(modes if apart else ())])
+            log = logs / f"{title}.log"
+            log.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run with this --logs
+            own = ["--names", name, "--child", str(log.with_suffix(".json"))]
+            own += ["--modes", *modes] if apart else []
+            arguments = ["-W", "ignore", "-m", f"benchmarks.{benchmark}", *argv, *own]
+            return _Process(title, arguments, log, name, modes)
 
-        def ended(job: Job, why: str | None) -> None:
-            path = job.log.with_suffix(".json")
-            row = json.loads(path.read_text()) if path.exists() else _no_row(entries[job.name])
-            row["error"] = row["error"] or why
-            rows.append(row)
-            record["summary"] = summarize(rows)
-            write_json(args.json, record)
-            print(_failure(row) or line(row), flush=True)
-
-        left = run_jobs(jobs, ended, processes=args.processes, timeout_s=args.timeout_s, seconds=args.seconds)
-    record["not_run"] = [job.name for job in left]
+        parts = [[mode] for mode in modes] if apart else [modes]
+        jobs = {name: [process(name, part) for part in parts] for name in names}
+        left = run_jobs(
+            [job for group in jobs.values() for job in group],
+            ended,
+            processes=args.processes,
+            timeout_s=args.timeout_s,
+            ready_s=args.mode_s if apart and args.mode_s else math.inf,
+            seconds=args.seconds,
+            measure=measure,
+        )
+        for name in dict.fromkeys(job.team for job in left):
+            if any(job.name in ends for job in jobs[name]):
+                over(name)
+            else:
+                record["not_run"].append(name)
     rows.sort(key=lambda row: list(entries).index(row["name"]))
     record["summary"] = summarize(rows)
     write_json(args.json, record)
     return record
 
 
-def _no_row(entry: Entry) -> Row:
-    return {"name": entry.name, "family": entry.family, "modes": {}, "stage": "began", "error": None}
+def _counts(mode: str, found: Row) -> bool:
+    """Whether a mode is timed."""
+    return "losses" in found and "error" not in found and mode != "eager again"
+
+
+def _row(
+    entry: Entry,
+    jobs: Sequence[_Process],
+    ends: Mapping[str, str | None],
+    times: Mapping[str, list[float]] | None,
+) -> Row:
+    """What the processes of an entry have written, and why they ended, with the windows; None: not timed."""
+    row = {"name": entry.name, "family": entry.family, "modes": {}, "stage": "began", "error": None}
+    for job in jobs:
+        part, why = job.part(), ends.get(job.name, OVER)
+        found = row["modes"] = row["modes"] | part.pop("modes")
+        row |= part
+        missing = [mode for mode in job.modes if mode not in (times or {})]
+        if why in CUT and missing == list(job.modes):
+            row["error"] = why
+        elif why not in CUT and why is not None:
+            for mode in missing:
+                found.setdefault(mode, {}).setdefault("error", why)
+    for mode, ms in (times or {}).items():
+        row["modes"][mode]["windows_ms"] = ms
+    if times:
+        row["stage"] = "done" if row["error"] is None else "timed in part"
+    else:
+        errors = [found["error"] for found in row["modes"].values() if "error" in found]
+        row["error"] = row["error"] or next(iter(errors), None)
+        row["stage"] = row["stage"] if times is None else "timed"
+    return row
 
 
 def _failure(row: Row) -> str | None:
@@ -238,7 +218,3 @@ def _failure(row: Row) -> str | None:
     if row["error"]:
         return f"{row['name']}: {row['error'].splitlines()[0]} ({row['stage']})"
     return None
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import NO_CLAIM
-from benchmarks.entries_run import add_options, be_child, run_entries, settle_options
+from benchmarks.entries_run import add_options, run_entries, settle_options
+from benchmarks.entry_child import be_child
 from benchmarks.record import print_table, write_json
 from benchmarks.zoo_models import ENTRIES
 from benchmarks.zoo_summary import lines_of, summarize, table_of
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = _merged(args.merge)
         write_json(args.json, record)
     else:
-        record = run_entries("zoo", ENTRIES, args, argv, summarize, _line)
+        record = run_entries("zoo", ENTRIES, SETS[args.modes], args, argv, summarize, _line)
     if args.table:
         print(table_of(record["rows"]))
         return 0

@@ -193,6 +193,8 @@ def test_never_slower_compares_with_the_best_of_the_others() -> None:
     assert found["graphed-compiled"]["memory_above_1.10"] == {"a": 1.2}
     assert found["backend"]["below_0.98"] == {"a": 0.75} and found["crashed"] == {"a, graphed": "no"}
     assert found["accelerate"]["geometric_mean_over_the_best"] == pytest.approx(2), "in the same loop"
+    in_part = row | {"stage": "timed in part", "error": "the time was over"}
+    assert never_slower.summarize([in_part])["graphed-compiled"]["measured"] == 0, "the best may be missing"
     assert len(never_slower.FROM_ZOO) >= 30 and len(never_slower.CASES) == 12
 
 
