@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 from unittest import mock
@@ -13,7 +14,11 @@ import torch._inductor.scheduler
 from pygraph_train.torch_private.cuda import accumulators_of_other_streams, begin_capture
 from pygraph_train.torch_private.dynamo import raising_node
 from pygraph_train.torch_private.hooks import hook_registrations, hooks_on_accumulation
-from pygraph_train.torch_private.inductor import small_ends, small_ends_together
+from pygraph_train.torch_private.inductor import (
+    kernels_for_all_sizes,
+    small_ends,
+    small_ends_together,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -182,3 +187,48 @@ def test_the_operation_of_a_traced_graph_that_raised_is_found() -> None:
     node = raising_node(raised.value)
     assert node is not None and node.target is fails
     assert raising_node(ValueError("of nobody")) is None
+
+
+def _changing_size(hint: int) -> torch.SymInt:
+    """What a batch has so many of, and another one may have more or fewer of."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    known, source = ShapeEnv(), ConstantSource("size")
+    symbol = known.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    size = known.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_whether_sizes_are_aligned_decides_nothing(changed: bool) -> None:
+    import sympy
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch.utils._sympy.functions import Mod
+
+    size = _changing_size(80)
+    asked = SizeVarAllocator(size.node.shape_env)
+
+    def is_aligned(number: Any) -> bool:
+        return asked.guard_or_false(sympy.Eq(Mod(number, 8), 0))
+
+    with kernels_for_all_sizes() if changed else contextlib.nullcontext():
+        assert is_aligned(64 * size.node.expr) and is_aligned(sympy.Integer(8))
+        assert is_aligned(size.node.expr) is not changed
+        assert asked.guard_or_false(sympy.Lt(size.node.expr, 100)), "other questions are asked"
+    aligned = [guard for guard in size.node.shape_env.guards if guard.expr.has(Mod)]
+    assert len(aligned) == (0 if changed else 1)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_whether_padding_a_product_pays_decides_for_no_other_size(
+    changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.fx_passes import pad_mm
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    size = _changing_size(80)
+    with kernels_for_all_sizes() if changed else contextlib.nullcontext():
+        assert pad_mm.is_mm_compute_bound(8 * size, 768, 30, torch.bfloat16)
+    assert bool(size.node.shape_env.guards) is not changed

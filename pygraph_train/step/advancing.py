@@ -241,7 +241,13 @@ class Advancing:
         loaded = self._writes.load(variant, capture, args, kwargs, leaves)
         with self._making():
             replayed = self._capturing.compared(
-                step, variant, capture, args, kwargs, expected, lambda: self._replays.alone(variant, capture, loaded)
+                step,
+                variant,
+                capture,
+                args,
+                kwargs,
+                expected,
+                lambda: self._replays.alone(variant, capture, loaded),
             )
         return self._writes.finished(capture, args, kwargs, replayed)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pygraph_train.patches import standing_in
 from pygraph_train.torch_private import switches
 from pygraph_train.torch_private.aot import BuildRegion, _note_what_is_donated, _traced
 from pygraph_train.torch_private.compile_beside import order_under_way
@@ -15,6 +16,7 @@ from pygraph_train.torch_private.compile_beside import order_under_way
 __all__ = [
     "compile_with_inductor",
     "inductor_settings",
+    "kernels_for_all_sizes",
     "products_take_neighbours_in",
     "small_ends",
     "small_ends_together",
@@ -135,6 +137,38 @@ def _size_changes(name: str) -> bool:
     return bool(getattr(V.graph.get_numel(name), "free_symbols", ()))
 
 
+@contextmanager
+def kernels_for_all_sizes() -> Iterator[None]:
+    """Sizes that change decide nothing that Inductor could do in another way. (2.11, 2.13)
+
+    Otherwise its code is for some of the sizes only. It asks whether it pays to pad a matrix product (2.11), where the
+    sizes of this batch are as good an answer, and whether sizes are multiples of 8, as the kernels of attention want
+    masks: it pads those that are not known to be, and padding what is aligned changes nothing.
+    """
+    import torch._inductor.fx_passes.pad_mm as pad_mm
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch.utils._sympy.functions import Mod
+
+    bound, asked = pad_mm.is_mm_compute_bound, SizeVarAllocator.guard_or_false
+
+    def is_mm_compute_bound(*sizes: Any) -> bool:
+        return bool(bound(*map(_size_of_this_batch, sizes)))
+
+    def guard_or_false(self: Any, question: Any) -> bool:
+        if getattr(question, "has", lambda kind: False)(Mod):
+            return bool(self.statically_known_true(question))
+        return bool(asked(self, question))
+
+    pays = (pad_mm, "is_mm_compute_bound", is_mm_compute_bound)
+    with standing_in((pays, (SizeVarAllocator, "guard_or_false", guard_or_false))):
+        yield
+
+
+def _size_of_this_batch(size: Any) -> Any:
+    known = isinstance(size, torch.SymInt) and size.node.has_hint()
+    return size.node.hint if known else size
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -167,7 +201,8 @@ def compile_with_inductor(
                     users_tag if kwargs.get("is_backward") else keys.cache_key_tag
                 )  # backwards are compiled later
                 return order.add(gm, inputs, kwargs, tag, together=_kernels_are_grouped())
-            return compile_fx_inner(gm, inputs, **kwargs)  # type: ignore[arg-type, return-value]
+            with kernels_for_all_sizes():  # a backward may be compiled later
+                return compile_fx_inner(gm, inputs, **kwargs)  # type: ignore[arg-type, return-value]
 
         backward, inference = kwargs.get("is_backward", False), kwargs.get("is_inference", False)
         phase: Any = "backward" if backward else "inference" if inference else "forward"
@@ -182,7 +217,8 @@ def compile_with_inductor(
     if cached:  # what AOTAutograd makes of attention depends on the switches, and its key does not
         tag = f"{tag}{switches.settled_switches()}"
     cached = cached and order_under_way() is None  # stand-ins for kernels are nothing to keep
-    with torch._functorch.config.patch(enable_autograd_cache=cached), keys.patch(cache_key_tag=tag):
+    caches = torch._functorch.config.patch(enable_autograd_cache=cached), keys.patch(cache_key_tag=tag)
+    with caches[0], caches[1], kernels_for_all_sizes():
         return compile_fx(  # type: ignore[return-value]
             gm,
             list(example_inputs),  # type: ignore[arg-type]
