@@ -12,7 +12,10 @@ from pygraph_train.torch_private.cudnn_dropout import set_random_state
 from pygraph_train.torch_private.memory import copy_all
 from pygraph_train.torch_private.sharding import local_tensor
 
-__all__ = ["HostCopy", "ScratchState"]
+__all__ = ["HostCopy", "ScratchState", "copy_in_parts"]
+
+_PART = 16 << 20
+"""Bytes of a large tensor that are copied to the host at a time."""
 
 
 class ScratchState:
@@ -52,7 +55,7 @@ class HostCopy:
     def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._random = ScratchState(device, ())
         self._tensors = [local_tensor(t.detach()) for t in tensors]
-        self._values = [t.to("cpu", copy=True) for t in self._tensors]
+        self._values = _on_host(self._tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -60,3 +63,38 @@ class HostCopy:
         self._random.restore()
         for tensor, value in zip(self._tensors, self._values, strict=True):
             tensor.copy_(value)
+
+
+def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in memory that is not pinned.
+
+    The driver copies to such memory by one thread, which has to wait for each page of it: 1.5 GB take two seconds. So
+    it copies parts of large tensors to pinned memory, and all cores copy them on.
+    """
+    values, between = [], None
+    for tensor in tensors:
+        if tensor.device.type != "cuda" or tensor.nbytes < _PART or not tensor.is_contiguous():
+            values.append(tensor.to("cpu", copy=True))
+            continue
+        if between is None:
+            between = torch.empty(_PART, dtype=torch.uint8, pin_memory=True)
+        values.append(torch.empty_like(tensor, device="cpu"))
+        copy_in_parts(values[-1], tensor, between)
+    return values
+
+
+@torch.no_grad()
+def copy_in_parts(target: torch.Tensor, source: torch.Tensor, between: torch.Tensor) -> None:
+    """Copy a tensor part by part.
+
+    Args:
+        target, source: contiguous, of one shape and dtype.
+        between: uint8, of the bytes of a part at most.
+    """
+    size = between.nbytes // source.itemsize
+    for theirs, ours in zip(source.view(-1).split(size), target.view(-1).split(size), strict=True):
+        part = between[: theirs.nbytes].view(theirs.dtype)
+        part.copy_(theirs, non_blocking=True)
+        if source.device.type == "cuda":
+            torch.cuda.current_stream(source.device).synchronize()
+        ours.copy_(part)

@@ -18,7 +18,7 @@ from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.graphs.memory import fingerprints
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.putting_back import ScratchState
+from pygraph_train.putting_back import ScratchState, copy_in_parts
 from pygraph_train.step import capture_maker, capturing
 from pygraph_train.step.advancing import Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
@@ -457,3 +457,12 @@ def test_what_eager_steps_left_goes_before_compiled_kernels_run(monkeypatch: pyt
     for _ in range(2):
         compiled(x).sum().backward()
     assert len(trims) == 1  # when the kernels were there, and not in each step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(5, 7), (64,), ()])
+def test_a_copy_in_parts_is_a_copy(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    source = torch.randn(shape).mul(9).to(dtype)
+    target = torch.empty_like(source)
+    copy_in_parts(target, source, torch.empty(64, dtype=torch.uint8))
+    assert torch.equal(target, source)
