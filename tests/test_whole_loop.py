@@ -20,8 +20,10 @@ from replays import runs_of_graphs, text_of
 from torch import nn
 from training import Net, differs
 
-from pygraph_train import PyGraph, PyGraphFabric
+from pygraph_train import PyGraph, PyGraphConfig, PyGraphFabric, StepReport
+from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel import processes
 from pygraph_train.regions.inductor import close_graphs
 from pygraph_train.regions.region import Region
@@ -399,6 +401,50 @@ def test_another_model_has_the_loop_compared_again(machine: Machine) -> None:
     report = Loops(steps=400, each=each).accelerate()
     assert compared[0] == 0 and len(report.controllers) == 1
     assert report.plan == report.running_plan == "F B O", str(report)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_update_that_rests_and_wakes_computes_the_same(scaled: bool) -> None:
+    """In turns: its graph, the same kernels without it, its graph, the optimizer of the loop, and its graph."""
+
+    def train(engine: Any) -> tuple[list[Any], set[int]]:
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(4))
+        optimizer = torch.optim.AdamW([p], lr=1e-2, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=4, enabled=scaled)
+        graph = None
+        if engine is not None:
+            graph = OptimizerGraph(optimizer, engine, PyGraphConfig(engine="emulated"), StepReport(), scaler)
+        found: list[Any] = []
+        replayed = set[int]()
+        for step in range(120):
+            scaler.scale((p * torch.randn(4)).square().sum()).backward()
+
+            def body() -> None:
+                scaler.step(optimizer)
+                scaler.update()
+
+            if graph is None:
+                body()
+            else:
+                if step in (20, 60):
+                    graph.rest(give_back=step == 60)
+                if step in (40, 80):
+                    graph.wake("regions", only=step == 80)
+                graph.run(body)
+                if graph.replayed:
+                    replayed.add(step // 20)
+            optimizer.zero_grad()
+            state = {key: value.clone() for key, value in optimizer.state.get(p, {}).items()}
+            groups = optimizer.state_dict()["param_groups"]
+            found.append([p.detach().clone(), state, scaler.state_dict(), groups])
+        if graph is not None:
+            graph.close()
+        return found, replayed
+
+    plain, (ours, replayed) = train(None)[0], train(make_engine("emulated", torch.device("cpu")))
+    assert differs(plain, ours) is None
+    assert replayed == {0, 2, 4, 5}
 
 
 # -- the report ----------------------------------------------------------------------------------------
