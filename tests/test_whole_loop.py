@@ -25,6 +25,7 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel import processes
+from pygraph_train.regions import inductor
 from pygraph_train.regions.inductor import close_graphs
 from pygraph_train.regions.region import Region
 from pygraph_train.report.whole_loop import of_whole_loop
@@ -176,6 +177,9 @@ def test_a_loop_that_is_slower_with_regions_ends_as_the_user_wrote_it(kind: str,
         if plugin is not None and step > 250:
             runs[plugin.report().running_plan] += 1
             aside.append(compiled_call(model) is None)
+            mine = {id(record) for record in plugin._loop._whole.records}
+            owners = [o for arena in inductor._arenas.values() for o in arena.owners()]
+            assert mine and not any(isinstance(o, Region) and id(o.record) in mine for o in owners)
 
     report = getattr(Loops(each=each), kind)()
     assert report.plan == "F B O" and report.to_dict()["plan"] == "F B O", str(report)
@@ -394,6 +398,7 @@ def test_another_model_has_the_loop_compared_again(machine: Machine) -> None:
             with torch.random.fork_rng():
                 plugin._accelerator.prepare(Net())
             compared.append(len(plugin.report().controllers))
+            assert plugin.report().plan == "{F} {B} {O}"
             assert compiled_call(model) is not None
         if step == 205:
             compared.append(plugin.report().running_plan)
@@ -434,7 +439,7 @@ def test_an_update_that_rests_and_wakes_computes_the_same(scaled: bool) -> None:
                 graph.run(body)
                 if graph.replayed:
                     replayed.add(step // 20)
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # gradients stay where they are
             state = {key: value.clone() for key, value in optimizer.state.get(p, {}).items()}
             groups = optimizer.state_dict()["param_groups"]
             found.append([p.detach().clone(), state, scaler.state_dict(), groups])

@@ -148,6 +148,7 @@ class WholeLoop:
         """Everything runs as the library has it, until the loop is compared again."""
         if self._choice is not None:
             self._report.start_over(self._choice.controller)
+            self._report.runs_with(next(iter(self._with_regions)).plan)
             self._run_with(regions=True, updates=True, for_long=False)
         self._begin_anew()
 
