@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -29,9 +31,9 @@ from pygraph_train.regions import inductor
 from pygraph_train.regions.inductor import close_graphs
 from pygraph_train.regions.region import Region
 from pygraph_train.report.whole_loop import of_whole_loop
-from pygraph_train.selection import timing
+from pygraph_train.selection import comparison, timing
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, REGIONS, SEPARATE, Arm, Plan
-from pygraph_train.selection.controller import Controller, Estimate
+from pygraph_train.selection.controller import Controller, Estimate, Rules
 from pygraph_train.step import whole_loop
 from pygraph_train.step.region_memory import RegionMemory
 from pygraph_train.step.whole_loop import WholeLoop
@@ -314,6 +316,23 @@ def test_any_way_may_win_and_nothing_that_is_computed_changes(
     assert report.plan == report.running_plan == str(best), str(report)
     assert 0 < report.exploration_steps <= 96
     assert {arm.plan for arm in report.controllers[-1].times} >= {SEPARATE, NOTHING}
+
+
+@LOOPS
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_costs_that_change_all_the_time_change_no_parameter(
+    kind: str, accumulate: int, machine: Machine, unknown: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(accumulate)
+    monkeypatch.setattr(timing, "declared_seconds", lambda arm: rng.choice([1e-3, 1e-2]))
+    monkeypatch.setattr(RegionMemory, "is_short", lambda self: rng.random() < 0.2)
+    monkeypatch.setattr(comparison, "_FARTHEST", 2)
+    monkeypatch.setattr(whole_loop, "_LOOK_EVERY", 3)
+    rules = functools.partial(Rules, window=2, probe=2, patience=1, drift=0.0)
+    monkeypatch.setattr(whole_loop, "Rules", rules)
+    report = getattr(Loops(steps=300, accumulate=accumulate), kind)()
+    assert {SEPARATE, REGIONS, OPTIMIZER, NOTHING} == set(machine.timed), str(report)
+    assert sum(one != other for one, other in itertools.pairwise(machine.timed)) > 20
 
 
 def test_compiled_code_without_graphs_may_be_slower_than_the_loop_that_was(

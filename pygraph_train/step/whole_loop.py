@@ -9,6 +9,7 @@ with regions and with graphs of updates, with one of the two, and with neither. 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -102,7 +103,7 @@ class WholeLoop:
             else timing.DeclaredStopwatch(lambda arm: timing.declared_seconds(arm))
         )
         self._may_open = self._open = config.verify != "always"  # whose steps all take twice as long
-        self._runs = RegionRuns(lambda records=self.records: records)  # type: ignore[misc]
+        self._runs = RegionRuns(functools.partial(list, self.records))
         self._before: dict[int, tuple[int, int]] = {}
         self._step = self._openings = 0
         self._begin_anew()
@@ -194,6 +195,7 @@ class WholeLoop:
         self._asks_regions = regions and "on" not in (config.forward, config.backward)
         self._asks_regions &= plan.regions or not keeps_code
         self._asks_updates = plan.optimizer_alone and config.optimizer != "on"
+        self._with_regions.clear()
         arms = []
         for with_regions in (True, False) if self._asks_regions else (regions,):
             code = with_regions and (self._cuda or not plan.regions)  # it may be all that regions are
