@@ -108,7 +108,9 @@ class Trial:
 
         loop = self.plugin.report()
         steps = list(loop.whole_steps.values()) or [loop]
-        return all(step.steps_replayed >= 20 for step in steps) and report().settled
+        compared = all(controller.settled for step in steps for controller in step.controllers)
+        replayed = all(step.steps_replayed >= 20 or step.controllers for step in steps)
+        return compared and replayed and report().settled
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -61,7 +61,8 @@ class Contender:
         if self.mode in ("backend", "accelerate"):
             from pygraph_train.backend import report
 
-            return report().settled
+            if not report().settled:
+                return False
         return self.report is None or all(controller.settled for controller in self.report().controllers)
 
     def state(self) -> object:

@@ -26,6 +26,8 @@ from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.announcements import NO_DEVICE, tell_why_off
 from pygraph_train.report.backend_report import RegionRuns
 from pygraph_train.report.step_report import Fallback
+from pygraph_train.selection.arms import NOTHING
+from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.dynamo import compiled_call, is_optimized_module
 
 __all__ = ["Loop"]
@@ -56,6 +58,7 @@ class Loop:
         self._optimizers: list[OptimizerGraph] = []
         self._device = device
         self._engine: Engine | None = None
+        self._whole: WholeLoop | None = None
         self._steps = 0
         self._counts = (0, 0)
         self._runs = RegionRuns(self.report.regions)
@@ -85,12 +88,14 @@ class Loop:
             return
         self.active = True
         self.report.began(self._engine.name)
+        self._whole = WholeLoop(config, self._engine, self.report, self._calls, self._optimizers)
 
     # -- taking over --------------------------------------------------------------------------------
 
     def take_module(self, module: nn.Module, **compile_options: Any) -> None:
         """Run forward and backward of a module as regions, where nothing speaks against it."""
-        if not self.active or any(call.module is module for call in self._calls):
+        whole = self._whole
+        if not self.active or whole is None or any(call.module is module for call in self._calls):
             return
         config = self.config
         if config.region_phases == "none":
@@ -126,7 +131,12 @@ class Loop:
                 return FirstCalls(name, lambda: self._steps, self.report.fell_back)
 
             self._over = False
-            self._calls.append(RegionedCall(module, options, first, self._tell, **compile_options))
+            whole.is_another()
+            keeps_code = config.compile is True or bool(compile_options)
+            call = RegionedCall(
+                module, options, first, self._tell, whole, keeps_code=keeps_code, **compile_options
+            )
+            self._calls.append(call)
 
     def take_optimizer(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
@@ -135,18 +145,26 @@ class Loop:
         if self._engine is None:
             return None
         graph = OptimizerGraph(optimizer, self._engine, self.config, self.report, scaler)
+        self._is_another()
         self._optimizers.append(graph)
         self._over = False
         return graph
 
+    def _is_another(self) -> None:
+        """What was found out about the loop as a whole holds no longer."""
+        if self._whole is not None:
+            self._whole.is_another()
+
     def give_up_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Something else graphs this optimizer's step from now on."""
+        self._is_another()
         for graph in self._optimizers:
             if graph.optimizer is optimizer:
                 graph.suspend()
 
     def take_back_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """One that graphed it does so no longer; the loop does again where no other one is left."""
+        self._is_another()
         for graph in self._optimizers:
             if graph.optimizer is optimizer:
                 graph.resume()
@@ -158,19 +176,24 @@ class Loop:
     def release(self) -> None:
         """Give modules and optimizers back as they were, and release all graphs. The report stays."""
         self.report.freeze()
+        if self._whole is not None:
+            self._whole.close()
         for call in self._calls:
             call.remove()
         for graph in self._optimizers:
             graph.close()
         if self._engine is not None and self._optimizers:
             let_go(self._engine)
-        self._calls, self._optimizers = [], []
+        self._calls.clear()
+        self._optimizers.clear()
         self._last = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, modules run as they are, and steps are counted elsewhere: something else traces or captures them."""
         before, self._counts_steps = self._counts_steps, False
+        if self._whole is not None:
+            self._whole.disturbed()
         calls = [(call, call.paused) for call in self._calls]
         for call, _ in calls:
             call.paused = True
@@ -193,10 +216,21 @@ class Loop:
                 self._steps += 1
                 self.report.step_began()
             return
+        whole = self._whole
+        if whole is not None and whole.rests:
+            body()
+            if self._counts_steps and graph is self._optimizers[-1]:
+                self._steps += 1
+                self.report.step_began()
+                self.report.step_ended(NOTHING, updated=True)
+                whole.step_ended(self._steps)
+            return
         graph.run(body, constants)
         counted = [g for g in self._optimizers if not g.suspended]
         if self._counts_steps and counted and graph is counted[-1]:
             self._count(all(g.replayed for g in counted))
+            if whole is not None:
+                whole.step_ended(self._steps)
 
     def update(self, graph: OptimizerGraph, body: Callable[[], None]) -> None:
         """Make the step of one optimizer, in a training step that ends with `step_ended`."""
@@ -221,7 +255,8 @@ class Loop:
         self._steps += 1
         report.step_began()
         replays, plain = report.region_counts()
-        self._silent = 0 if replays > self._counts[0] else self._silent + 1
+        aside = self._whole is not None and self._whole.without_regions
+        self._silent = 0 if aside or replays > self._counts[0] else self._silent + 1
         if self._silent == _SILENCE:
             self._break_the_silence()
         elif self._silent % _SILENCE == 0 and self._silent:

@@ -13,6 +13,9 @@ from pygraph_train.backend import RegionRecord
 from pygraph_train.report.headline import Headline
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.report.table import reasons_of, rows_of
+from pygraph_train.report.whole_loop import of_whole_loop
+from pygraph_train.selection.arms import graphs_apart
+from pygraph_train.selection.controller import Controller
 
 __all__ = ["LoopReport"]
 
@@ -81,13 +84,22 @@ class LoopReport(StepReport):
         """Which phases run from graphs now."""
         if self._frozen is not None:
             return self.plan
-        graphed = {r.phase for r in self.regions() if r.replays}
-        parts = [
-            "{F}" if "forward" in graphed else "F",
-            "{B}" if "backward" in graphed else "B",
-            "{O}" if self.optimizer_steps_replayed else "O",
-        ]
-        return " ".join(parts)
+        graphed = {r.phase for r in self.regions() if r.replays and r.decision != "plain"}
+        best = self._whole_loop.best if self._whole_loop is not None else None
+        if best is not None and not best.plan.regions:
+            graphed.clear()
+        updates = self.optimizer_steps_replayed > 0 and (best is None or best.plan.optimizer_alone)
+        return str(graphs_apart("forward" in graphed, "backward" in graphed, updates))
+
+    @property
+    def _whole_loop(self) -> Controller | None:
+        """The comparison of the loop as a whole, while it holds."""
+        return self.controllers[-1] if self.controllers else None
+
+    @property
+    def compared_as_a_whole(self) -> str:
+        """What the comparison of the loop with what it was has found: a sentence, "" while nothing is known."""
+        return "" if self._whole_loop is None else of_whole_loop(self._whole_loop, measured=self.measured)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -98,6 +110,7 @@ class LoopReport(StepReport):
         return {
             **plain,
             "plan": whole[0].plan if len(whole) == 1 and not self.steps else self.present_plan(),
+            "compared_as_a_whole": self.compared_as_a_whole,
             "whole_steps": {name: report.to_dict() for name, report in self.whole_steps.items()},
         }
 

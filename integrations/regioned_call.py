@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pygraph_train import backend
 from pygraph_train.integrations.first_calls import FirstCalls, in_words, watch_backward
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
+from pygraph_train.regions.inductor import compile_graph
+from pygraph_train.regions.options import BackendOptions
 from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.outside import what_watches
+from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autocast import State, present
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
@@ -47,9 +49,12 @@ class RegionedCall:
         first: makes what watches the first calls, which run as they are: once for calls whose inputs require a
             gradient (a penalty on it often comes in few steps only), and once for the others; for each autocast.
         tell: called with the reason why calls run as they are later on.
+        whole: compares the loop as a whole; gets the regions.
+        keeps_code: see `TakenModule`.
         **compile_options: further arguments of `torch.compile`.
 
     Attributes:
+        keeps_code: as given.
         paused: whether calls run the module as it is for now.
         removed: whether the module was given back.
         changing: whether `explain` has found that the module depends on Python state that changes with each call.
@@ -61,22 +66,26 @@ class RegionedCall:
         options: dict[str, Any],
         first: Callable[[str], FirstCalls],
         tell: Callable[[Problem], None],
+        whole: WholeLoop,
+        *,
+        keeps_code: bool,
         **compile_options: Any,
     ) -> None:
         self.module = module
+        self.keeps_code = keeps_code
         self._tell = tell
         self._hooks_on_all = global_module_hook_tables()
         self._watch = first
         self._first: dict[tuple[bool, State], FirstCalls | None] = {}
         self._autocast: dict[tuple[bool, State], State | None] = {}  # around the backwards of these calls
         self.paused = False
-        self.removed = False
+        self.removed = self._aside = False
         self.changing = False
         # a code object of its own: Dynamo counts compiled variants per code object
         code = _call.__code__.replace(co_name="regions_of_module")
         function = types.FunctionType(code, _call.__globals__)
         self._holders: set[type] = set()  # of tensors in results whose gradients nobody has asked for
-        regions = _backend(type(module).__name__, tell, self._holders)
+        regions = _backend(type(module).__name__, tell, self._holders, whole)
         self._compiled: Any = torch.compile(function, backend=regions, options=options, **compile_options)
         set_compiled_call(module, self)
 
@@ -159,6 +168,18 @@ class RegionedCall:
 
         self._compiled = looked
 
+    def stand_aside(self) -> None:
+        """See `TakenModule`."""
+        if compiled_call(self.module) is self:
+            self._aside = True
+            set_compiled_call(self.module, None)
+
+    def come_back(self) -> None:
+        """See `TakenModule`."""
+        if self._aside and not self.removed and compiled_call(self.module) is None:
+            set_compiled_call(self.module, self)
+        self._aside = False
+
     def remove(self) -> None:
         """Give the module back as it was."""
         self.removed = True
@@ -182,7 +203,7 @@ def begins(name: str) -> str:
 
 
 def _backend(
-    name: str, tell: Callable[[Problem], None], holders: Collection[type]
+    name: str, tell: Callable[[Problem], None], holders: Collection[type], whole: WholeLoop
 ) -> Callable[..., Callable[..., Any]]:
     """The compile backend, but for graphs that compiled functions would not do justice.
 
@@ -192,7 +213,9 @@ def _backend(
         name: of the module.
         tell: called with the reason why something is not compiled; Dynamo keeps backends, and must not keep its owner.
         holders: classes of objects that results hold. Activations in them are treated like those that are returned.
+        whole: gets the regions; the same as for `tell` goes for it.
     """
+    records, bounds, memory = whole.records, whole.bounds, whole.memory
     teller = weakref.WeakMethod(tell)
 
     def eager(gm: torch.fx.GraphModule, problem: Problem) -> Callable[..., Any]:
@@ -200,7 +223,9 @@ def _backend(
             now(problem)
         return as_eager(gm).forward
 
-    def regions(gm: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
+    def regions(
+        gm: torch.fx.GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
+    ) -> Callable[..., Any]:
         write = write_in_checkpoint(gm)
         if write is not None:
             where = user_line_in(write.meta.get("stack_trace"))
@@ -210,7 +235,9 @@ def _backend(
         kept = [effect for effect in kept if not effect.plain and effect.owner not in holders]
         if not kept:
             places = uncounted_changes(gm)
-            compiled = counted_as_eager(backend.pygraph(gm, inputs, **kwargs), places)
+            memory.begin()
+            compiled = compile_graph(gm, inputs, BackendOptions.of(options), records.append, bounds)
+            compiled = counted_as_eager(compiled, places)
             return explained(compiled, activations, name)
         return eager(
             gm,

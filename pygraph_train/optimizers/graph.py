@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.addresses import GradientAddresses
+from pygraph_train.gradients.places import Source
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -55,6 +56,8 @@ class OptimizerGraph:
         self.runs = 0
         self.replayed = False
         self._others = 0  # that look after the optimizer
+        self._source: Source = "regions"
+        self._asleep = self._given_back = False
         self._engine = engine
         self._config = config
         self._report = report
@@ -76,8 +79,9 @@ class OptimizerGraph:
         if not self.serves():
             return body()
         assert self._preparation is not None
-        if self._program.scaling.unscaled:
-            if not self._told:
+        unscaled = self._program.scaling.unscaled
+        if unscaled or self._asleep:
+            if unscaled and not self._told:
                 self._told = True
                 self._note(UNSCALED)
             with self._preparation.prepared():  # the kernels of the graph from the first step on
@@ -91,7 +95,7 @@ class OptimizerGraph:
 
     def serves(self) -> bool:
         """Whether `run` may replay the next step. It is found out before the first one."""
-        return not (self._off or self.suspended or self._refused())
+        return not (self._off or self.suspended or self._given_back or self._refused())
 
     @property
     def suspended(self) -> bool:
@@ -105,6 +109,28 @@ class OptimizerGraph:
     def resume(self) -> None:
         """One of the others looks after the optimizer no longer."""
         self._others -= 1
+
+    def rest(self, *, give_back: bool) -> None:
+        """Make steps without the graph, until `wake`.
+
+        Args:
+            give_back: give the optimizer back as it was. Otherwise it keeps its graph, and the kernels of that.
+        """
+        self._asleep, self._given_back = True, give_back
+        if give_back:
+            self._give_back()
+
+    def wake(self, source: Source, *, only: bool) -> None:
+        """Make steps from a graph again.
+
+        Args:
+            source: who leaves the gradients from now on.
+            only: let go of graphs for gradients that others have left.
+        """
+        self._asleep = self._given_back = False
+        self._source = source
+        if only and self._phase is not None:
+            self._phase.close(but=source)
 
     def close(self) -> None:
         """Release the graph and give the optimizer back as it was. Later steps run as they are."""
@@ -130,7 +156,7 @@ class OptimizerGraph:
                 self._report,
                 GradientAddresses(weighs=True),  # nothing compares plans here
             )
-        self._phase.run(body, constants, source="regions", step=self.runs)
+        self._phase.run(body, constants, source=self._source, step=self.runs)
         self.replayed = self._phase.replayed
         if self.replayed:
             self._report.update_replayed()

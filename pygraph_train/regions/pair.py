@@ -63,17 +63,19 @@ class Tangent(NamedTuple):
 
 @dataclass
 class Bounds:
-    """What keeps the regions of one function from being captured.
+    """What keeps the regions of one function, or of one loop, from being captured.
 
     Attributes:
         most: bytes that may be reserved when a capture has ended; None for as many as there are.
         open: whether there may be captures now.
         wanted: whether there would have been one.
+        asleep: whether the regions run without their graphs for now.
     """
 
     most: int | None = None
     open: bool = True
     wanted: bool = False
+    asleep: bool = False
 
     def allow(self) -> bool:
         """Whether a capture may be made now. If not, it is noted that it would have been."""

@@ -170,7 +170,8 @@ class Region:
         return self._call(inputs)
 
     def _call(self, inputs: list[Any]) -> Any:
-        if self.plain_only or self._arena.engine.capturing() or not self._may_have_graph(inputs):
+        asleep = self.plain_only or self._pair.bounds.asleep
+        if asleep or self._arena.engine.capturing() or not self._may_have_graph(inputs):
             self.record.plain_runs += 1
             self.last = None
             if self._arena.abandoned and not self._arena.engine.capturing():

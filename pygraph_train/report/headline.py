@@ -88,6 +88,9 @@ class Headline:
         missing = [phase for phase in Phase if not any(phase in graph for graph in plan.graphs)]
         if not self._total.has_optimizer and Phase.OPTIMIZER in missing:
             missing.remove(Phase.OPTIMIZER)
+        if missing and (found := self._what_the_whole_loop_lost(plan)):
+            self._other = found
+            return _sentence(found)
         fallback = self._most_important(plan, missing)
         if fallback is not None:
             self._fallback = fallback
@@ -107,6 +110,16 @@ class Headline:
         if controllers:
             return "Nothing stands in the way of more: this plan was found to be the fastest."
         return "Graphs begin after a warm-up, and it has not ended."
+
+    def _what_the_whole_loop_lost(self, plan: Plan) -> str:
+        """Why a loop that was compared as a whole runs with fewer graphs than it had."""
+        for part in self._parts:
+            if not (found := part.compared_as_a_whole):
+                continue
+            controller = part.controllers[-1]
+            if controller.best != controller.history[0].before and controller.best.plan == plan:
+                return found
+        return ""
 
     def _what_was_compared(self, plan: Plan) -> str:
         """Why this plan runs, where a graph of forward and backward was measured: then nothing else is the reason."""

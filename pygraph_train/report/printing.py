@@ -7,9 +7,13 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["as_rich", "as_text", "shortened"]
+if TYPE_CHECKING:
+    from pygraph_train.report.step_report import StepReport
+
+__all__ = ["VerboseReport", "as_rich", "as_text", "shortened"]
 
 _NARROWEST, _WIDEST = 60, 120
 
@@ -56,3 +60,16 @@ def _wrapped(line: str, width: int) -> list[str]:
     return textwrap.wrap(
         line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ) or [line]
+
+
+@dataclass(frozen=True)
+class VerboseReport:
+    """A report with all of its rows. Prints as a table, as the report does."""
+
+    report: StepReport
+
+    def __str__(self) -> str:
+        return as_text(self.report.headline(), self.report.rows(verbose=True))
+
+    def __rich__(self) -> Any:
+        return as_rich(self.report.headline(), self.report.rows(verbose=True))

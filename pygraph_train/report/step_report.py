@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pygraph_train.report.headline import Headline
 from pygraph_train.report.plans import ArmRow, PhaseRow, arms_of, phases_of
-from pygraph_train.report.printing import as_rich, as_text
+from pygraph_train.report.printing import VerboseReport, as_rich, as_text
 from pygraph_train.report.progress import Progress
 from pygraph_train.report.shapes import ShapeCounts
 from pygraph_train.report.table import peak_memory_mib, rows_of
@@ -226,6 +226,11 @@ class StepReport:
         """Why no step is counted, where something is known of that."""
         return ""
 
+    @property
+    def compared_as_a_whole(self) -> str:
+        """What the comparison of a loop with what it was has found, in words."""
+        return ""
+
     def progress(self) -> Progress:
         """How much of the steps ran from graphs. Steps of other parts are not in it."""
         self._progress.steps = self.steps
@@ -385,16 +390,3 @@ class StepReport:
     def __rich__(self) -> Any:
         """The first line and a table, for `rich.print`."""
         return as_rich(self.headline(), self.rows())
-
-
-@dataclass(frozen=True)
-class VerboseReport:
-    """A report with all of its rows. Prints as a table, as the report does."""
-
-    report: StepReport
-
-    def __str__(self) -> str:
-        return as_text(self.report.headline(), self.report.rows(verbose=True))
-
-    def __rich__(self) -> Any:
-        return as_rich(self.report.headline(), self.report.rows(verbose=True))

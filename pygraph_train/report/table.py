@@ -41,6 +41,8 @@ def rows_of(report: StepReport, above: Headline | None) -> list[tuple[str, str]]
         and (above is None or not above.says(report.why_nothing))
     ):
         rows.append(("no graphs", report.why_nothing))
+    if (found := report.compared_as_a_whole) and (above is None or not above.says(found)):
+        rows.append(("whole loop", found))
     if verbose:
         rows += [*_phases(report), *_plans(report), *_captures(report)]
     rows += _regions(report, above)

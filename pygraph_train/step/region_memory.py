@@ -80,7 +80,7 @@ class RegionMemory:
             self._rests += 1
             self._close(None)
         elif captures != self._fits:
-            if self._is_short():
+            if self.is_short():
                 return self._close(None)
             self._fits = captures
 
@@ -90,10 +90,11 @@ class RegionMemory:
         Args:
             records: of the part's regions. They are captured again at once.
         """
-        if self._is_short():
+        if self.is_short():
             self._close_graphs(records, None)
 
-    def _is_short(self) -> bool:
+    def is_short(self) -> bool:
+        """Whether a step without regions needs too much beside their graphs."""
         memory = self._engine.memory()
         needed = max(0, self._plain - (memory.reserved - memory.idle))
         return self.most is not None and memory.reserved + needed > self.most

@@ -1,0 +1,325 @@
+"""A loop that the user wrote is compared as a whole with the loop that it was.
+
+Each region is compared with its own run without a graph, with nothing else on the device. All of them together may
+still make a step longer: guards, Python around compiled code, copies from one graph to the next. So when all of them
+are decided, whole steps are timed, from the end of one update to the end of the next one, in windows that alternate:
+with regions and with graphs of updates, with one of the two, and with neither. What is fastest is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.parallel.processes import processes
+from pygraph_train.regions.pair import Bounds
+from pygraph_train.report.backend_report import RegionRecord, RegionRuns
+from pygraph_train.report.step_report import StepReport
+from pygraph_train.selection import timing
+from pygraph_train.selection.arms import Arm, Phase, Plan, graphs_apart
+from pygraph_train.selection.controller import Controller, Estimate, Rules, Switch
+from pygraph_train.step.choice import Choice
+from pygraph_train.step.region_memory import RegionMemory
+
+__all__ = ["TakenModule", "WholeLoop"]
+
+log = logging.getLogger("pygraph_train")
+
+_STEADY = 4
+"""Steps in a row that ran alike, with everything decided, before whole steps are compared."""
+
+_MOST_UNREADY = 32
+"""Steps in a row in which something was captured or compiled: the loop is not as steady as it looked."""
+
+_PATIENCE = 64
+"""The same where an update has no graph, and nothing says that it gets none."""
+
+_MOST_OPENINGS = 8
+"""So often it is asked whether there is anything to compare. Each time after twice as many steady steps."""
+
+_LOOK_EVERY = 256
+"""Steps from one look at the loop to the next: a comparison costs it more than a step of its own costs."""
+
+
+class TakenModule(Protocol):
+    """A module whose calls run as regions."""
+
+    keeps_code: bool
+    """Whether its calls have compiled code, which the user asked for, when they have no graphs."""
+    removed: bool
+    """Whether it was given back for good."""
+
+    def stand_aside(self) -> None:
+        """Give the module back as it was, until `come_back`."""
+
+    def come_back(self) -> None:
+        """Run its calls as regions again."""
+
+
+class WholeLoop:
+    """Compares the loop with what it was, and keeps what is faster.
+
+    Args:
+        config: options.
+        engine: of the loop.
+        report: gets each decision.
+        modules, updates: what was taken over from the loop. The lists grow.
+
+    Attributes:
+        records: of the regions that the modules run as; whoever makes them adds them.
+        bounds: of their captures.
+        memory: keeps graphs, and steps without them, within the memory of steps without them.
+        without_regions: whether modules run without graphs just now.
+        rests: whether the next step is one of the plain loop, and nobody looks at it.
+    """
+
+    def __init__(
+        self,
+        config: PyGraphConfig,
+        engine: Engine,
+        report: StepReport,
+        modules: Sequence[TakenModule],
+        updates: Sequence[OptimizerGraph],
+    ) -> None:
+        self.records: list[RegionRecord] = []
+        self.bounds = Bounds()
+        self.memory = RegionMemory(engine, self.records)
+        self.without_regions = self.rests = False
+        self._config = config
+        self._cuda = engine.name == "cuda"
+        self._report = report
+        self._modules = modules
+        self._updates = updates
+        self._stopwatch: timing.Stopwatch = (
+            timing.CudaStopwatch(engine.device)
+            if self._cuda
+            else timing.DeclaredStopwatch(lambda arm: timing.declared_seconds(arm))
+        )
+        self._may_open = self._open = config.verify != "always"  # whose steps all take twice as long
+        self._runs = RegionRuns(functools.partial(list, self.records))
+        self._before: dict[int, tuple[int, int]] = {}
+        self._step = self._openings = 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._choice: Choice | None = None
+        self._with_regions: dict[Arm, bool] = {}
+        self._asks_regions = self._asks_updates = False
+        self._plan: Plan | None = None
+        self._steady = self._unready = 0
+        self._under_way = self._disturbed = self._short = False
+        self._state: tuple[bool, bool, bool] | None = None
+        self.without_regions = self.rests = False
+
+    # -- what the loop says -------------------------------------------------------------------------
+
+    def step_ended(self, step: int) -> None:
+        """A step has ended with its update, and the next one begins.
+
+        Args:
+            step: its number.
+        """
+        self._step = step
+        if self._choice is None:
+            if self._open:
+                self._wait_until_steady()
+            return
+        if self._under_way:
+            self._end(self._choice)
+        if self._choice is not None:
+            self._next(self._choice)
+
+    def disturbed(self) -> None:
+        """Something else than a step of the loop runs: the present step is no sample."""
+        self._disturbed = True
+
+    def is_another(self) -> None:
+        """More was taken over from the loop, or something was given back."""
+        self.start_over()
+        self._openings, self._open = 0, self._may_open
+
+    def start_over(self) -> None:
+        """Everything runs as the library has it, until the loop is compared again."""
+        if self._choice is not None:
+            self._report.start_over(self._choice.controller)
+            self._report.runs_with(next(iter(self._with_regions)).plan)
+            self._run_with(regions=True, updates=True, for_long=False)
+        self._begin_anew()
+
+    def close(self) -> None:
+        """The loop has ended, and modules and optimizers are given back. What was found stays in the report."""
+        self._begin_anew()
+        self.bounds.asleep = self._may_open = self._open = False
+
+    # -- before a comparison ------------------------------------------------------------------------
+
+    def _wait_until_steady(self) -> None:
+        """Begin when all regions are decided, and steps run alike."""
+        replayed = [graph.replayed for graph in self._graphs() if not graph.over]
+        plan = self._runs.plan(optimizer=bool(replayed) and all(replayed))
+        ran, decided = self._look()
+        alike = decided and plan == self._plan and not self._disturbed
+        self._plan, self._disturbed = plan, False
+        self._steady = self._steady + 1 if alike else 0
+        least = _STEADY if all(replayed) else _PATIENCE
+        if self._steady >= max(least, _STEADY << self._openings):
+            self._steady = 0
+            self._openings += 1
+            self._open = self._openings < _MOST_OPENINGS
+            self._begin(plan, regions=ran)
+
+    def _look(self) -> tuple[bool, bool]:
+        """Whether regions ran since the last look; whether those that did are decided and had their graphs before."""
+        before = self._before
+        self._before = {id(r): (r.captures, r.replays + r.plain_runs) for r in self.records}
+        ran = [r for r in self.records if self._before[id(r)] != before.get(id(r))]
+        decided = all(r.settled and r.captures == before.get(id(r), (-1, 0))[0] for r in ran)
+        return bool(ran), decided
+
+    def _begin(self, plan: Plan, *, regions: bool) -> None:
+        """Compare, if there is anything to compare.
+
+        Args:
+            plan: what steps run from now.
+            regions: whether any run.
+        """
+        config = self._config
+        keeps_code = any(module.keeps_code for module in self._modules)
+        self._asks_regions = regions and "on" not in (config.forward, config.backward)
+        self._asks_regions &= plan.regions or not keeps_code
+        self._asks_updates = plan.optimizer_alone and config.optimizer != "on"
+        self._with_regions.clear()
+        arms = []
+        for with_regions in (True, False) if self._asks_regions else (regions,):
+            code = with_regions and (self._cuda or not plan.regions)  # it may be all that regions are
+            for with_update in (True, False) if self._asks_updates else (plan.optimizer_alone,):
+                phases = [
+                    with_regions and (phase,) in plan.graphs for phase in (Phase.FORWARD, Phase.BACKWARD)
+                ]
+                arm = Arm(graphs_apart(*phases, with_update), compiled=code or (keeps_code and self._cuda))
+                self._with_regions[arm] = with_regions
+                arms.append(arm)
+        if len(arms) == 1:
+            return
+        if (together := processes().why_no_comparison) is not None:
+            self._open = False
+            return self._report.note(together)
+        self._choice = Choice(self._controller(arms), self._stopwatch, {})
+        self._report.compares(self._choice.controller)
+
+    def _controller(self, arms: Sequence[Arm]) -> Controller:
+        # the report keeps the controller, and may be kept when the training is over
+        me = weakref.ref(self)
+
+        def decided(switch: Switch) -> None:
+            if (alive := me()) is None:
+                return
+            switch = dataclasses.replace(switch, step=alive._step)  # of the training
+            alive._report.decided(switch)
+            if switch.before != switch.arm:
+                log.info("pygraph: step %d: the loop runs as %s: %s", switch.step, switch.arm, switch.why)
+
+        def estimate(arm: Arm, best: Arm, seconds: float) -> Estimate:
+            if (alive := me()) is None or alive._cuda:
+                return Estimate()
+            return Estimate(least=timing.declared_seconds(arm), why="declared: the emulation shows graphs")
+
+        def comes_back(best: Arm, arm: Arm) -> float | None:
+            return None if (alive := me()) is None else alive._comes_back(best, arm)
+
+        return Controller(
+            arms,
+            rules=Rules(look_every=_LOOK_EVERY),
+            estimate=estimate,
+            decided=decided,
+            comes_back=comes_back,
+        )
+
+    def _comes_back(self, best: Arm, arm: Arm) -> float | None:
+        """See `Comparison`: graphs of regions make way for steps without them where memory does not hold both."""
+        self._short |= self.memory.is_short()
+        apart = self._has_regions(best) != self._has_regions(arm)
+        return 0.0 if self._short and apart else None
+
+    # -- while whole steps are compared -------------------------------------------------------------
+
+    def _end(self, choice: Choice) -> None:
+        """A step has ended that the comparison looks at."""
+        choice.stop()
+        if (why := self._why_not(choice.arm)) is not None:
+            return choice.fail(why)
+        choice.as_planned = self._ran_as(choice.arm) and not self._disturbed
+        self._disturbed = False
+        self._unready = 0 if choice.as_planned else self._unready + 1
+        choice.end()
+        if self._unready > _MOST_UNREADY and self._has_regions(choice.arm):
+            self.start_over()
+
+    def _why_not(self, arm: Arm) -> str | None:
+        """Why an arm cannot be run any more."""
+        if arm.plan.optimizer_alone and all(graph.over for graph in self._graphs()):
+            return "the optimizer has no graph any more"
+        if self._has_regions(arm) and all(module.removed for module in self._modules):
+            return "no module runs as regions any more"
+        return None
+
+    def _ran_as(self, arm: Arm) -> bool:
+        """Whether the step ran from graphs that were there."""
+        _, decided = self._look()
+        if not arm.plan.optimizer_alone:
+            return decided
+        return decided and all(graph.replayed or graph.over for graph in self._graphs())
+
+    def _next(self, choice: Choice) -> None:
+        """The next step begins."""
+        if choice.quiet:  # hot path
+            choice.quiet -= 1
+            if self._under_way:
+                self._under_way = False
+                self.rests = not choice.arm.plan.graphs and not self._has_regions(choice.arm)
+            return
+        self.rests, self._under_way = False, True
+        choice.begin()
+        arm, settled = choice.arm, choice.controller.settled
+        regions = self._has_regions(arm) or not self._asks_regions
+        self._run_with(regions=regions, updates=arm.plan.optimizer_alone, for_long=settled)
+        self._look()
+        choice.start()
+
+    def _run_with(self, *, regions: bool, updates: bool, for_long: bool) -> None:
+        """Make the next steps so.
+
+        Args:
+            regions: modules run as they were taken over.
+            updates: with the graphs that they have, if that is a question.
+            for_long: nothing else is tried for a while: what other steps need goes.
+        """
+        if (state := (regions, updates, for_long)) != self._state:
+            self._state = state
+            self.without_regions = self.bounds.asleep = not regions
+            for module in self._modules:
+                if regions:
+                    module.come_back()
+                elif not module.keeps_code:
+                    module.stand_aside()
+            for graph in self._updates if self._asks_updates else ():
+                if updates:
+                    graph.wake("regions" if regions else "autograd", only=for_long)
+                else:
+                    graph.rest(give_back=for_long)
+        if not regions:
+            self.memory.make_way(for_long=for_long)
+
+    def _has_regions(self, arm: Arm) -> bool:
+        return self._with_regions.get(arm, False)
+
+    def _graphs(self) -> list[OptimizerGraph]:
+        """Of updates that the loop makes."""
+        return [graph for graph in self._updates if not graph.suspended]
