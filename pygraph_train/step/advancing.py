@@ -76,10 +76,8 @@ class Advancing:
         together: Together | None = None,
     ) -> None:
         self._training, self._updates = training, updates
-        self._decisions = decisions
-        self._signatures = signatures
-        self._ungraphed = ungraphed
-        self._refusing = refusing
+        self._decisions, self._signatures = decisions, signatures
+        self._ungraphed, self._refusing = ungraphed, refusing
         self._watching = watching
         self._capturing, self.make_way = capturing, capturing.make_way
         self._shapes = Shapes(training, updates, decisions, signatures, ungraphed, capturing)
