@@ -240,3 +240,41 @@ def test_a_row_names_what_moves_and_cannot_be_followed() -> None:
     report = train(loss_of, between, replays=4)
     assert "lives at a new address again and again" in text_of(report)
     assert "keep no views of it" in text_of(report)
+
+
+def _halve_moments(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for key in state.keys() - {"step"}:
+            state[key].data = state[key].data * 0.5
+
+
+def _begin_moments_anew(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for key in state.keys() - {"step"}:
+            state[key].set_(torch.zeros_like(state[key]))
+
+
+def _halve_rate(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"].data = group["lr"].data * 0.5
+
+
+@pytest.mark.parametrize(
+    "config", [{"plan": "{F B O}"}, {"forward": "off", "backward": "off", "plan": "F B {O}"}]
+)
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("change", [_halve_moments, _begin_moments_anew, _halve_rate])
+def test_what_the_optimizer_holds_gets_other_memory(change: Any, optimizer: Any, config: Any) -> None:
+    """As if its state had been away in the memory of the host: it is another block of memory afterwards."""
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        opt = optimizer(model, lr=torch.tensor(1e-2))
+        step = diary.step(loss_of(model), model=model, optimizer=opt)
+        for index, batch in enumerate(batches(STEPS)):
+            if index in (20, 25):
+                change(opt)
+            diary.write("loss", step(batch))
+            diary.write_state(model, opt)
+
+    both(script, replays=20, **config)

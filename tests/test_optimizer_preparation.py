@@ -385,10 +385,16 @@ def replace_moment(o: Optimizer) -> None:
     state["exp_avg"] = state["exp_avg"].clone()
 
 
+def move_moment(o: Optimizer) -> None:
+    state = next(iter(o.state.values()))
+    state["exp_avg"].data = state["exp_avg"].data.clone()
+
+
 @pytest.mark.parametrize(
     "change",
     [
         replace_moment,
+        move_moment,
         lambda o: o.state.clear(),
         lambda o: o.load_state_dict(o.state_dict()),
         lambda o: next(iter(o.state.values())).pop("exp_avg"),

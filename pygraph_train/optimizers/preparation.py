@@ -84,6 +84,8 @@ class OptimizerPreparation:
         self._entered: tuple[Any, ...] = ()
         self._remembered: list[Any] | None = None
         self._remembered_identities = b""
+        self._present_addresses: Callable[[], list[int]] = list
+        self._remembered_addresses: list[int] = []
         self._at_home: set[tuple[int, str]] = set()
         self._compacted: set[int] = set()
         self._param_sets: dict[bytes, tuple[int, tuple[Tensor, ...]]] = {}
@@ -390,7 +392,7 @@ class OptimizerPreparation:
             lr = group["lr"]
             if isinstance(lr, Tensor) and (rate is None or rate.stand_in is None):
                 self._user_rates[id(lr)] = lr  # kept, so that no other tensor gets the same id
-                baked.append(id(lr))
+                baked.append((id(lr), lr.data_ptr()))
             else:
                 baked.append(rate.baked(lr) if isinstance(lr, Tensor) else None)
             baked += map(group.get, self._keys)
@@ -441,12 +443,23 @@ class OptimizerPreparation:
             self.generation += 1
         self._remembered = self._state_values()
         self._remembered_identities = identities(tuple(self._remembered))
+        self._present_addresses = _addresses_of(
+            [value for value in self._remembered if isinstance(value, Tensor)]
+        )
+        self._remembered_addresses = self._present_addresses()
 
     def state_unchanged(self) -> bool:
-        """Whether the state holds exactly the objects it held at the last `remember()`. Hot path."""
+        """Whether the state holds exactly the objects of the last `remember()`, where they were then. Hot path."""
         if self._remembered is None:
             return False
-        return identities(tuple(self._state_values())) == self._remembered_identities
+        if identities(tuple(self._state_values())) != self._remembered_identities:
+            return False
+        return (
+            self._present_addresses() == self._remembered_addresses
+        )  # of the same tensors: `t.data = ...` moves them
+
+    def _forget_state(self) -> None:
+        self._remembered, self._present_addresses = None, list
 
     def _state_values(self) -> list[Any]:
         """All that the state of all parameters refers to, in order: the values of its dicts, by one call in C."""
@@ -470,7 +483,7 @@ class OptimizerPreparation:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._remembered = None
+        self._forget_state()
         if self._class is not None:
             moved = self._host_copies()
             for p, key, tensor in moved:
@@ -545,7 +558,7 @@ class OptimizerPreparation:
     def _loaded(self, optimizer: Optimizer) -> None:
         """load_state_dict post hook: state and groups are new objects."""
         self.generation += 1
-        self._remembered = None
+        self._forget_state()
         self._compacted.clear()
         active = bool(self._depth)
         self._swap_out()
@@ -578,6 +591,13 @@ class OptimizerPreparation:
         missing = len(self._optimizer.param_groups) - len(self._rates)
         self._rates += [LearningRate(self._device()) for _ in range(missing)]
         del self._rates[len(self._optimizer.param_groups) :]
+
+
+def _addresses_of(tensors: list[Tensor]) -> Callable[[], list[int]]:
+    """What tells where tensors lie: those of a sharded one, the part that this rank holds. Hot path."""
+    if all(local_tensor(t) is t for t in tensors):
+        return lambda: list(map(Tensor.data_ptr, tensors))
+    return lambda: [local_tensor(t).data_ptr() for t in tensors]
 
 
 def _describe(fn: Callable[..., Any]) -> str:
