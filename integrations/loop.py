@@ -278,7 +278,8 @@ class Loop:
         if self._calls and not any(call.called for call in self._calls):
             names = ", ".join(type(call.module).__name__ for call in self._calls)
             self.refuse(
-                f"forward and backward get no graphs: in {_SILENCE} steps the loop did not call {names} with gradients",
+                f"forward and backward get no graphs: in {_SILENCE} steps the loop did not call {names} with gradients"
+                ", or only inside of transforms (torch.func)",
                 "Call the module itself, as in module(x), instead of a method of the module",
             )
         for call in self._calls:

@@ -20,6 +20,7 @@ from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.outside import what_watches
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autocast import State, present
+from pygraph_train.torch_private.autograd import is_transformed
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
     set_compiled_call,
@@ -90,7 +91,7 @@ class RegionedCall:
         set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
             return _call(self.module, args, kwargs)
         kind = any(map(_requires_grad, args)) or any(map(_requires_grad, kwargs.values())), present()
         first = self._first_of(kind)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 pytest.importorskip("accelerate")
 
@@ -122,3 +123,55 @@ def test_whoever_looks_for_it_does_not_hold_the_memory_of_steps() -> None:
         gc.enable()
     assert plugin.report().steps_replayed >= 20
     assert sum(ref() is not None for ref in kept[:-1]) == 0
+
+
+def in_forward_mode(model: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        out, _ = model(forward_ad.make_dual(x, torch.ones_like(x)))
+        return forward_ad.unpack_dual(out).tangent
+
+
+def pushed_forward(model: Any, x: Tensor) -> Tensor:
+    return torch.func.jvp(lambda x: model(x)[0], (x,), (torch.ones_like(x),))[1]
+
+
+def of_each_sample(model: Any, x: Tensor) -> Tensor:
+    def loss(parameters: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x[None],))[0].square().mean()
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    return torch.cat([g.flatten() for g in found.values()])
+
+
+def mapped(model: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda x: model(x)[0])(x)
+
+
+def traced(model: Any, x: Tensor) -> Tensor:
+    return torch.jit.trace(model, x)(x)[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*jit.*:UserWarning")
+@pytest.mark.parametrize("begins", [0, 20])
+@pytest.mark.parametrize("look", [in_forward_mode, pushed_forward, of_each_sample, mapped, traced])
+def test_transforms_of_a_model_are_those_of_eager_kernels(look: Any, begins: int) -> None:
+    """They are asked for beside the training, which goes on from graphs."""
+
+    def looked(s: Script) -> None:
+        model: Any = Features()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        model, optimizer = s.accelerator.prepare(model, optimizer)
+        for i in range(30):
+            x = torch.randn(5, 6)
+            if i >= begins and i % 3 == 0:
+                s.write("seen", look(model, x))
+            loss = model(x)[0].square().mean()
+            s.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            s.write("loss", loss)
+        s.write_state(model, optimizer)
+
+    report = both(looked, replays=60, plan="{F} {B} {O}")
+    assert not report.fallbacks, str(report)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
 
@@ -22,6 +23,7 @@ __all__ = [
     "edges_in_order",
     "is_cast",
     "is_function_in_python",
+    "is_transformed",
     "leaves_of",
     "nodes_behind",
     "refuse_retaining",
@@ -113,6 +115,18 @@ def autograd_is_traced() -> bool:
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._dynamo.compiled_autograd.compiled_autograd_enabled
+    )
+
+
+def is_transformed() -> bool:
+    """Whether operations are for something else than training now. (2.11, 2.13)
+
+    Transforms of `torch.func`, derivatives in forward mode, and `torch.jit.trace` take the operations of eager kernels.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )
 
 
