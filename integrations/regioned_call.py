@@ -20,7 +20,7 @@ from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.outside import what_watches
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autocast import State, present
-from pygraph_train.torch_private.autograd import is_transformed
+from pygraph_train.torch_private.autograd import backwards_called_again, is_transformed
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
     set_compiled_call,
@@ -237,7 +237,8 @@ def _backend(
         if not kept:
             places = uncounted_changes(gm)
             memory.begin()
-            compiled = compile_graph(gm, inputs, BackendOptions.of(options), records.append, bounds)
+            with backwards_called_again():  # which loops may begin with late
+                compiled = compile_graph(gm, inputs, BackendOptions.of(options), records.append, bounds)
             compiled = counted_as_eager(compiled, places)
             return explained(compiled, activations, name)
         return eager(

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 pytest.importorskip("accelerate")
 
 from accelerate_training import Script, both, fresh, run  # noqa: F401
+from training import Net
 
 from pygraph_train import PyGraph
 
@@ -123,6 +124,32 @@ def test_whoever_looks_for_it_does_not_hold_the_memory_of_steps() -> None:
         gc.enable()
     assert plugin.report().steps_replayed >= 20
     assert sum(ref() is not None for ref in kept[:-1]) == 0
+
+
+@pytest.mark.parametrize("model", [Net, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))])
+@pytest.mark.parametrize("begins", [0, 20])
+def test_a_weight_that_balances_two_losses_is_asked_for_late(begins: int, model: Any) -> None:
+    """As the training of a VQGAN does once its discriminator begins: of one forward there are three backwards."""
+
+    def balanced(s: Script) -> None:
+        made: Any = model()
+        optimizer: Any = torch.optim.AdamW(made.parameters(), lr=1e-2, fused=True)
+        made, optimizer = s.accelerator.prepare(made, optimizer)
+        *_, last, _ = made.parameters()
+        for i in range(40):
+            out = made(torch.randn(5, 6))
+            loss, other = out.square().mean(), out.logsumexp(1).mean()
+            if i >= begins:
+                ours, theirs = (torch.autograd.grad(x, last, retain_graph=True)[0] for x in (loss, other))
+                loss = loss + ours.norm() / (theirs.norm() + 1e-4) * other
+            s.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            s.write("loss", loss)
+        s.write_state(made, optimizer)
+
+    report = both(balanced, replays=100, plan="{F} {B} {O}")
+    assert not report.fallbacks, str(report)
 
 
 def in_forward_mode(model: Any, x: Tensor) -> Tensor:
