@@ -155,6 +155,22 @@ class Loop:
         if self._whole is not None:
             self._whole.is_another()
 
+    def take_other_optimizer(
+        self,
+        graph: OptimizerGraph,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> OptimizerGraph | None:
+        """Another optimizer takes the place of the one that a graph is for. Where graphs are off, there is none."""
+        if self._engine is None or graph not in self._optimizers:
+            return None
+        place = self._optimizers.index(graph)
+        graph.close()
+        self._is_another()
+        self._optimizers[place] = OptimizerGraph(optimizer, self._engine, self.config, self.report, scaler)
+        self._over = False
+        return self._optimizers[place]
+
     def give_up_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Something else graphs this optimizer's step from now on."""
         self._is_another()

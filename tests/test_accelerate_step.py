@@ -593,3 +593,22 @@ def test_a_step_gets_one_tensor_twice(when):
 
     report = both(script, replays=18)
     assert [r.plan for r in report.whole_steps.values()] == ["{F B O}"], str(report)
+
+
+@pytest.mark.parametrize("graphed", [True, False])
+def test_the_optimizer_inside_of_a_prepared_one_is_replaced(graphed: bool) -> None:
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script)
+        step = plain_step(script, model, optimizer)
+        step = step if graphed else getattr(step, "__wrapped__", step)
+        for index, batch in enumerate([*loader, *loader]):
+            if index in (20, 40):
+                make = torch.optim.SGD if index == 20 else torch.optim.AdamW
+                optimizer.optimizer = make(model.parameters(), lr=1e-2, fused=True)
+            script.write("loss", step(batch))
+            script.write_state(model, optimizer)
+
+    report = both(script, replays=60)
+    assert report.optimizer_steps_replayed >= 25, str(report)
+    rows = [f.reason for row in report.whole_steps.values() for f in row.fallbacks]
+    assert not graphed or any("the optimizer inside of a prepared one was replaced" in row for row in rows)

@@ -7,7 +7,6 @@ compile backend, optimizers step from graphs of their own, and everything betwee
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 import weakref
@@ -199,7 +198,14 @@ class PyGraph:
             name = type(optimizer).__name__
             return loop.refuse(f"the optimizer runs outside of graphs: {name} has a step of its own")
         graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
-        self._undo.append(route_step(optimizer, functools.partial(loop.step, graph)))
+
+        def step(body: Callable[[], None]) -> None:
+            nonlocal graph
+            if graph is not None and optimizer.optimizer is not graph.optimizer:  # somebody has replaced it
+                graph = loop.take_other_optimizer(graph, optimizer.optimizer, optimizer.scaler)
+            loop.step(graph, body)
+
+        self._undo.append(route_step(optimizer, step))
 
     def _graphed_step(self, fn: Callable[..., Any]) -> GraphedStepFunction:
         assert self._accelerator is not None

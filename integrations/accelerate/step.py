@@ -64,6 +64,11 @@ _PATIENCE = 25
 _SERIOUS = 5
 """As many of them count for one of a kind that will have no graph."""
 
+_REPLACED = Problem(
+    "the optimizer inside of a prepared one was replaced (optimizer.optimizer = ...)",
+    fix="Prepare the other optimizer, and make a graphed step that uses it",
+)
+
 _Update = Callable[[Callable[[], None]], None]
 
 
@@ -89,6 +94,7 @@ class GraphedStepFunction:
         self._lost = 0  # steps by hand without a replay, one after the other
         self._patience = _PATIENCE + 2 * loop.config.warmup_steps
         self._program: _StepFunctionProgram | AccelerateByHand | None = None
+        self._used: list[tuple[Any, torch.optim.Optimizer]] = []
         self._runner: StepRunner | None = None
         self._rest: float = 0  # so many further steps are nothing but plain ones
         self._on = loop.active
@@ -115,6 +121,9 @@ class GraphedStepFunction:
             return self._observe(args, kwargs)
         if self._runner is None:
             self._start()
+        if any(accelerated.optimizer is not optimizer for accelerated, optimizer in self._used):
+            self._leave(_REPLACED)
+            return detached_results(self._fn(*args, **kwargs))
         assert self._runner is not None and self._program is not None
         runner, program = self._runner, self._program
         position = program.at(script, sync=self._accelerator.sync_gradients)
@@ -173,6 +182,7 @@ class GraphedStepFunction:
         assert engine is not None
         events = [event for script in self._observed.values() for event in script]
         used = [accelerator._optimizers[k] for k in sorted({e.index for e in events if e.name == "step"})]
+        self._used = [(accelerated, accelerated.optimizer) for accelerated in used]
         for accelerated in used:
             self._loop.give_up_optimizer(accelerated.optimizer)
         if self._by_hand:
