@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import Diary, Net, adamw, batches, both, loss_of
 
 from pygraph_train.optimizers.scaling import Scaling
 
@@ -125,3 +126,33 @@ def test_a_step_without_an_optimizer_of_ours_scales_its_loss() -> None:
     assert scaling.scale(p.sum()).item() == 24.0
     assert not scaling.unscales_itself and not scaling.unscaled
     scaling.notes()()
+
+
+def _other_numbers(scaler: torch.amp.GradScaler) -> None:
+    scaler.set_growth_interval(2)
+    scaler.set_growth_factor(4.0)
+
+
+def _of_a_checkpoint(scaler: torch.amp.GradScaler) -> None:
+    scaler.load_state_dict(
+        {**scaler.state_dict(), "scale": 64.0, "growth_interval": 2, "backoff_factor": 0.25}
+    )
+
+
+@pytest.mark.parametrize("change", [_other_numbers, _of_a_checkpoint])
+@pytest.mark.parametrize(
+    "config", [{"plan": "{F B O}"}, {"forward": "off", "backward": "off", "plan": "F B {O}"}]
+)
+def test_how_a_scale_grows_is_changed_in_mid_run(config: Any, change: Any) -> None:
+    def script(diary: Diary) -> None:
+        model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer, scaler=scaler)
+        for index, (x, y) in enumerate(batches(40)):
+            if index == 20:
+                change(scaler)
+            diary.write("loss", step((x * torch.inf if index % 11 == 10 else x, y)))
+            diary.write("scale", scaler.state_dict())
+            diary.write_state(model, optimizer)
+
+    both(script, replays=20, **config)

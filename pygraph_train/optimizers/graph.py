@@ -156,6 +156,7 @@ class OptimizerGraph:
                 self._report,
                 GradientAddresses(weighs=True),  # nothing compares plans here
             )
+        constants = constants, self._program.scaling.numbers()
         self._phase.run(body, constants, source=self._source, step=self.runs)
         self.replayed = self._phase.replayed
         if self.replayed:

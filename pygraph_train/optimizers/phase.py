@@ -226,7 +226,7 @@ class OptimizerPhase:
         if not capture.looks(*parameters):
             return Problem("parameters change their shape, strides or requires_grad again and again")
         if capture.constants != constants:
-            return Problem("how gradients are clipped changes again and again")
+            return Problem("how gradients are clipped or scaled changes again and again")
         if (
             capture.generation == self._preparation.generation
             and self._preparation.state_unchanged()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +89,13 @@ class Scaling:
         if preparation.step_supports_scaler and (other_kernels or self.unscales_itself):
             return None
         return "the GradScaler reads on the host whether gradients overflowed; AdamW(fused=True) does not need that"
+
+    def numbers(self) -> tuple[Any, ...]:
+        """What an update bakes in of the scaler. The scale itself is on the device. Hot path."""
+        scaler = self._scaler
+        if scaler is None:
+            return ()
+        return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
 
     def notes(self) -> Callable[[], None]:
         """Where the scaler is in this step: whose gradients it has unscaled, and whose optimizer it has stepped.

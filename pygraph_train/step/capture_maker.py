@@ -246,7 +246,8 @@ class CaptureMaker:
         hyperparameters = None
         if optimizer is not None and numbers is not None:
             optimizer.remember()
-            hyperparameters = numbers.baked(optimizer.hyperparameters())
+            baked = numbers.baked(optimizer.hyperparameters())
+            hyperparameters = baked, self._program.scaling.numbers()
         capture = Capture(
             graph=graph,
             loss=loss,

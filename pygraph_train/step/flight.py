@@ -156,7 +156,8 @@ class StepInFlight:
             return self._has_no_graph(UNSCALED)
         of_regions = (Phase.BACKWARD,) in plan.graphs
         source: Source = "graph" if plan.forward_backward else "regions" if of_regions else "autograd"
-        phase.run(body, constants, source=source, step=self._training.step)
+        baked = constants, self._training.program.scaling.numbers()
+        phase.run(body, baked, source=source, step=self._training.step)
         if phase.replayed:
             self._update_replayed = True
             self._training.report.update_replayed()

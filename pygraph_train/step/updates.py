@@ -134,12 +134,12 @@ class Updates:
         return capture.optimizer_generation == optimizer.generation and optimizer.state_unchanged()
 
     def hyperparameters_are_those_of(self, capture: Capture) -> bool:
-        """Whether everything that a capture bakes in of the optimizer is as it was. Hot path."""
+        """Whether everything that a capture bakes in of optimizer and GradScaler is as it was. Hot path."""
         optimizer = self.preparation
         if optimizer is None or not capture.updates:
             return True
-        same: Any = optimizer.hyperparameters() == capture.hyperparameters
-        return bool(same)
+        now = optimizer.hyperparameters(), self._training.program.scaling.numbers()
+        return bool(now == capture.hyperparameters)
 
     def release_graphs(self, plan: Plan, *, whole_steps: bool) -> None:
         """This plan was settled on: let go of graphs of the update that it has no use for.
