@@ -191,6 +191,12 @@ class RegionedCall:
 def _without_graphs(module: nn.Module, why: Problem | None) -> Problem:
     """The row for a module that never came from a graph."""
     start = begins(type(module).__name__)
+    recurrent = [type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase)]
+    if why is None and recurrent:
+        return Problem(
+            f"{start}: Dynamo makes no graph of recurrent networks ({recurrent[0]})",
+            fix="Use a graphed step, which holds them",
+        )
     if why is None:
         return Problem(f"{start}: Dynamo makes no graph of it, and gives no reason")
     reason = why.reason.replace("the step is not one graph", "Dynamo cannot trace it as one graph")

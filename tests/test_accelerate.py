@@ -995,6 +995,36 @@ def test_a_model_that_never_becomes_a_graph_has_a_row_with_the_line(counts):
         assert rows[0].where == line_of(LayerDrop, "random.random()"), str(report)
 
 
+class Reader(nn.Module):
+    """Reads points one feature after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.GRU(1, 5, batch_first=True)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.network(x[..., None])[0][:, -1])
+
+
+def test_recurrent_networks_are_the_reason_against_graphs() -> None:
+    def script(script: Script) -> None:
+        model = Reader()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        loader = DataLoader(Numbers(), batch_size=6)
+        model, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            loss = loss_of(model, batch)
+            script.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            script.write("loss", loss)
+        script.write_state(model, optimizer)
+
+    report = both(script, replays=10)  # of the update
+    assert any("no graph of recurrent networks (GRU)" in f.reason for f in report.fallbacks), str(report)
+
+
 def test_gradients_that_were_unscaled_for_clipping_have_a_row() -> None:
     p = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([p], fused=True)
