@@ -217,7 +217,7 @@ class GraphedStepFunction:
 
     def _replication(self) -> Replication:
         """How the models of the step are shared with other processes."""
-        shared = self._loop.shared
+        shared = list(self._loop.shared)
         if not shared:
             return Alone()
         replication = replication_of(shared[0], switches=True)
