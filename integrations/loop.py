@@ -187,19 +187,19 @@ class Loop:
         self._over = False
         return other
 
-    def give_up_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Something else graphs this optimizer's step from now on."""
+    def give_up_optimizer(self, optimizer: torch.optim.Optimizer, to: object) -> None:
+        """Something else graphs this optimizer's step from now on. It exists for as long as the optimizer does."""
         self._is_another()
         for graph in self._optimizers:
             if graph.optimizer is optimizer:
-                graph.suspend()
+                graph.suspend(to)
 
-    def take_back_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def take_back_optimizer(self, optimizer: torch.optim.Optimizer, giver: object) -> None:
         """One that graphed it does so no longer; the loop does again where no other one is left."""
         self._is_another()
         for graph in self._optimizers:
             if graph.optimizer is optimizer:
-                graph.resume()
+                graph.resume(giver)
 
     def refuse(self, reason: str, fix: str = "") -> None:
         """Note why something runs without a graph."""

@@ -798,6 +798,40 @@ def test_models_and_optimizers_of_former_folds_are_gone(loop: str) -> None:
         assert report.steps == 90, str(report)
 
 
+def test_an_optimizer_is_given_back_when_its_graphed_step_was_let_go_of() -> None:
+    steps = []
+
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script)
+
+        def epoch() -> None:
+            step = script.whole(functools.partial(loss_of, model), model, optimizer)
+            for batch in loader:
+                script.write("loss", step(batch))
+            if script.pygraph is not None:
+                steps.extend(map(weakref.ref, script.pygraph._steps))
+
+        epoch()
+        gc.collect()
+        script.write_state(model, optimizer)
+        if script.pygraph is not None:
+            script.pygraph.detach()
+        group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        script.write("group", [group, *(type(value).__name__ for value in group.values())])
+        tables = {name: len(table) for name, table in vars(optimizer.optimizer).items() if "hooks" in name}
+        script.write("hooks", tables)
+        gc.collect()
+        assert not any(step() for step in steps)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+        script.write_state(model, optimizer)
+
+    both(script, replays=20)
+    assert steps
+
+
 def test_a_compiled_model_is_left_to_its_compiler() -> None:
     def script(script: Script) -> None:
         fabric = script.fabric

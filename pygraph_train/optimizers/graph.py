@@ -55,7 +55,7 @@ class OptimizerGraph:
         self.optimizer = optimizer
         self.runs = 0
         self.replayed = False
-        self._others = 0  # that look after the optimizer
+        self._others: list[object] = []  # that look after the optimizer
         self._source: Source = "regions"
         self._asleep = self._given_back = False
         self._engine = engine
@@ -100,16 +100,20 @@ class OptimizerGraph:
 
     @property
     def suspended(self) -> bool:
-        return self._others > 0
+        return bool(self._others)
 
-    def suspend(self) -> None:
-        """Release the graph and give the optimizer back as it was, until `resume` was called as often."""
-        self._others += 1
+    def suspend(self, other: object) -> None:
+        """Release the graph and give the optimizer back as it was, until `resume` was called as often.
+
+        Args:
+            other: looks after the optimizer from now on. It exists for as long as this object, or until `resume`.
+        """
+        self._others.append(other)
         self._give_back()
 
-    def resume(self) -> None:
+    def resume(self, other: object) -> None:
         """One of the others looks after the optimizer no longer."""
-        self._others -= 1
+        self._others = [one for one in self._others if one is not other]
 
     def rest(self, *, give_back: bool) -> None:
         """Make steps without the graph, until `wake`.
