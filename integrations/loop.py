@@ -18,6 +18,7 @@ from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
 from pygraph_train.integrations.first_calls import FirstCalls
+from pygraph_train.integrations.living import Living
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.integrations.regioned_call import RegionedCall, begins
 from pygraph_train.optimizers.graph import OptimizerGraph
@@ -42,6 +43,9 @@ _SILENCE = 20
 class Loop:
     """Everything that was taken over from one loop, and given back by `release`.
 
+    Modules and optimizers go when the loop's owner lets go of them, as those of each fold do in a cross-validation:
+    they hold what was made for them.
+
     Args:
         config: options.
         device: of the models.
@@ -54,8 +58,10 @@ class Loop:
     def __init__(self, config: PyGraphConfig, device: torch.device, refused: Problem | None = None) -> None:
         self.config = config
         self.report = LoopReport()
-        self._calls: list[RegionedCall] = []
-        self._optimizers: list[OptimizerGraph] = []
+        self._taken: Living[nn.Module] = Living()
+        self._calls: Living[RegionedCall] = Living()
+        self._optimizers: Living[OptimizerGraph] = Living()
+        self._kept: list[OptimizerGraph] = []  # those that their optimizers cannot hold
         self._device = device
         self._engine: Engine | None = None
         self._whole: WholeLoop | None = None
@@ -69,7 +75,7 @@ class Loop:
         self._counts_steps = True
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
-        self.shared: list[nn.Module] = []
+        self.shared: Living[nn.Module] = Living()
         if disabled_by_environment() or config.engine == "off":
             self.report.note("graphs are off: training runs as you wrote it")
             tell_why_off(config)
@@ -95,7 +101,7 @@ class Loop:
     def take_module(self, module: nn.Module, **compile_options: Any) -> None:
         """Run forward and backward of a module as regions, where nothing speaks against it."""
         whole = self._whole
-        if not self.active or whole is None or any(call.module is module for call in self._calls):
+        if not self.active or whole is None or any(taken is module for taken in self._taken):
             return
         config = self.config
         if config.region_phases == "none":
@@ -103,7 +109,7 @@ class Loop:
                 "forward='off', backward='off' is set, so forward and backward run without graphs"
             )
         elif (name := replication_of(module).name) != "":
-            self.shared.append(module)
+            self.shared.add(module)
             self.report.note(
                 f"forward and backward run without graphs under {name}. Use a graphed step, which holds them"
             )
@@ -136,7 +142,8 @@ class Loop:
             call = RegionedCall(
                 module, options, first, self._tell, whole, keeps_code=keeps_code, **compile_options
             )
-            self._calls.append(call)
+            self._taken.add(module)
+            self._calls.add(call)
 
     def take_optimizer(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
@@ -144,10 +151,18 @@ class Loop:
         """A graph for the optimizer's step; None where graphs are off."""
         if self._engine is None:
             return None
-        graph = OptimizerGraph(optimizer, self._engine, self.config, self.report, scaler)
+        graph = self._graph_of(optimizer, self._engine, scaler)
         self._is_another()
-        self._optimizers.append(graph)
+        self._optimizers.add(graph)
         self._over = False
+        return graph
+
+    def _graph_of(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, scaler: torch.amp.GradScaler | None
+    ) -> OptimizerGraph:
+        graph = OptimizerGraph(optimizer, engine, self.config, self.report, scaler)
+        if not graph.lives_with_its_optimizer():
+            self._kept.append(graph)
         return graph
 
     def _is_another(self) -> None:
@@ -164,26 +179,27 @@ class Loop:
         """Another optimizer takes the place of the one that a graph is for. Where graphs are off, there is none."""
         if self._engine is None or graph not in self._optimizers:
             return None
-        place = self._optimizers.index(graph)
         graph.close()
+        self._kept = [kept for kept in self._kept if kept is not graph]
+        other = self._graph_of(optimizer, self._engine, scaler)
         self._is_another()
-        self._optimizers[place] = OptimizerGraph(optimizer, self._engine, self.config, self.report, scaler)
+        self._optimizers.replace(graph, other)
         self._over = False
-        return self._optimizers[place]
+        return other
 
-    def give_up_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Something else graphs this optimizer's step from now on."""
+    def give_up_optimizer(self, optimizer: torch.optim.Optimizer, to: object) -> None:
+        """Something else graphs this optimizer's step from now on. It exists for as long as the optimizer does."""
         self._is_another()
         for graph in self._optimizers:
             if graph.optimizer is optimizer:
-                graph.suspend()
+                graph.suspend(to)
 
-    def take_back_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def take_back_optimizer(self, optimizer: torch.optim.Optimizer, giver: object) -> None:
         """One that graphed it does so no longer; the loop does again where no other one is left."""
         self._is_another()
         for graph in self._optimizers:
             if graph.optimizer is optimizer:
-                graph.resume()
+                graph.resume(giver)
 
     def refuse(self, reason: str, fix: str = "") -> None:
         """Note why something runs without a graph."""
@@ -198,10 +214,11 @@ class Loop:
             call.remove()
         for graph in self._optimizers:
             graph.close()
-        if self._engine is not None and self._optimizers:
+        if self._engine is not None:
             let_go(self._engine)
-        self._calls.clear()
-        self._optimizers.clear()
+        for taken in (self._taken, self._calls, self._optimizers):
+            taken.clear()
+        self._kept.clear()
         self._last = None
 
     @contextmanager
@@ -228,14 +245,14 @@ class Loop:
             return body()
         if self._over:
             body()
-            if graph is self._optimizers[-1]:
+            if graph is self._optimizers.last:
                 self._steps += 1
                 self.report.step_began()
             return
         whole = self._whole
         if whole is not None and whole.rests:
             body()
-            if self._counts_steps and graph is self._optimizers[-1]:
+            if self._counts_steps and graph is self._optimizers.last:
                 self._steps += 1
                 self.report.step_began()
                 self.report.step_ended(NOTHING, updated=True)

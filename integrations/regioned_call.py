@@ -23,6 +23,7 @@ from pygraph_train.torch_private.autocast import State, present
 from pygraph_train.torch_private.autograd import backwards_called_again, is_transformed
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
+    forget_compiled,
     set_compiled_call,
     uncompiled_call,
 )
@@ -54,7 +55,11 @@ class RegionedCall:
         keeps_code: see `TakenModule`.
         **compile_options: further arguments of `torch.compile`.
 
+    The module holds this object, and while it stands aside, this object exists for as long as the module: both go when
+    nobody else needs the module.
+
     Attributes:
+        module: as given; there is none while it stands aside.
         keeps_code: as given.
         paused: whether calls run the module as it is for now.
         removed: whether the module was given back.
@@ -80,11 +85,13 @@ class RegionedCall:
         self._first: dict[tuple[bool, State], FirstCalls | None] = {}
         self._autocast: dict[tuple[bool, State], State | None] = {}  # around the backwards of these calls
         self.paused = False
-        self.removed = self._aside = False
+        self.removed = False
+        self._aside: weakref.finalize[Any, Any] | None = None  # holds this object until the module is gone
         self.changing = False
         # a code object of its own: Dynamo counts compiled variants per code object
         code = _call.__code__.replace(co_name="regions_of_module")
         function = types.FunctionType(code, _call.__globals__)
+        weakref.finalize(self, forget_compiled, code).atexit = False
         self._holders: set[type] = set()  # of tensors in results whose gradients nobody has asked for
         regions = _backend(type(module).__name__, tell, self._holders, whole)
         self._compiled: Any = torch.compile(function, backend=regions, options=options, **compile_options)
@@ -149,11 +156,11 @@ class RegionedCall:
 
     def explain(self, device: torch.device, tell: Callable[[Problem], None]) -> None:
         """Find out from the next calls why nothing of the module becomes a graph."""
-        compiled, module = self._compiled, self.module
-        call = uncompiled_call(module)
+        compiled = self._compiled
         trace = DryTrace(device)
 
         def looked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = uncompiled_call(module)
             if not trace.traced and trace.refused is None:
                 trace.look(call, *args, **kwargs)
                 done = trace.refused is not None
@@ -171,21 +178,30 @@ class RegionedCall:
 
     def stand_aside(self) -> None:
         """See `TakenModule`."""
-        if compiled_call(self.module) is self:
-            self._aside = True
+        if self._aside is None and compiled_call(self.module) is self:
             set_compiled_call(self.module, None)
+            self._aside = weakref.finalize(self.module, _nothing, self)
+            self._aside.atexit = False
+            del self.module
 
     def come_back(self) -> None:
         """See `TakenModule`."""
-        if self._aside and not self.removed and compiled_call(self.module) is None:
-            set_compiled_call(self.module, self)
-        self._aside = False
+        if (module := self._module_again()) is not None and compiled_call(module) is None:
+            set_compiled_call(module, self)
 
     def remove(self) -> None:
         """Give the module back as it was."""
         self.removed = True
-        if compiled_call(self.module) is self:
+        if self._module_again() is None and compiled_call(self.module) is self:
             set_compiled_call(self.module, None)
+
+    def _module_again(self) -> nn.Module | None:
+        """End that the module stands aside. Returns it, None where it does not stand aside."""
+        aside, self._aside = self._aside, None
+        if aside is None or (held := aside.detach()) is None:
+            return None
+        self.module = held[0]
+        return self.module
 
 
 def _without_graphs(module: nn.Module, why: Problem | None) -> Problem:
@@ -275,3 +291,7 @@ def _requires_grad(value: object) -> bool:
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return uncompiled_call(module)(*args, **kwargs)
+
+
+def _nothing(call: RegionedCall) -> None:
+    """The module that stood aside is gone, and nobody holds its call any longer."""

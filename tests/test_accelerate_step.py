@@ -331,7 +331,7 @@ def test_two_graphed_steps_share_an_optimizer_and_one_is_given_up(
             script.write("rate", [group["lr"] for group in optimizer.optimizer.param_groups])
             plugin = getattr(accelerator, "pygraph", None)
             if plugin is not None:
-                owners.append(not plugin._the_loop()._optimizers[0].suspended)
+                owners.append(not next(iter(plugin._the_loop()._optimizers)).suspended)
         script.write_state(model, optimizer)
 
     report = both(script, replays=12)

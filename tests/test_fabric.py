@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
 import subprocess
 import sys
 import tempfile
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -762,6 +764,72 @@ if __name__ == "__main__":
     assert plain == attached  # nothing is replayed: Fabric's steps of several devices have no graphs
     assert "pygraph: DDPStrategy is not supported yet: its steps run without graphs" in done.stderr
     assert "no CUDA device" not in done.stderr
+
+
+@pytest.mark.parametrize("loop", ["stock", "graphed step"])
+def test_models_and_optimizers_of_former_folds_are_gone(loop: str) -> None:
+    def script(script: Script) -> None:
+        before: list[Any] = []
+        for _ in range(3):
+            model, optimizer, loader, _ = setup(script)
+            before += map(weakref.ref, (model, model.module, model.module.first.weight, optimizer.optimizer))
+            if loop == "stock":
+                for batch in loader:
+                    optimizer.zero_grad()
+                    loss = loss_of(model, batch)
+                    script.fabric.backward(loss)
+                    optimizer.step()
+                    script.write("loss", loss)
+                del loss
+            else:
+                step = script.whole(functools.partial(loss_of, model), model, optimizer)
+                for batch in loader:
+                    script.write("loss", step(batch))
+                del step
+            script.write_state(model, optimizer)
+            del model, optimizer, loader, _
+            gc.collect()
+            script.write("alive", sum(reference() is not None for reference in before))
+        assert script.entries[-1] == ("alive", 0)
+
+    report = both(script, replays=60)
+    if loop == "stock":
+        phases(report, least=60)
+        assert report.steps == 90, str(report)
+
+
+def test_an_optimizer_is_given_back_when_its_graphed_step_was_let_go_of() -> None:
+    steps = []
+
+    def script(script: Script) -> None:
+        model, optimizer, loader, _ = setup(script)
+
+        def epoch() -> None:
+            step = script.whole(functools.partial(loss_of, model), model, optimizer)
+            for batch in loader:
+                script.write("loss", step(batch))
+            if script.pygraph is not None:
+                steps.extend(map(weakref.ref, script.pygraph._steps))
+
+        epoch()
+        gc.collect()
+        script.write_state(model, optimizer)
+        if script.pygraph is not None:
+            script.pygraph.detach()
+        group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        script.write("group", [group, *(type(value).__name__ for value in group.values())])
+        tables = {name: len(table) for name, table in vars(optimizer.optimizer).items() if "hooks" in name}
+        script.write("hooks", tables)
+        gc.collect()
+        assert not any(step() for step in steps)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+        script.write_state(model, optimizer)
+
+    both(script, replays=20)
+    assert steps
 
 
 def test_a_compiled_model_is_left_to_its_compiler() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -425,6 +427,58 @@ def test_another_model_has_the_loop_compared_again(machine: Machine) -> None:
     report = Loops(steps=400, each=each).accelerate()
     assert compared[0] == 0 and len(report.controllers) == 1
     assert report.plan == report.running_plan == "F B O", str(report)
+
+
+@pytest.mark.parametrize("best", [NOTHING, OPTIMIZER, REGIONS], ids=str)
+@pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.slow_after(2)
+def test_everything_of_a_fold_is_gone_when_the_user_has_let_go_of_it(
+    best: Plan, comes_back: bool, machine: Machine
+) -> None:
+    """After the loop was compared as a whole, and where another model has ended what was found out then."""
+    machine.best = best
+    loops = Loops(steps=300)
+
+    def fold(script: Any) -> list[Any]:
+        module, optimizer = loops._made()
+        model, wrapped = script.fabric.setup(module, optimizer)
+        existing = [weakref.ref(one) for one in (module, module.first.weight, model, optimizer, wrapped)]
+        for index, (x, y) in enumerate(loops._batches()):
+            loss = nn.functional.cross_entropy(model(x), y)
+            script.fabric.backward(loss)
+            wrapped.step()
+            wrapped.zero_grad()
+            script.write("loss", loss)
+            if script.pygraph is not None and index == 250:
+                loop = script.pygraph._loop
+                assert script.pygraph.report().running_plan == str(best), str(script.pygraph.report())
+                assert (compiled_call(module) is None) == (best != REGIONS)
+                (call,), (graph,) = loop._calls, loop._optimizers
+                existing.extend(map(weakref.ref, (call, graph)))
+                del call, graph
+            if comes_back and index == 290:
+                other = script.fabric.setup(loops.net())
+                existing.append(weakref.ref(other.module))
+                assert script.pygraph is None or compiled_call(module) is not None
+        script.write_state(model, wrapped)
+        return existing
+
+    def script(script: Any) -> None:
+        existing = []
+        for _ in range(2):
+            existing += fold(script)
+            gc.collect()
+            gc.collect()  # Dynamo lets go of compiled code when the first one has found out that nobody calls it
+            assert [one for reference in existing if (one := reference()) is not None] == []
+            if script.pygraph is not None:
+                loop = script.pygraph._loop
+                assert not [*loop._calls, *loop._optimizers, *loop._taken, *loop._kept]
+                assert not any(isinstance(o, Region) for a in inductor._arenas.values() for o in a.owners())
+
+    pygraph = PyGraphFabric(**loops.options)
+    plain, ours = fabric_training.run(script, None), fabric_training.run(script, pygraph)
+    report = loops._compared(plain, ours, pygraph.report())
+    assert report.steps == 600, str(report)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -184,7 +184,7 @@ class GraphedStepFunction:
         used = [accelerator._optimizers[k] for k in sorted({e.index for e in events if e.name == "step"})]
         self._used = [(accelerated, accelerated.optimizer) for accelerated in used]
         for accelerated in used:
-            self._loop.give_up_optimizer(accelerated.optimizer)
+            self._loop.give_up_optimizer(accelerated.optimizer, to=self)
         if self._by_hand:
             self._program = AccelerateByHand(self._fn, accelerator, used)
             self._runner = StepRunner(self._program, self._loop.config, engine, self._report)
@@ -217,7 +217,7 @@ class GraphedStepFunction:
 
     def _replication(self) -> Replication:
         """How the models of the step are shared with other processes."""
-        shared = self._loop.shared
+        shared = list(self._loop.shared)
         if not shared:
             return Alone()
         replication = replication_of(shared[0], switches=True)
@@ -233,7 +233,7 @@ class GraphedStepFunction:
             self._runner.close()
             self._runner = None
             for optimizer in self._program.optimizers_used():
-                self._loop.take_back_optimizer(optimizer)
+                self._loop.take_back_optimizer(optimizer, self)
         elif problem is not None and self._on:
             group = self._replication().group
             if group is not None:  # other ranks may want to meet this one

@@ -76,9 +76,9 @@ class PyGraphFabric:
         self._fabric: Fabric | None = None
         self._loop: Loop | None = None
         self._report = LoopReport()
-        self._graphs: dict[int, OptimizerGraph | None] = {}
+        self._graphs: weakref.WeakValueDictionary[int, OptimizerGraph] = weakref.WeakValueDictionary()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._steps: list[FabricStep] = []
+        self._steps: weakref.WeakSet[FabricStep] = weakref.WeakSet()
         self._accumulating: list[nn.Module] = []
         self._patches = ExitStack()
 
@@ -133,7 +133,9 @@ class PyGraphFabric:
         if self._loop is not None:
             self._loop.release()
         self._patches.close()
-        self._fabric, self._loop, self._steps, self._graphs = None, None, [], {}
+        self._fabric, self._loop = None, None
+        self._steps.clear()
+        self._graphs.clear()
 
     def __enter__(self) -> PyGraphFabric:
         return self
@@ -251,7 +253,7 @@ class PyGraphFabric:
         def made(fn: Callable[..., Any]) -> FabricStep:
             given = (model, optimizer, clipping, self._models, self._accumulating)
             step = FabricStep(fn, fabric, loop, *given, manual=manual_optimization)
-            self._steps.append(step)
+            self._steps.add(step)
             return step
 
         return made if fn is None else made(fn)
@@ -281,7 +283,9 @@ class PyGraphFabric:
             self._models.add(made)
             loop.take_module(made._forward_module)
         elif isinstance(made, _FabricOptimizer) and id(made.optimizer) not in self._graphs:
-            self._graphs[id(made.optimizer)] = loop.take_optimizer(made.optimizer, _scaler(made._strategy))
+            graph = loop.take_optimizer(made.optimizer, _scaler(made._strategy))
+            if graph is not None:
+                self._graphs[id(made.optimizer)] = graph
 
     def _optimizer_step(self, stock: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
         """`strategy.optimizer_step`, from the optimizer's own graph where it has one."""

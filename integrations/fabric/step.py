@@ -114,7 +114,7 @@ class FabricStep(LossSteps):
         if engine is not None:
             loop.report.whole_step(self._name, self._report)
             for used in self._fabric_optimizers:
-                loop.give_up_optimizer(used.optimizer)
+                loop.give_up_optimizer(used.optimizer, to=self)
             problem = _not_whole(fabric)
             if problem is None and manual:
                 problem = why_not_by_hand(fabric, self._fabric_optimizers)
@@ -171,7 +171,7 @@ class FabricStep(LossSteps):
         self.close()
         self._counted_elsewhere = self._loop.active
         for optimizer in self._fabric_optimizers:
-            self._loop.take_back_optimizer(optimizer.optimizer)
+            self._loop.take_back_optimizer(optimizer.optimizer, self)
         if problem is None:
             return
         self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._report.steps))

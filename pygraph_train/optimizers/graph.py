@@ -55,7 +55,7 @@ class OptimizerGraph:
         self.optimizer = optimizer
         self.runs = 0
         self.replayed = False
-        self._others = 0  # that look after the optimizer
+        self._others: list[object] = []  # that look after the optimizer
         self._source: Source = "regions"
         self._asleep = self._given_back = False
         self._engine = engine
@@ -66,6 +66,7 @@ class OptimizerGraph:
         self._phase: OptimizerPhase | None = None
         self._off = config.optimizer == "off"
         self._told = False
+        self._held: Any = None  # by a hook of the optimizer
 
     def run(self, body: Callable[[], None], constants: Any = ()) -> None:
         """Make one step.
@@ -99,16 +100,20 @@ class OptimizerGraph:
 
     @property
     def suspended(self) -> bool:
-        return self._others > 0
+        return bool(self._others)
 
-    def suspend(self) -> None:
-        """Release the graph and give the optimizer back as it was, until `resume` was called as often."""
-        self._others += 1
+    def suspend(self, other: object) -> None:
+        """Release the graph and give the optimizer back as it was, until `resume` was called as often.
+
+        Args:
+            other: looks after the optimizer from now on. It exists for as long as this object, or until `resume`.
+        """
+        self._others.append(other)
         self._give_back()
 
-    def resume(self) -> None:
+    def resume(self, other: object) -> None:
         """One of the others looks after the optimizer no longer."""
-        self._others -= 1
+        self._others = [one for one in self._others if one is not other]
 
     def rest(self, *, give_back: bool) -> None:
         """Make steps without the graph, until `wake`.
@@ -132,10 +137,23 @@ class OptimizerGraph:
         if only and self._phase is not None:
             self._phase.close(but=source)
 
+    def lives_with_its_optimizer(self) -> bool:
+        """Let the optimizer hold this object until `close`, if it can: both go when nobody needs the optimizer."""
+        try:
+            self._held = self.optimizer.register_load_state_dict_post_hook(self._stay)
+        except AttributeError:  # a wrapper of another library
+            return False
+        return True
+
+    def _stay(self, optimizer: torch.optim.Optimizer) -> None:
+        """A hook of the optimizer that does nothing. No copy of the optimizer has it."""
+
     def close(self) -> None:
         """Release the graph and give the optimizer back as it was. Later steps run as they are."""
         self._off = True
         self._give_back()
+        if self._held is not None:
+            self._held.remove()
 
     def _give_back(self) -> None:
         if self._phase is not None:
@@ -173,7 +191,8 @@ class OptimizerGraph:
         return self._off
 
     def _turn_off(self, problem: Problem) -> None:
-        self.close()
+        self._off = True
+        self._give_back()
         self._note(problem)
 
     def _note(self, problem: Problem) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from pygraph_train.config import PyGraphConfig
@@ -70,7 +70,7 @@ class WholeLoop:
         config: options.
         engine: of the loop.
         report: gets each decision.
-        modules, updates: what was taken over from the loop. The lists grow.
+        modules, updates: what was taken over from the loop, at any time: more may come, and some may go.
 
     Attributes:
         records: of the regions that the modules run as; whoever makes them adds them.
@@ -85,8 +85,8 @@ class WholeLoop:
         config: PyGraphConfig,
         engine: Engine,
         report: StepReport,
-        modules: Sequence[TakenModule],
-        updates: Sequence[OptimizerGraph],
+        modules: Iterable[TakenModule],
+        updates: Iterable[OptimizerGraph],
     ) -> None:
         self.records: list[RegionRecord] = []
         self.bounds = Bounds()

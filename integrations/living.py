@@ -1,0 +1,42 @@
+"""What was taken over from a loop is there for as long as somebody else holds it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["Living"]
+
+T = TypeVar("T")
+
+
+class Living(Generic[T]):
+    """A list of objects that others hold, in the order in which they were added. What is gone is not in it."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[T]] = []
+
+    def add(self, one: T) -> None:
+        """Add an object at the end. Somebody else has to hold it."""
+        self._references.append(weakref.ref(one, self._references.remove))
+
+    def replace(self, one: T, other: T) -> None:
+        """Another object takes the place of one that is there."""
+        place = next(index for index, found in enumerate(self._references) if found() is one)
+        self._references[place] = weakref.ref(other, self._references.remove)
+
+    def clear(self) -> None:
+        """Remove all objects."""
+        self._references.clear()
+
+    @property
+    def last(self) -> T | None:
+        """The object at the end, None where there is none. Hot path."""
+        return self._references[-1]() if self._references else None
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([one for reference in self._references if (one := reference()) is not None])
+
+    def __len__(self) -> int:
+        return len(self._references)
