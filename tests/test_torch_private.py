@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.scheduler
+import torch._inductor.sizevars
+from torch._inductor.fx_passes import pad_mm
 
 from pygraph_train.torch_private.cuda import accumulators_of_other_streams, begin_capture
 from pygraph_train.torch_private.dynamo import raising_node
@@ -232,3 +234,16 @@ def test_whether_padding_a_product_pays_decides_for_no_other_size(
     with kernels_for_all_sizes() if changed else contextlib.nullcontext():
         assert pad_mm.is_mm_compute_bound(8 * size, 768, 30, torch.bfloat16)
     assert bool(size.node.shape_env.guards) is not changed
+
+
+def test_threads_that_compile_at_a_time_leave_inductor_as_it_was() -> None:
+    """One begins before the other has ended, and ends first."""
+    answers = torch._inductor.sizevars.SizeVarAllocator
+    before = answers.guard_or_false, pad_mm.is_mm_compute_bound
+    one, other = kernels_for_all_sizes(), kernels_for_all_sizes()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert answers.guard_or_false is not before[0]  # the other one still compiles
+    other.__exit__(None, None, None)
+    assert (answers.guard_or_false, pad_mm.is_mm_compute_bound) == before

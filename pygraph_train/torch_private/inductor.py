@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -144,7 +145,30 @@ def kernels_for_all_sizes() -> Iterator[None]:
     Otherwise its code is for some of the sizes only. It asks whether it pays to pad a matrix product (2.11), where the
     sizes of this batch are as good an answer, and whether sizes are multiples of 8, as the kernels of attention want
     masks: it pads those that are not known to be, and padding what is aligned changes nothing.
+
+    Several threads may compile at a time, a backward in one of autograd's. The last one puts Inductor's answers back.
     """
+    global _compiling
+    with _compiling_lock:
+        if not _compiling:
+            _answers.enter_context(_answers_for_all_sizes())
+        _compiling += 1
+    try:
+        yield
+    finally:
+        with _compiling_lock:
+            _compiling -= 1
+            if not _compiling:
+                _answers.close()
+
+
+_compiling = 0
+"""So many compilations are under way."""
+
+_compiling_lock, _answers = threading.Lock(), ExitStack()
+
+
+def _answers_for_all_sizes() -> AbstractContextManager[None]:
     import torch._inductor.fx_passes.pad_mm as pad_mm
     from torch._inductor.sizevars import SizeVarAllocator
     from torch.utils._sympy.functions import Mod
@@ -160,8 +184,7 @@ def kernels_for_all_sizes() -> Iterator[None]:
         return bool(asked(self, question))
 
     pays = (pad_mm, "is_mm_compute_bound", is_mm_compute_bound)
-    with standing_in((pays, (SizeVarAllocator, "guard_or_false", guard_or_false))):
-        yield
+    return standing_in((pays, (SizeVarAllocator, "guard_or_false", guard_or_false)))
 
 
 def _size_of_this_batch(size: Any) -> Any:
