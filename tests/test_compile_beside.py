@@ -44,7 +44,7 @@ from pygraph_train.tracing.reproducing import ReproducingTrace
 
 WORKER = """
 import os, sys, time
-while not os.path.exists({gate!r}):
+while not os.path.exists({gate!r}) or not os.path.getsize({gate!r}):  # written after it was made
     time.sleep(0.01)
 sys.exit(int(open({gate!r}).read()))
 """
