@@ -961,6 +961,21 @@ class LayerDrop(nn.Module):
         return self.last(x)
 
 
+def _train_in_the_stock_loop(script: Script, model: nn.Module) -> Any:
+    """One epoch, with losses and the state at the end in the diary. Returns the prepared model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    loader = DataLoader(Numbers(), batch_size=6)
+    model, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        loss = loss_of(model, batch)
+        script.accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        script.write("loss", loss)
+    script.write_state(model, optimizer)
+    return model
+
+
 @pytest.mark.passes_without_graphs("the one that draws random numbers has no graph of forward and backward")
 @pytest.mark.parametrize("counts", [False, True], ids=["random", "counter"])
 def test_a_model_that_never_becomes_a_graph_has_a_row_with_the_line(counts):
@@ -971,16 +986,7 @@ def test_a_model_that_never_becomes_a_graph_has_a_row_with_the_line(counts):
         torch.compiler.reset()
         model = LayerDrop(counts)
         models.append(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        loader = DataLoader(Numbers(), batch_size=6)
-        model, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
-        for batch in loader:
-            loss = loss_of(model, batch)
-            script.accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            script.write("loss", loss)
-        script.write_state(model, optimizer)
+        model = _train_in_the_stock_loop(script, model)
         script.write("random", random.random())
         script.write("count", model.count)
 
@@ -1009,17 +1015,7 @@ class Reader(nn.Module):
 
 def test_recurrent_networks_are_the_reason_against_graphs() -> None:
     def script(script: Script) -> None:
-        model = Reader()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        loader = DataLoader(Numbers(), batch_size=6)
-        model, optimizer, loader = script.accelerator.prepare(model, optimizer, loader)
-        for batch in loader:
-            loss = loss_of(model, batch)
-            script.accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            script.write("loss", loss)
-        script.write_state(model, optimizer)
+        _train_in_the_stock_loop(script, Reader())
 
     report = both(script, replays=10)  # of the update
     assert any("no graph of recurrent networks (GRU)" in f.reason for f in report.fallbacks), str(report)
