@@ -265,6 +265,30 @@ def test_a_gradient_in_another_order_of_dimensions() -> None:
     same_as_plain(body, WithLogits, least=40, warmup_runs=2)
 
 
+def test_gradients_of_what_nobody_differentiates_move_with_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Their zeros lie in memory that lasts. The backward of the first length finds out that its results do not. So the
+    # graphs of further lengths read theirs where they are, without a second capture that would show how they move.
+    monkeypatch.setattr(zeros_module, "LARGE", 1)
+    moving: list[tuple[str, int]] = []
+    sort = region_module.Region._sort_inputs
+
+    def sorted_inputs(region: region_module.Region, *given: Any) -> Any:
+        moved, settled = sort(region, *given)
+        moving.append((region.spec.phase, len(moved)))
+        return moved, settled
+
+    monkeypatch.setattr(region_module.Region, "_sort_inputs", sorted_inputs)
+
+    def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [update(call(x)[0], opt) for x, _ in texts([7, 6, 5, 4] * 6)]
+
+    same_as_plain(body, WithLogits, least=24, warmup_runs=1)
+    backwards = [count for phase, count in moving if phase == "backward"]
+    # the gradient of the loss moves in all of them, and the zeros in none but the first one: the longest text comes
+    # last and needs other memory, so the two graphs before it are made once more
+    assert backwards == [2, 1, 1, 1, 1, 1], moving
+
+
 @pytest.mark.slow
 def test_an_inference_between_steps_of_changing_lengths() -> None:
     def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:

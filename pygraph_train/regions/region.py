@@ -480,7 +480,9 @@ class Region:
         return True
 
     def _follows(self, before: Callable[[], Occupant | None] | None, i: int, tensor: torch.Tensor) -> bool:
-        """Whether an input is elsewhere because the graph that hands it out was captured again."""
+        """Whether an input is elsewhere because the graph that hands it out was captured again, or for good."""
+        if any(tensor is t for t in self.standing):
+            return True
         arena = self._arena
         if before is None or arena.produces(before()) or arena.producer(tensor) is None:
             return False

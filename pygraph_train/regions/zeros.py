@@ -18,6 +18,9 @@ __all__ = ["Zeros"]
 _MOST = 64
 """Sizes that are remembered."""
 
+_AHEAD = 1.25
+"""So much larger the memory is at least when a larger one is needed: graphs that read it are captured again."""
+
 
 class Zeros:
     """Gradients of outputs that nothing depends on, such as logits beside a loss.
@@ -36,6 +39,7 @@ class Zeros:
         self._bases: list[torch.Tensor] = []  # where these lie
         self._seen: Callable[[], object] = lambda: None  # the graph whose outputs were looked at
         self._returned = False  # an output of the backward lies in their memory
+        self._looked = False  # and outputs of a run were looked at
 
     def of(self, i: int, tangent: Tangent, size: tuple[int, ...] | None) -> torch.Tensor:
         """For the output with this number, of this size where that changes."""
@@ -49,6 +53,8 @@ class Zeros:
             zeros = self._shared(tangent)
             if len(self._lasting) < _MOST:
                 self._lasting[key] = zeros
+                if self._looked:  # what is returned does not depend on the size
+                    self._backward.standing = tuple(self._lasting.values())
             return zeros
         device = self._backward.device
         return torch.empty_strided(tangent.size, tangent.stride, dtype=tangent.dtype, device=device).zero_()
@@ -68,13 +74,15 @@ class Zeros:
 
     def _shared(self, tangent: Tangent) -> torch.Tensor:
         """A view of as many zeros as were ever needed at once; earlier ones keep theirs."""
-        if self._memory is None or self._memory.nbytes < tangent.nbytes:
+        before = 0 if self._memory is None else self._memory.nbytes
+        if self._memory is None or before < tangent.nbytes:
             for key in [key for key in self._lasting if key[1] is not None]:
                 del self._lasting[key]  # those of other sizes follow, where they come back
             if not self._lasting:
                 self._bases.clear()
             with self._backward.lasting_memory():
-                self._memory = torch.zeros(tangent.nbytes, dtype=torch.uint8, device=self._backward.device)
+                most = max(tangent.nbytes, -int(-before * _AHEAD // LARGE) * LARGE)
+                self._memory = torch.zeros(most, dtype=torch.uint8, device=self._backward.device)
             self._bases.append(self._memory)
         return self._memory[: tangent.nbytes].view(tangent.dtype).as_strided(tangent.size, tangent.stride)
 
@@ -88,3 +96,4 @@ class Zeros:
                 self._returned = True
                 self._let_go()
             self._backward.standing = tuple(self._lasting.values())
+            self._looked = not self._returned
