@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -28,12 +29,14 @@ from test_backend import (  # noqa: F401
 )
 from torch import nn
 
+from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.regions import direct, inductor
 from pygraph_train.regions import pair as pair_module
 from pygraph_train.regions import region as region_module
 from pygraph_train.regions import zeros as zeros_module
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.measurements import Measurements
+from pygraph_train.regions.pool_room import PoolRoom
 from pygraph_train.regions.region_capture import RegionCapture
 from pygraph_train.selection.break_even import BreakEven, Sightings
 
@@ -287,6 +290,43 @@ def test_gradients_of_what_nobody_differentiates_move_with_no_length(monkeypatch
     # the gradient of the loss moves in all of them, and the zeros in none but the first one: the longest text comes
     # last and needs other memory, so the two graphs before it are made once more
     assert backwards == [2, 1, 1, 1, 1, 1], moving
+
+
+class SmallMemory:
+    """An engine's memory: of each capture, and what steps without graphs keep cached until it is given back."""
+
+    def __init__(self, first: int, cached: int, growth: int) -> None:
+        self.graphs, self.cached, self.growth = first, cached, growth
+
+    def memory(self) -> MemoryUse:
+        reserved = 1000 + self.graphs + self.cached
+        return MemoryUse(reserved, 1000 + self.graphs + 500, 0, 10**6)
+
+    def trim(self) -> None:
+        self.cached = 0
+
+    def untidied(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def capture(self, room: PoolRoom, *, further: bool) -> None:
+        with room.growing(further):
+            self.graphs += self.growth
+        self.cached = 500  # the next step of another shape
+
+
+@pytest.mark.passes_without_graphs("no region runs: the rule is asked")
+def test_graphs_of_further_shapes_may_have_what_steps_without_graphs_have_cached() -> None:
+    engine: Any = SmallMemory(first=0, cached=500, growth=600)
+    room = PoolRoom(engine)
+    engine.capture(room, further=False)
+    engine.growth, kept = 100, 0
+    while not room.is_used_up():
+        engine.capture(room, further=True)
+        kept += 1
+    # graphs of one shape and what steps without graphs have cached are 600 and 500: there is room for five further
+    # captures of 100 each, for a twentieth of the whole memory, and for what the last one takes
+    assert kept == 7 and engine.graphs == 1300, (kept, engine.graphs)
+    assert room.is_used_up(), "and the next one finds none either"
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import torch
 
 from pygraph_train.graphs import Engine
 from pygraph_train.regions.blocks import Block, block_of
+from pygraph_train.regions.pool_room import PoolRoom
 from pygraph_train.torch_private.cuda import current_cuda_stream
 from pygraph_train.torch_private.hooks import gradient_hooks
 from pygraph_train.torch_private.memory import (
@@ -36,9 +37,6 @@ from pygraph_train.torch_private.memory import (
 )
 
 __all__ = ["Arena", "Block", "Occupant", "block_of"]
-
-GROWTH = 1 / 20
-"""Share of all reserved memory that graphs of further shapes may add."""
 
 _requires_grad = attrgetter("requires_grad")
 _has_hooks = gradient_hooks  # a dictionary, when there were any
@@ -208,6 +206,7 @@ class Arena:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.room = PoolRoom(engine)
         self.lock = threading.RLock()
         self._pools = {False: 0, True: 1}
         self._numbers = count(2)
@@ -219,37 +218,16 @@ class Arena:
         self.abandoned: list[Any] = []  # captures of regions that are gone
         self.price = 0.0
         """Seconds of a capture, of whatever region, as far as known."""
-        self._grown = self._largest = 0  # bytes
+        self._largest = self._cached = (
+            0  # bytes: a capture took at most, steps without graphs have kept at most
+        )
+        self._first: int | None = (
+            None  # bytes that are reserved with graphs of one set of shapes for each region
+        )
 
     def paid(self, seconds: float) -> None:
         """Note what a capture took."""
         self.price = (self.price + seconds) / 2 if self.price else seconds
-
-    @contextmanager
-    def growing(self, further: bool) -> Iterator[None]:
-        """Context for a capture: notes what memory it takes. What is cached stays where it is.
-
-        Args:
-            further: its region has graphs for other shapes.
-        """
-        before = self.engine.memory().reserved
-        with self.engine.untidied():
-            yield
-        grown = max(0, self.engine.memory().reserved - before)
-        self._largest = max(self._largest, grown)
-        if further:
-            self._grown += grown
-
-    def roomy(self, most: int | None) -> bool:
-        """Whether a capture finds memory without what is cached elsewhere, where so much may be reserved."""
-        memory = self.engine.memory()
-        free = memory.free if most is None else min(memory.free, most - memory.reserved)
-        return free >= 2 * self._largest
-
-    def crowded(self) -> bool:
-        """Whether graphs of further shapes have all the memory that they may have."""
-        memory = self.engine.memory()
-        return self._grown > GROWTH * memory.peak or memory.free < 2 * self._largest
 
     def sweep(self) -> None:
         """Close the graphs of regions that nobody can call any more."""

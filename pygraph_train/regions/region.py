@@ -522,12 +522,14 @@ class Region:
         if not further:
             arena.engine.tidy()
         started = self.measurements.clock()
-        if further and not arena.roomy(self._pair.bounds.most):
+        if further and not arena.room.is_there(self._pair.bounds.most):
             arena.engine.tidy()
-        if further and arena.crowded():
+        if (
+            further and read is None and arena.room.is_used_up()
+        ):  # a backward has its graph where the forward has one
             self._make_room(sum(1 for other in self._keys.values() if other.captures) - 1)
         try:
-            with arena.allocating(self._lasting), arena.growing(further), ExitStack() as stack:
+            with arena.allocating(self._lasting), arena.room.growing(further), ExitStack() as stack:
                 stack.enter_context(arena.engine.bounded(self._pair.bounds.most))
                 owned = read is not None and read.owned
                 keeps = arena.before_capture(consumed, self._lasting)
