@@ -61,12 +61,12 @@ class Watch(pl.Callback):
         self.metrics.append(dict(trainer.callback_metrics))
 
 
-def fit(callbacks: list[Any], **options: Any) -> tuple[Module, Watch, Any]:
+def fit(callbacks: list[Any], max_epochs: int = 4, **options: Any) -> tuple[Module, Watch, Any]:
     pl.seed_everything(1, verbose=False)
     module, watch = Module(), Watch()
     data = torch.utils.data.TensorDataset(torch.randn(200, 16), torch.randint(0, 8, (200,)))
     trainer = pl.Trainer(
-        max_epochs=4,
+        max_epochs=max_epochs,
         accelerator="gpu",
         devices=1,
         logger=False,
@@ -115,7 +115,10 @@ def test_replayed_steps_wait_for_the_device_at_most_once_for_the_bar() -> None:
 
     class Strict(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            replaying = callback.report().steps_replayed > 5
+            report = (
+                callback.report()
+            )  # while plans are compared, the first step of another plan waits for its clock
+            replaying = report.steps_replayed > 5 and all(c.settled for c in report.controllers)
             torch.cuda.set_sync_debug_mode("error" if replaying and batch_idx not in (0, 24) else "default")
             seen.append(replaying)
 
@@ -126,7 +129,7 @@ def test_replayed_steps_wait_for_the_device_at_most_once_for_the_bar() -> None:
 
     callback = PyGraphCallback(compile=False)
     try:
-        fit([callback, Strict()])
+        fit([callback, Strict()], max_epochs=16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum(seen) > 60
+    assert sum(seen) > 100, callback.report().controllers
