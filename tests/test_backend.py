@@ -967,3 +967,31 @@ def test_whoever_still_needs_what_a_closed_graph_saved_is_seen(hostile: Arena, e
     pending.backward()
     del pending
     assert not saved.alive()
+
+
+def test_a_backward_is_refused_by_what_the_graph_of_its_forward_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What attention saves of its random state lies on the CPU in a plain run, and on the device in a graph.
+    # Here a tensor is negated lazily instead, which a graph cannot take either.
+    call = region_module.Region._call
+
+    def lazily(region: region_module.Region, inputs: list[Any]) -> Any:
+        if region.spec.phase == "backward" and not region.fed:
+            i = next(i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.is_floating_point())
+            inputs[i] = inputs[i].neg()._neg_view()
+        return call(region, inputs)
+
+    monkeypatch.setattr(region_module.Region, "_call", lazily)
+    same_as_plain(lambda m, c, o: train(c, o), least=10, warmup_runs=2, direct=False)
+    assert replays("backward") == replays("forward") == 6
+
+    def always(region: region_module.Region, inputs: list[Any]) -> Any:
+        if region.spec.phase == "backward":
+            i = next(i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.is_floating_point())
+            inputs[i] = inputs[i].neg()._neg_view()
+        return call(region, inputs)
+
+    monkeypatch.setattr(region_module.Region, "_call", always)
+    same_as_plain(lambda m, c, o: train(c, o), least=6, warmup_runs=2, direct=False)
+    assert replays("backward") == 0 and "negated lazily" in regions("backward")[0].reason

@@ -215,7 +215,8 @@ class Region:
         """Whether these shapes have a graph, or come back often enough to be looked at. Hot path of all others."""
         if self._constants is None:
             self._constants = tuple(i for i, x in enumerate(inputs) if not isinstance(x, torch.Tensor))
-            self._refuse_foreign(inputs)
+            if self.spec.phase != "backward" or self.alone:  # others get what a graph has saved, or have none
+                self._refuse_foreign(inputs)
             if self.plain_only:
                 return False
         shapes = tuple([inputs[i] for i in self._constants])
@@ -388,6 +389,9 @@ class Region:
             return False  # something closes its graphs again and again
         if fed:
             if self._pair.way is not None and not self.measurements.has(key.shapes):
+                return False
+            self._refuse_foreign(inputs)
+            if self.plain_only:
                 return False
             often = self._retained > 0 and self._pair.worth.pays(self._retained, 0)
             if spares:
