@@ -5,7 +5,8 @@ the parent has stopped all others; they go on when it is done. So no other proce
 one is measured, and most of the time of a run is spent by many processes together.
 
 Processes of one group are measured together, when all of them that have not ended are ready: the parent asks them in
-turns, and each of them runs only until it has answered.
+turns, and each of them runs only until it has answered. What was measured may call for more processes of the group;
+those that were not told to end wait for them, and are measured again with them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ PAUSE = 0.05
 """Seconds until what stopped processes have launched has left the GPU."""
 LAST_S = 20.0
 """Seconds after the time for the whole run in which processes that are ready by then are measured."""
+WAITING = 2
+"""No group is begun when there are so many times more processes, waiting or not, than may run at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ class Job:
         arguments: of the Python interpreter.
         log: where its standard output and its errors go.
         group: of jobs that are measured together, and follow each other. Without one a job is measured by itself.
+        after: the name of a job of the group. Until that one is ready, or has ended, this one is not begun.
     """
 
     name: str
     arguments: Sequence[str]
     log: Path
     group: str | None = None
+    after: str | None = None
 
     @property
     def team(self) -> str:
@@ -145,7 +150,7 @@ def run_jobs(
     timeout_s: float,
     ready_s: float = math.inf,
     seconds: float | None = None,
-    measure: Callable[[Sequence[Job], Ask], None] = _go,
+    measure: Callable[[Sequence[Job], Ask], Sequence[Job] | None] = _go,
 ) -> list[Job]:
     """Run all jobs, at most `processes` at a time. For the main thread.
 
@@ -156,7 +161,8 @@ def run_jobs(
         timeout_s: for one group. The time in which a job waits, or others are measured, is not counted.
         ready_s: for one job, until it is ready to be measured; and for each of its answers.
         seconds: for all of them. A job that is not ready by then is killed, and those that are left are not begun.
-        measure: called for each group, with those of its jobs that are ready when the others have ended.
+        measure: called for each group, with those of its jobs that are ready when the others have ended. The jobs that
+            it returns are begun next; it is called again when they are ready, with those that were not told to end.
 
     Returns:
         The jobs that were not begun.
@@ -195,6 +201,7 @@ class _Child:
     waits: bool = False
     waits_since: float = 0.0
     measured: bool = False
+    told_to_end: bool = False
     rest: str = ""
 
     def hear(self) -> bool:
@@ -210,7 +217,7 @@ class _Pool:
     def __init__(
         self,
         ended: Callable[[Job, str | None], None],
-        measure: Callable[[Sequence[Job], Ask], None],
+        measure: Callable[[Sequence[Job], Ask], Sequence[Job] | None],
         timeout_s: float,
         ready_s: float,
         last: float,
@@ -228,13 +235,21 @@ class _Pool:
         return time.monotonic() - self._stopped_s
 
     def start(self, processes: int) -> None:
-        """Start what may run now. A group is not begun beside many that wait for others, as these hold memory."""
-        while self.left:
-            begun = any(child.job.team == self.left[0].team for child in self.children)
-            counted = [child for child in self.children if not (begun and child.waits)]
-            if len(counted) >= processes:
-                break
-            self._start(self.left.popleft())
+        """Start what may run now."""
+        while (job := self._next(processes)) is not None:
+            self.left.remove(job)
+            self._start(job)
+
+    def _next(self, processes: int) -> Job | None:
+        """The first job that may begin. Those that wait take no processor; but they hold memory."""
+        if sum(not child.waits for child in self.children) >= processes:
+            return None
+        begun = {child.job.team for child in self.children}
+        unready = {job.name for job in self.left}
+        unready |= {child.job.name for child in self.children if not (child.waits or child.measured)}
+        full = len(self.children) >= WAITING * processes
+        may = (job for job in self.left if job.after not in unready and not (full and job.team not in begun))
+        return next(may, None)
 
     def _start(self, job: Job) -> None:
         log = job.log.open("wb")
@@ -270,7 +285,7 @@ class _Pool:
         """Measure a group whose processes are ready, while all others are stopped."""
         for team in dict.fromkeys(child.job.team for child in self.children):
             group = [child for child in self.children if child.job.team == team]
-            if all(child.waits for child in group) and not (self.left and self.left[0].team == team):
+            if all(child.waits for child in group) and all(job.team != team for job in self.left):
                 self._take_turn(group)
                 break
 
@@ -280,22 +295,28 @@ class _Pool:
         all_of_them = _groups_of([child.process.pid for child in self.children])
         _signal(all_of_them, signal.SIGSTOP)
         time.sleep(PAUSE)
+        more: Sequence[Job] | None = None
         try:
-            self._measure([child.job for child in group], lambda job, line: self._ask(of_job[job.name], line))
+            more = self._measure([c.job for c in group], lambda job, line: self._ask(of_job[job.name], line))
         except TimeOver:
             pass
         finally:
             _signal(all_of_them, signal.SIGCONT)
-        for child in group:
-            child.waits, child.measured = False, True
-            child.limit += waited_until - child.waits_since
         self._stopped_s += time.monotonic() - begun
+        for child in group:
+            if child.told_to_end or not more:
+                child.waits, child.measured = False, True
+                child.limit += waited_until - child.waits_since
+        if more:
+            self.left.extendleft(reversed(more))
+            self._begun[more[0].team] = self.clock()
 
     def _ask(self, child: _Child, line: str) -> str | None:
         if child not in self.children:
             return None
         assert child.process.stdin is not None
         child.lines.clear()
+        child.told_to_end = line == END
         _signal([child.process.pid], signal.SIGCONT)
         with contextlib.suppress(OSError):  # it has ended
             child.process.stdin.write(f"{line}\n".encode())
