@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.children import CUT, END, LAST_S, OVER, Ask, Job, run_jobs
 from benchmarks.command import new_record, settle_defaults, settle_device
 from benchmarks.contenders import windows
-from benchmarks.noise import TWIN, noise_of
+from benchmarks.noise import TWIN, noise_of, spread_of_twins
 from benchmarks.record import write_json
 from benchmarks.settling import Loop, Turn, first_turn, second_turn
 from benchmarks.zoo_models import Entry
@@ -148,7 +148,7 @@ def run_entries(
         elif not again:
             first_turn(turn, list(home), loops, window, args)
         elif any(mode.endswith(TWIN) for mode in home):
-            second_turn(turn, loops, window, args)
+            second_turn(turn, loops, window, args, spread_of_twins(rows))
         more = [process(name, [mode + TWIN]) for mode in turn.best if not again]
         jobs[name] += more
         for job in ready:

@@ -17,10 +17,10 @@ __all__ = [
     "TWIN",
     "Times",
     "is_below_noise",
+    "limit_of",
     "median_ratio",
     "noise_of",
     "paired",
-    "spread_of",
     "spread_of_twins",
     "surely",
     "times_of",
@@ -68,13 +68,18 @@ def noise_of(row: Row) -> dict[str, float]:
     }
 
 
-def spread_of(times: Times, other: str) -> float | None:
-    """The ratio of a twin and its original, at least 1; None where no twin was measured."""
+def limit_of(times: Times, other: str, spread: float) -> float | None:
+    """What a mode has to be below that is slower than twins of the other one; None where no twin was measured.
+
+    Args:
+        times: of windows that were made beside a twin.
+        spread: of the other twins of the run.
+    """
     ratios = paired(times, other + TWIN, other)
     if not ratios:
         return None
     ratio = statistics.median(ratios)
-    return max(ratio, 1 / ratio)
+    return ALLOWED / max(ratio, 1 / ratio, spread)
 
 
 def spread_of_twins(rows: Iterable[Row]) -> float:
@@ -104,8 +109,7 @@ def is_below_noise(times: Times, mode: str, other: str, spread: float) -> bool |
     Returns:
         None where no twin of the other mode was measured.
     """
-    own, ratios = spread_of(times, other), paired(times, mode, other)
-    if own is None or not ratios:
+    limit, ratios = limit_of(times, other, spread), paired(times, mode, other)
+    if limit is None or not ratios:
         return None
-    limit = ALLOWED / max(own, spread)
     return surely(ratio < limit for ratio in ratios)

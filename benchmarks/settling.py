@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.contenders import Rounds, Window
-from benchmarks.noise import ALLOWED, KINDS, TWIN, Times, is_below_noise, paired, surely
+from benchmarks.noise import ALLOWED, KINDS, TWIN, Times, limit_of, paired, surely
 
 __all__ = ["Loop", "Turn", "first_turn", "second_turn"]
 
@@ -79,13 +79,19 @@ def first_turn(
                 turn.kept += [best, *found]
 
 
-def second_turn(turn: Turn, loops: Sequence[Loop], window: Window, args: argparse.Namespace) -> None:
-    """Long windows of those that are left, beside twins, until each of ours has a verdict."""
+def second_turn(
+    turn: Turn, loops: Sequence[Loop], window: Window, args: argparse.Namespace, spread: float
+) -> None:
+    """Long windows of those that are left, beside twins, until each of ours has a verdict.
+
+    Args:
+        spread: of the twins of the run until now.
+    """
     again = Rounds(window, args.window_s)
     again.prepare([m for mode in turn.kept for m in ((mode, mode + TWIN) if mode in turn.best else (mode,))])
     again.make(args.windows)
     made = args.windows
-    while made < args.most_windows and not again.cut and not _settled(again.times(), loops):
+    while made < args.most_windows and not again.cut and not _settled(again.times(), loops, spread):
         again.make(MORE)
         made += MORE
     turn.times[AGAIN] = again.times()
@@ -128,12 +134,18 @@ def _is_allowed(ratios: Sequence[float]) -> bool:
     return statistics.median(ratios) >= 1 or surely(ratio >= ALLOWED for ratio in ratios)
 
 
-def _settled(times: Times, loops: Sequence[Loop]) -> bool:
+def _settled(times: Times, loops: Sequence[Loop], spread: float) -> bool:
     return all(
-        is_below_noise(times, mode, _best(times, loop), 1.0) is not False
+        _tell(paired(times, mode, best), limit_of(times, best, spread))
         for loop in loops
         for mode in _doubtful(times, loop)
+        for best in [_best(times, loop)]
     )
+
+
+def _tell(ratios: Sequence[float], limit: float | None) -> bool:
+    """Whether windows are on one side of the limit, so that more of them would not change the verdict."""
+    return limit is None or surely(r < limit for r in ratios) or surely(r >= limit for r in ratios)
 
 
 def _leave_out(turn: Turn, crashed: set[str], *, cut: bool) -> None:
