@@ -29,7 +29,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["CUT", "END", "LAST_S", "OVER", "Ask", "Job", "TimeOver", "Turns", "row_of_process", "run_jobs"]
+__all__ = [
+    "CUT",
+    "END",
+    "LAST_S",
+    "OVER",
+    "Ask",
+    "Job",
+    "TimeOver",
+    "Turns",
+    "end_with_parent",
+    "row_of_process",
+    "run_jobs",
+]
 
 READY, GO, DONE, END = "ready", "go", "done", "end"
 CUT = OVER, INTERRUPTED = "the time for the whole run was over", "interrupted"
@@ -136,6 +148,18 @@ def row_of_process(module: str, row: Sequence[str], options: Sequence[str], time
         return {"error": None, **json.loads(out.read_text())}
 
 
+def _begin(job: Job, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, *job.arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        start_new_session=True,  # so that its own children are ended with it
+        preexec_fn=end_with_parent,
+        bufsize=0,
+    )
+
+
 def _go(jobs: Sequence[Job], ask: Ask) -> None:
     """Each job makes what it has in `Turns.alone`."""
     for job in jobs:
@@ -151,6 +175,7 @@ def run_jobs(
     ready_s: float = math.inf,
     seconds: float | None = None,
     measure: Callable[[Sequence[Job], Ask], Sequence[Job] | None] = _go,
+    begin: Callable[[Job, IO[bytes]], Any] = _begin,
 ) -> list[Job]:
     """Run all jobs, at most `processes` at a time. For the main thread.
 
@@ -163,12 +188,13 @@ def run_jobs(
         seconds: for all of them. A job that is not ready by then is killed, and those that are left are not begun.
         measure: called for each group, with those of its jobs that are ready when the others have ended. The jobs that
             it returns are begun next; it is called again when they are ready, with those that were not told to end.
+        begin: starts the process of a job, in a group of processes of its own; has what `subprocess.Popen` has.
 
     Returns:
         The jobs that were not begun.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
-    pool = _Pool(ended, measure, timeout_s, min(ready_s, timeout_s), end + LAST_S)
+    pool = _Pool(ended, measure, begin, timeout_s, min(ready_s, timeout_s), end + LAST_S)
     pool.left += jobs
     not_begun: list[Job] = []
     before = signal.signal(signal.SIGTERM, _interrupted)  # or the children would outlive a run that is cut
@@ -193,7 +219,7 @@ def run_jobs(
 @dataclass(eq=False)
 class _Child:
     job: Job
-    process: subprocess.Popen[bytes]
+    process: Any  # subprocess.Popen[bytes], or alike
     log: IO[bytes]
     limit: float  # on the clock of `_Pool.clock`
     why: str  # what is wrong when it is over
@@ -218,13 +244,14 @@ class _Pool:
         self,
         ended: Callable[[Job, str | None], None],
         measure: Callable[[Sequence[Job], Ask], Sequence[Job] | None],
+        begin: Callable[[Job, IO[bytes]], Any],
         timeout_s: float,
         ready_s: float,
         last: float,
     ) -> None:
         self.left: deque[Job] = deque()
         self.children: list[_Child] = []
-        self._ended, self._measure = ended, measure
+        self._ended, self._measure, self._begin = ended, measure, begin
         self._timeout_s, self._ready_s, self._last = timeout_s, ready_s, last
         self._begun: dict[str, float] = {}  # groups
         self._stopped_s = 0.0
@@ -253,15 +280,7 @@ class _Pool:
 
     def _start(self, job: Job) -> None:
         log = job.log.open("wb")
-        process = subprocess.Popen(
-            [sys.executable, *job.arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,  # so that its own children are ended with it
-            preexec_fn=_end_with_parent,
-            bufsize=0,
-        )
+        process = self._begin(job, log)
         begun = self._begun.setdefault(job.team, self.clock())
         limits = {self.clock() + self._ready_s: self._ready_s, begun + self._timeout_s: self._timeout_s}
         limit = min(limits)
@@ -362,7 +381,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _SIGNAL_WHEN_THE_PARENT_DIES = 1  # PR_SET_PDEATHSIG
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A process whose parent is killed would go on, or stay stopped."""
     if _LIBC is not None:
         _LIBC.prctl(_SIGNAL_WHEN_THE_PARENT_DIES, signal.SIGKILL)

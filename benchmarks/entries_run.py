@@ -21,6 +21,7 @@ from benchmarks.children import CUT, END, LAST_S, OVER, Ask, Job, run_jobs
 from benchmarks.command import new_record, settle_defaults, settle_device
 from benchmarks.contenders import windows
 from benchmarks.noise import TWIN, noise_of, spread_of_twins
+from benchmarks.nursery import Nursery
 from benchmarks.record import write_json
 from benchmarks.settling import Loop, Turn, first_turn, second_turn
 from benchmarks.zoo_models import Entry
@@ -196,6 +197,9 @@ def run_entries(
         leader = next((mode for mode in modes if mode in compiled), None)
         parts = [[mode] for mode in modes] if apart else [modes]
         jobs = {name: [process(name, part) for part in parts] for name in names}
+        nursery = Nursery(args.device) if apart and args.fork else None
+        forked = {"begin": nursery.begin} if nursery and nursery.works else {}
+        record["forked"] = bool(forked)
         left = run_jobs(
             [job for group in jobs.values() for job in group],
             ended,
@@ -204,7 +208,10 @@ def run_entries(
             ready_s=args.mode_s if apart and args.mode_s else math.inf,
             seconds=args.seconds,
             measure=measure,
+            **forked,
         )
+        if nursery:
+            nursery.close()
         for name in dict.fromkeys(job.team for job in left):
             if any(job.name in ends for job in jobs[name]):
                 over(name)

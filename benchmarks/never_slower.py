@@ -92,6 +92,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most-windows", type=int, help="where they do not tell (default: 24; CPU: 4)")
     parser.add_argument("--short-windows", type=int, help="of all modes, at first (default: 5; CPU: 2)")
     parser.add_argument("--short-s", type=float, help="seconds of such a window (default: 0.05; CPU: 0)")
+    parser.add_argument(
+        "--fork",
+        action="store_true",
+        help="import once, and fork the contenders, where a copy can use the device",
+    )
     parser.set_defaults(mode_s=240)
     args = parser.parse_args(argv)
     settle_options(parser, args, ALL)

@@ -92,8 +92,9 @@ def second_turn(
     again.make(args.windows)
     made = args.windows
     while made < args.most_windows and not again.cut and not _settled(again.times(), loops, spread):
-        again.make(MORE)
-        made += MORE
+        more = min(MORE, args.most_windows - made)
+        again.make(more)
+        made += more
     turn.times[AGAIN] = again.times()
     _leave_out(turn, set(turn.kept) - set(turn.times[AGAIN]), cut=again.cut)
 

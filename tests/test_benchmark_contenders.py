@@ -19,6 +19,7 @@ import pytest
 from benchmarks import children, entries_run
 from benchmarks.children import CUT, END, OVER, Ask, Job, TimeOver, run_jobs
 from benchmarks.contenders import windows
+from benchmarks.nursery import Nursery
 from benchmarks.zoo_models import ENTRIES
 
 ROOT = Path(__file__).parents[1]
@@ -228,6 +229,50 @@ def test_jobs_that_a_measurement_calls_for_are_measured_with_those_that_wait(tmp
 
 
 _TEAMS = {"x": "ab", "y": "cd"}
+
+
+def test_forked_processes_are_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = {"a": "raises", "b": "", "c": "is killed", "d": "begins another"}
+    rounds, told, child = _Rounds(4), tmp_path / "told", tmp_path / "child.py"
+    jobs = _jobs(tmp_path, faults, "group")
+    (tmp_path / "forked_child.py").write_text(
+        "import sys\n\ndef main(argv):\n    sys.argv[1:] = argv\n"
+        f"    exec(open({str(child)!r}).read(), {{'__file__': {str(child)!r}}})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    nursery = Nursery("cpu")
+    try:
+        assert nursery.works
+        jobs = [
+            dataclasses.replace(job, arguments=["-W", "ignore", "-m", "forked_child", *job.arguments[1:]])
+            for job in jobs
+        ]
+        run_jobs(jobs, rounds.ended, processes=4, timeout_s=60, measure=rounds.measure, begin=nursery.begin)
+        hangs = dataclasses.replace(jobs[1], name="e", arguments=[*jobs[1].arguments[:-1], "hangs"])
+        with (tmp_path / "e.log").open("wb") as log:
+            process = nursery.begin(hangs, log)
+        assert _lives(process.pid) and os.getpgid(process.pid) == process.pid
+    finally:
+        nursery.close()
+    _wait_for(lambda: not _lives(process.pid), 10)
+    assert sorted(rounds.groups[0]) == ["b", "c", "d"]
+    assert rounds.answers["b"] == rounds.answers["d"] == ["0!", "1!", "2!", "3!"]
+    assert rounds.answers["c"] == ["0!", "1!", None, None]
+    assert "a contender that raises" in rounds.ends.pop("a")  # type: ignore[operator]
+    assert "status -9" in rounds.ends.pop("c")  # type: ignore[operator]
+    assert rounds.ends == {"b": None, "d": None}
+    lines = [line.split() for line in told.read_text().splitlines()]
+    assert ["another", "beside"] in lines
+    for n in [n for n, line in enumerate(lines) if line == ["b", "begins"]]:
+        during = lines[n + 1 : lines.index(["b", "ends"], n)]
+        assert {who for who, _ in during[1:]} == {"b"}, "all others are stopped"
+
+
+def test_without_a_device_that_copies_can_use_nothing_is_forked() -> None:
+    nursery = Nursery("no such device")
+    assert not nursery.works
+    nursery.close()
+
 
 _PARENT = """
 import sys

@@ -253,11 +253,12 @@ contenders.MODES |= {"backend": slow}
 
 
 @pytest.mark.slow
-def test_a_mode_that_is_slower_than_the_twin_of_the_best_is_a_miss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fork", [[], ["--fork"]])
+def test_a_mode_that_is_slower_than_the_twin_of_the_best_is_a_miss(tmp_path: Path, fork: list[str]) -> None:
     (tmp_path / "sitecustomize.py").write_text(_SLOW)
     path = tmp_path / "never.json"
     options = ["--scale", "tiny", "--device", "cpu", "--names", "case: PPO", "--modes", "backend,eager"]
-    options += ["--windows", "6", "--most-windows", "6", "--json", str(path), "--logs", str(tmp_path)]
+    options += ["--windows", "6", "--most-windows", "6", "--json", str(path), "--logs", str(tmp_path), *fork]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.never_slower", *options],
         cwd=ROOT,
@@ -269,6 +270,7 @@ def test_a_mode_that_is_slower_than_the_twin_of_the_best_is_a_miss(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     (row,) = record["rows"]
+    assert record["forked"] is bool(fork)
     assert row["stage"] == "done" and row["without_twin"] == []
     assert list(row["modes"]) == ["backend", "eager", "eager twin"]
     assert {len(found["again_ms"]) for found in row["modes"].values()} == {6}
