@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +50,8 @@ PAUSE = 0.05
 """Seconds until what stopped processes have launched has left the GPU."""
 LAST_S = 20.0
 """Seconds after the time for the whole run in which processes that are ready by then are measured."""
-WAITING = 2
-"""No group is begun when there are so many times more processes, waiting or not, than may run at a time."""
+WAITING = 4
+"""Groups are begun as long as all of their processes are at most so many times those that may run at a time."""
 
 
 @dataclass(frozen=True)
@@ -274,9 +274,12 @@ class _Pool:
         begun = {child.job.team for child in self.children}
         unready = {job.name for job in self.left}
         unready |= {child.job.name for child in self.children if not (child.waits or child.measured)}
-        full = len(self.children) >= WAITING * processes
-        may = (job for job in self.left if job.after not in unready and not (full and job.team not in begun))
-        return next(may, None)
+        sizes = Counter(job.team for job in self.left)
+        room = WAITING * processes - len(self.children) - sum(sizes[team] for team in begun)
+        for job in self.left:
+            if job.after not in unready and (job.team in begun or not begun or sizes[job.team] <= room):
+                return job
+        return None
 
     def _start(self, job: Job) -> None:
         log = job.log.open("wb")

@@ -141,7 +141,7 @@ def run_entries(
         }
 
         def window(mode: str, steps: int) -> float | None:
-            answer = ask(home[mode], f"{mode} {steps}")
+            answer = ask(home[mode], f"{mode} {steps}") if mode in home else None  # it may have ended since
             return float(answer) if answer else None
 
         if not loops:

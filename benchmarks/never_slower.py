@@ -1,13 +1,13 @@
 """Whether the library is slower, or larger, than what one line gives: eager, `torch.compile`, `reduce-overhead`.
 
-    python -m benchmarks.never_slower --json never_slower.json --seconds 560      # one CUDA GPU
-    python -m benchmarks.never_slower --json never_slower.json --seconds 560 --resume
+    python -m benchmarks.never_slower --json never_slower.json --seconds 500      # one CUDA GPU
+    python -m benchmarks.never_slower --json never_slower.json --seconds 500 --resume
     python -m benchmarks.never_slower --scale tiny --names "PPO"                  # does the script work? (CPU)
 
 Twelve cases at the size at which they were found to be slow, and entries of the zoo; bf16 autocast. The whole step and
 the backend are compared with the best of the three, and Accelerate's stock loop with the best of the three in such a
-loop. Each contender has a process of its own, so that none moves the addresses of another one's tensors, shares its
-compiled code, or hides its peak of memory; benchmarks/README.md says how they take turns.
+loop. Each contender has a process of its own, so that none moves the addresses of another one's tensors, meets its
+guards, or hides its peak of memory; benchmarks/README.md says how they take turns.
 """
 
 from __future__ import annotations
