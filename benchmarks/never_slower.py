@@ -89,7 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         windows=8,
         window_s=0.3,
     )
-    parser.add_argument("--most-windows", type=int, help="where they do not tell (default: 24; CPU: 4)")
+    parser.add_argument("--most-windows", type=int, help="where they do not tell (default: 24; CPU: 6)")
     parser.add_argument("--short-windows", type=int, help="of all modes, at first (default: 5; CPU: 2)")
     parser.add_argument("--short-s", type=float, help="seconds of such a window (default: 0.05; CPU: 0)")
     parser.add_argument(
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(mode_s=240)
     args = parser.parse_args(argv)
     settle_options(parser, args, ALL)
-    settle_defaults(args, most_windows=(24, 4), short_windows=(5, 2), short_s=(0.05, 0.0))
+    settle_defaults(args, most_windows=(24, 6), short_windows=(5, 2), short_s=(0.05, 0.0))
     args.autocast = True
     args.names = list(ALL) if args.names is None else args.names
     chosen = MODES if args.modes is None else args.modes.split(",")
