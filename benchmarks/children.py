@@ -5,7 +5,8 @@ the parent has stopped all others; they go on when it is done. So no other proce
 one is measured, and most of the time of a run is spent by many processes together.
 
 Processes of one group are measured together, when all of them that have not ended are ready: the parent asks them in
-turns, and each of them runs only until it has answered.
+turns, and each of them runs only until it has answered. What was measured may call for more processes of the group;
+those that were not told to end wait for them, and are measured again with them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["CUT", "END", "LAST_S", "OVER", "Ask", "Job", "TimeOver", "Turns", "row_of_process", "run_jobs"]
+__all__ = [
+    "CUT",
+    "END",
+    "LAST_S",
+    "OVER",
+    "Ask",
+    "Job",
+    "TimeOver",
+    "Turns",
+    "end_with_parent",
+    "row_of_process",
+    "run_jobs",
+]
 
 READY, GO, DONE, END = "ready", "go", "done", "end"
 CUT = OVER, INTERRUPTED = "the time for the whole run was over", "interrupted"
@@ -37,6 +50,8 @@ PAUSE = 0.05
 """Seconds until what stopped processes have launched has left the GPU."""
 LAST_S = 20.0
 """Seconds after the time for the whole run in which processes that are ready by then are measured."""
+WAITING = 4
+"""Groups are begun as long as all of their processes are at most so many times those that may run at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,14 @@ class Job:
         arguments: of the Python interpreter.
         log: where its standard output and its errors go.
         group: of jobs that are measured together, and follow each other. Without one a job is measured by itself.
+        after: the name of a job of the group. Until that one is ready, or has ended, this one is not begun.
     """
 
     name: str
     arguments: Sequence[str]
     log: Path
     group: str | None = None
+    after: str | None = None
 
     @property
     def team(self) -> str:
@@ -131,6 +148,18 @@ def row_of_process(module: str, row: Sequence[str], options: Sequence[str], time
         return {"error": None, **json.loads(out.read_text())}
 
 
+def _begin(job: Job, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, *job.arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        start_new_session=True,  # so that its own children are ended with it
+        preexec_fn=end_with_parent,
+        bufsize=0,
+    )
+
+
 def _go(jobs: Sequence[Job], ask: Ask) -> None:
     """Each job makes what it has in `Turns.alone`."""
     for job in jobs:
@@ -145,7 +174,8 @@ def run_jobs(
     timeout_s: float,
     ready_s: float = math.inf,
     seconds: float | None = None,
-    measure: Callable[[Sequence[Job], Ask], None] = _go,
+    measure: Callable[[Sequence[Job], Ask], Sequence[Job] | None] = _go,
+    begin: Callable[[Job, IO[bytes]], Any] = _begin,
 ) -> list[Job]:
     """Run all jobs, at most `processes` at a time. For the main thread.
 
@@ -156,13 +186,15 @@ def run_jobs(
         timeout_s: for one group. The time in which a job waits, or others are measured, is not counted.
         ready_s: for one job, until it is ready to be measured; and for each of its answers.
         seconds: for all of them. A job that is not ready by then is killed, and those that are left are not begun.
-        measure: called for each group, with those of its jobs that are ready when the others have ended.
+        measure: called for each group, with those of its jobs that are ready when the others have ended. The jobs that
+            it returns are begun next; it is called again when they are ready, with those that were not told to end.
+        begin: starts the process of a job, in a group of processes of its own; has what `subprocess.Popen` has.
 
     Returns:
         The jobs that were not begun.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
-    pool = _Pool(ended, measure, timeout_s, min(ready_s, timeout_s), end + LAST_S)
+    pool = _Pool(ended, measure, begin, timeout_s, min(ready_s, timeout_s), end + LAST_S)
     pool.left += jobs
     not_begun: list[Job] = []
     before = signal.signal(signal.SIGTERM, _interrupted)  # or the children would outlive a run that is cut
@@ -187,7 +219,7 @@ def run_jobs(
 @dataclass(eq=False)
 class _Child:
     job: Job
-    process: subprocess.Popen[bytes]
+    process: Any  # subprocess.Popen[bytes], or alike
     log: IO[bytes]
     limit: float  # on the clock of `_Pool.clock`
     why: str  # what is wrong when it is over
@@ -195,6 +227,7 @@ class _Child:
     waits: bool = False
     waits_since: float = 0.0
     measured: bool = False
+    told_to_end: bool = False
     rest: str = ""
 
     def hear(self) -> bool:
@@ -210,14 +243,15 @@ class _Pool:
     def __init__(
         self,
         ended: Callable[[Job, str | None], None],
-        measure: Callable[[Sequence[Job], Ask], None],
+        measure: Callable[[Sequence[Job], Ask], Sequence[Job] | None],
+        begin: Callable[[Job, IO[bytes]], Any],
         timeout_s: float,
         ready_s: float,
         last: float,
     ) -> None:
         self.left: deque[Job] = deque()
         self.children: list[_Child] = []
-        self._ended, self._measure = ended, measure
+        self._ended, self._measure, self._begin = ended, measure, begin
         self._timeout_s, self._ready_s, self._last = timeout_s, ready_s, last
         self._begun: dict[str, float] = {}  # groups
         self._stopped_s = 0.0
@@ -228,25 +262,28 @@ class _Pool:
         return time.monotonic() - self._stopped_s
 
     def start(self, processes: int) -> None:
-        """Start what may run now. A group is not begun beside many that wait for others, as these hold memory."""
-        while self.left:
-            begun = any(child.job.team == self.left[0].team for child in self.children)
-            counted = [child for child in self.children if not (begun and child.waits)]
-            if len(counted) >= processes:
-                break
-            self._start(self.left.popleft())
+        """Start what may run now."""
+        while (job := self._next(processes)) is not None:
+            self.left.remove(job)
+            self._start(job)
+
+    def _next(self, processes: int) -> Job | None:
+        """The first job that may begin. Those that wait take no processor; but they hold memory."""
+        if sum(not child.waits for child in self.children) >= processes:
+            return None
+        begun = {child.job.team for child in self.children}
+        unready = {job.name for job in self.left}
+        unready |= {child.job.name for child in self.children if not (child.waits or child.measured)}
+        sizes = Counter(job.team for job in self.left)
+        room = WAITING * processes - len(self.children) - sum(sizes[team] for team in begun)
+        for job in self.left:
+            if job.after not in unready and (job.team in begun or not begun or sizes[job.team] <= room):
+                return job
+        return None
 
     def _start(self, job: Job) -> None:
         log = job.log.open("wb")
-        process = subprocess.Popen(
-            [sys.executable, *job.arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,  # so that its own children are ended with it
-            preexec_fn=_end_with_parent,
-            bufsize=0,
-        )
+        process = self._begin(job, log)
         begun = self._begun.setdefault(job.team, self.clock())
         limits = {self.clock() + self._ready_s: self._ready_s, begun + self._timeout_s: self._timeout_s}
         limit = min(limits)
@@ -270,7 +307,7 @@ class _Pool:
         """Measure a group whose processes are ready, while all others are stopped."""
         for team in dict.fromkeys(child.job.team for child in self.children):
             group = [child for child in self.children if child.job.team == team]
-            if all(child.waits for child in group) and not (self.left and self.left[0].team == team):
+            if all(child.waits for child in group) and all(job.team != team for job in self.left):
                 self._take_turn(group)
                 break
 
@@ -280,22 +317,28 @@ class _Pool:
         all_of_them = _groups_of([child.process.pid for child in self.children])
         _signal(all_of_them, signal.SIGSTOP)
         time.sleep(PAUSE)
+        more: Sequence[Job] | None = None
         try:
-            self._measure([child.job for child in group], lambda job, line: self._ask(of_job[job.name], line))
+            more = self._measure([c.job for c in group], lambda job, line: self._ask(of_job[job.name], line))
         except TimeOver:
             pass
         finally:
             _signal(all_of_them, signal.SIGCONT)
-        for child in group:
-            child.waits, child.measured = False, True
-            child.limit += waited_until - child.waits_since
         self._stopped_s += time.monotonic() - begun
+        for child in group:
+            if child.told_to_end or not more:
+                child.waits, child.measured = False, True
+                child.limit += waited_until - child.waits_since
+        if more:
+            self.left.extendleft(reversed(more))
+            self._begun[more[0].team] = self.clock()
 
     def _ask(self, child: _Child, line: str) -> str | None:
         if child not in self.children:
             return None
         assert child.process.stdin is not None
         child.lines.clear()
+        child.told_to_end = line == END
         _signal([child.process.pid], signal.SIGCONT)
         with contextlib.suppress(OSError):  # it has ended
             child.process.stdin.write(f"{line}\n".encode())
@@ -341,7 +384,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _SIGNAL_WHEN_THE_PARENT_DIES = 1  # PR_SET_PDEATHSIG
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A process whose parent is killed would go on, or stay stopped."""
     if _LIBC is not None:
         _LIBC.prctl(_SIGNAL_WHEN_THE_PARENT_DIES, signal.SIGKILL)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,18 @@ from benchmarks.zoo_models.entry import Parts, seed
 from pygraph_train import GraphedStep, StepReport
 from pygraph_train.tracing.signature import map_leaves
 
-__all__ = ["MODES", "Contender", "Setting", "first_losses", "settle", "start", "timed", "windows"]
+__all__ = [
+    "MODES",
+    "Contender",
+    "Rounds",
+    "Setting",
+    "Window",
+    "first_losses",
+    "settle",
+    "start",
+    "timed",
+    "windows",
+]
 
 BATCHES = 4
 LEARNING_RATE = 2.0**-13
@@ -235,30 +246,55 @@ def _peak_mib(contender: Contender) -> int | None:
     return round((torch.cuda.max_memory_reserved() - contender.reserved_before) / MIB)
 
 
-def windows(
-    modes: Sequence[str], window: Callable[[str, int], float | None], *, count: int, seconds: float
-) -> dict[str, list[float]]:
-    """Milliseconds a step in `count` windows of each mode, which take turns.
+Window = Callable[[str, int], "float | None"]
+"""Makes so many steps in a mode, and has their milliseconds a step; None where that mode has crashed."""
 
-    Args:
-        window: makes so many steps in a mode, and has their milliseconds a step; None where that mode has crashed.
 
-    Returns:
-        The windows of the modes that have not crashed; only whole rounds, where the time for the run is over.
-    """
-    steps: dict[str, int] = {}
-    rounds: list[dict[str, float | None]] = []
-    with contextlib.suppress(TimeOver):
-        for mode in modes:
-            window(mode, 2)
-            if ms := window(mode, BATCHES):
-                steps[mode] = max(BATCHES, min(1000, round(seconds * 1e3 / ms)))
-                window(mode, steps[mode])
-        for number in range(count):
-            order = steps if number % 2 else reversed(steps)
-            rounds.append({mode: window(mode, steps[mode]) for mode in order})
-    times = {mode: [ms for made in rounds if (ms := made[mode])] for mode in steps}
-    return {mode: found for mode, found in times.items() if rounds and len(found) == len(rounds)}
+class Rounds:
+    """Windows of modes that take turns, in an order that alternates: A B, B A, A B, ..."""
+
+    def __init__(self, window: Window, seconds: float) -> None:
+        self._window, self._seconds = window, seconds
+        self._steps: dict[str, int] = {}
+        self._made: list[dict[str, float | None]] = []
+        self.cut = False
+        """Whether the time for the whole run was over meanwhile."""
+
+    def prepare(self, modes: Sequence[str]) -> None:
+        """Choose the steps of a window of each mode, and make one that is not timed."""
+        with self._cut_when_time_is_over():
+            for mode in modes:
+                self._window(mode, 2)
+                if ms := self._window(mode, BATCHES):
+                    self._steps[mode] = max(BATCHES, min(1000, round(self._seconds * 1e3 / ms)))
+                    self._window(mode, self._steps[mode])
+
+    def make(self, count: int) -> None:
+        """Make so many more windows of each mode."""
+        with self._cut_when_time_is_over():
+            for _ in range(0 if self.cut else count):
+                order = list(self._steps) if len(self._made) % 2 else list(reversed(self._steps))
+                self._made.append({mode: self._window(mode, self._steps[mode]) for mode in order})
+
+    def times(self) -> dict[str, list[float]]:
+        """Milliseconds a step in whole rounds, of the modes that have not crashed."""
+        times = {mode: [ms for made in self._made if (ms := made[mode])] for mode in self._steps}
+        return {mode: found for mode, found in times.items() if found and len(found) == len(self._made)}
+
+    @contextlib.contextmanager
+    def _cut_when_time_is_over(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeOver:
+            self.cut = True
+
+
+def windows(modes: Sequence[str], window: Window, *, count: int, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds a step in `count` windows of each mode that has not crashed."""
+    rounds = Rounds(window, seconds)
+    rounds.prepare(modes)
+    rounds.make(count)
+    return rounds.times()
 
 
 def timed(contender: Contender, steps: int) -> float:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.children import Turns
 from benchmarks.contenders import Contender, Setting, first_losses, settle, start, timed
 from benchmarks.limit import StepTimeout, time_limit
+from benchmarks.noise import TWIN
 from benchmarks.record import write_json
 from benchmarks.zoo_models import FULL, TINY, Entry, NotInstalled
 
@@ -29,6 +30,7 @@ def be_child(entry: Entry, modes: Sequence[str], args: argparse.Namespace) -> No
 
     Args:
         modes: of `contenders.MODES`. "eager again" is a second run of the plain loop, of which only the losses count.
+            A mode with `TWIN` at its end is the same contender in another process.
         args: has the options above, and `autocast`.
     """
     turns = Turns()
@@ -84,7 +86,7 @@ def _contenders(
             found |= _crash(error)
         else:
             found |= {"losses": contender.losses, "reserved_mib": contender.reserved_mib}
-            found |= _told_by(contender)
+            found |= _told_by(contender) | _cost_of_the_start()
             if mode != "eager again":
                 kept[mode] = contender
     return kept
@@ -98,7 +100,7 @@ def _warm_up(device: torch.device) -> None:
 
 
 def _settled(mode: str, setting: Setting, args: argparse.Namespace) -> Contender:
-    contender = start(mode.removesuffix(" again"), setting)
+    contender = start(mode.removesuffix(" again").removesuffix(TWIN), setting)
     first_losses(contender, LOSSES)
     plain = contender.report is None and mode != "backend"
     least, most = (5, 5) if plain else (args.least, args.most)
@@ -112,6 +114,13 @@ def _settled(mode: str, setting: Setting, args: argparse.Namespace) -> Contender
                 break
         settle(contender, least=least, most=most, seconds=args.settle_s)
     return contender
+
+
+def _cost_of_the_start() -> Row:
+    """The processor's seconds in this process until now, and how often Inductor found a graph on disk."""
+    found = torch._dynamo.utils.counters["inductor"]
+    caches = {key: found[f"fxgraph_cache_{key}"] for key in ("hit", "miss", "bypass")}
+    return {"ready_cpu_s": round(time.process_time(), 1), "graphs_on_disk": caches}
 
 
 def _has_no_graph_of_both(contender: Contender) -> bool:

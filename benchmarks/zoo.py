@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="with --merge: print the table of the docs")
     add_options(parser, timeout_s=150, processes=12)
     args = parser.parse_args(argv)
-    settle_options(parser, args, ENTRIES, processes=12)
+    settle_options(parser, args, ENTRIES)
     if args.names is None:
         chosen = [e for e in ENTRIES.values() if args.modes == "eager" or e.compiled]
         args.names = [e.name for e in chosen if args.families is None or args.families in e.family]

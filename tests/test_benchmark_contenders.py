@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -15,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import entries_run
+from benchmarks import children, entries_run
 from benchmarks.children import CUT, END, OVER, Ask, Job, TimeOver, run_jobs
 from benchmarks.contenders import windows
+from benchmarks.noise import TWIN
+from benchmarks.nursery import Nursery
 from benchmarks.zoo_models import ENTRIES
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +150,36 @@ def test_a_group_may_be_larger_than_the_number_of_processes(tmp_path: Path) -> N
     assert rounds.groups == [["a", "b", "c"], ["d", "e"]] and set(rounds.ends.values()) == {None}
 
 
-def test_those_that_are_ready_when_the_time_is_over_are_measured(tmp_path: Path) -> None:
+def test_a_group_is_begun_beside_others_as_long_as_there_is_room_for_all_of_it(tmp_path: Path) -> None:
+    teams = {"one": "abc", "two": "def", "three": "ghi"}
+    pool = children._Pool(print, lambda *_: None, children._begin, 60, 60, 60)
+    jobs = {team: _jobs(tmp_path, dict.fromkeys(names, "hangs"), team) for team, names in teams.items()}
+    pool.left += [
+        dataclasses.replace(job, after=None if n == 0 else jobs[team][0].name)
+        for team in teams
+        for n, job in enumerate(jobs[team])
+    ]
+    try:
+        pool.start(2)
+        assert [child.job.name for child in pool.children] == ["a", "d"], "two may run, and six have room"
+        for child in pool.children:
+            child.waits = True
+        pool.start(2)
+        assert [child.job.name for child in pool.children] == ["a", "d", "b", "c"]
+        for child in pool.children:
+            child.waits = True
+        pool.start(2)
+        assert [job.name for job in pool.left] == ["g", "h", "i"], "nine have none"
+        pool.start(4)
+        assert [job.name for job in pool.left] == ["h", "i"]
+    finally:
+        pool.stop(pool.children, "over")
+
+
+def test_those_that_are_ready_when_the_time_is_over_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.children.WAITING", 1)  # no second group beside one that waits
     rounds = _Rounds(2)
     jobs = [*_jobs(tmp_path, {"a": "", "b": "hangs", "c": ""}, "one"), *_jobs(tmp_path, {"d": ""}, "two")]
     begun = time.monotonic()
@@ -173,6 +205,100 @@ def test_nothing_is_asked_long_after_the_time_is_over(
     )
     assert time.monotonic() - begun < 20
     assert rounds.ends == {"a": OVER, "b": OVER} and len(rounds.answers["a"]) < 1000
+
+
+def test_a_job_begins_when_the_one_that_it_follows_is_ready_or_has_ended(tmp_path: Path) -> None:
+    rounds = _Rounds(1)
+    jobs = _jobs(tmp_path, {"a": "", "b": "", "c": "raises", "d": "", "e": ""}, "one")
+    after = {"b": "a", "d": "c"}
+    jobs = [dataclasses.replace(job, after=after.get(job.name)) for job in jobs]
+    begun: list[tuple[str, set[str]]] = []  # of each job, which ones were ready or had ended before it began
+    start, names = children._Pool._start, {job.name for job in jobs}
+
+    def noted(pool: children._Pool, job: Job) -> None:
+        unready = {child.job.name for child in pool.children if not child.waits}
+        begun.append((job.name, names - unready - {other.name for other in pool.left} - {job.name}))
+        start(pool, job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(children._Pool, "_start", noted)
+        run_jobs(jobs, rounds.ended, processes=5, timeout_s=60, measure=rounds.measure)
+    assert [name for name, _ in begun[:3]] == ["a", "c", "e"], "the others do not wait for those that do"
+    assert "a" in dict(begun)["b"] and "c" in dict(begun)["d"]
+    assert rounds.groups == [["a", "e", "b", "d"]] or rounds.groups == [["a", "e", "d", "b"]]
+
+
+def test_jobs_that_a_measurement_calls_for_are_measured_with_those_that_wait(tmp_path: Path) -> None:
+    turns: dict[str, list[list[str]]] = {}
+    ends: dict[str, str | None] = {}
+    jobs = {team: _jobs(tmp_path, dict.fromkeys(names, ""), team) for team, names in _TEAMS.items()}
+
+    def measure(ready: Sequence[Job], ask: Ask) -> Sequence[Job]:
+        team = ready[0].team
+        turns.setdefault(team, []).append([job.name for job in ready])
+        assert all(ask(job, "0") == "0!" for job in ready)
+        if len(turns[team]) == 1:
+            ask(ready[0], END)  # the others wait
+            return _jobs(tmp_path, {f"{team} again": ""}, team)
+        for job in ready:
+            ask(job, END)
+        return ()
+
+    left = run_jobs(
+        [job for group in jobs.values() for job in group],
+        lambda job, why: ends.update({job.name: why}),
+        processes=2,
+        timeout_s=60,
+        measure=measure,
+    )
+    assert left == [] and set(ends.values()) == {None} and len(ends) == 6
+    assert turns == {"x": [["a", "b"], ["b", "x again"]], "y": [["c", "d"], ["d", "y again"]]}
+
+
+_TEAMS = {"x": "ab", "y": "cd"}
+
+
+def test_forked_processes_are_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = {"a": "raises", "b": "", "c": "is killed", "d": "begins another"}
+    rounds, told, child = _Rounds(4), tmp_path / "told", tmp_path / "child.py"
+    jobs = _jobs(tmp_path, faults, "group")
+    (tmp_path / "forked_child.py").write_text(
+        "import sys\n\ndef main(argv):\n    sys.argv[1:] = argv\n"
+        f"    exec(open({str(child)!r}).read(), {{'__file__': {str(child)!r}}})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    nursery = Nursery("cpu")
+    try:
+        assert nursery.works
+        jobs = [
+            dataclasses.replace(job, arguments=["-W", "ignore", "-m", "forked_child", *job.arguments[1:]])
+            for job in jobs
+        ]
+        run_jobs(jobs, rounds.ended, processes=4, timeout_s=60, measure=rounds.measure, begin=nursery.begin)
+        hangs = dataclasses.replace(jobs[1], name="e", arguments=[*jobs[1].arguments[:-1], "hangs"])
+        with (tmp_path / "e.log").open("wb") as log:
+            process = nursery.begin(hangs, log)
+        assert _lives(process.pid) and os.getpgid(process.pid) == process.pid
+    finally:
+        nursery.close()
+    _wait_for(lambda: not _lives(process.pid), 10)
+    assert sorted(rounds.groups[0]) == ["b", "c", "d"]
+    assert rounds.answers["b"] == rounds.answers["d"] == ["0!", "1!", "2!", "3!"]
+    assert rounds.answers["c"] == ["0!", "1!", None, None]
+    assert "a contender that raises" in rounds.ends.pop("a")  # type: ignore[operator]
+    assert "status -9" in rounds.ends.pop("c")  # type: ignore[operator]
+    assert rounds.ends == {"b": None, "d": None}
+    lines = [line.split() for line in told.read_text().splitlines()]
+    assert ["another", "beside"] in lines
+    for n in [n for n, line in enumerate(lines) if line == ["b", "begins"]]:
+        during = lines[n + 1 : lines.index(["b", "ends"], n)]
+        assert {who for who, _ in during[1:]} == {"b"}, "all others are stopped"
+
+
+def test_without_a_device_that_copies_can_use_nothing_is_forked() -> None:
+    nursery = Nursery("no such device")
+    assert not nursery.works
+    nursery.close()
 
 
 _PARENT = """
@@ -280,7 +406,7 @@ def _row(folder: Path, parts: dict[str, Any], ends: dict[str, str | None], times
     for mode, part in parts.items():
         if part is not None:
             (folder / f"{mode}.json").write_text(json.dumps({"stage": mode, "modes": {mode: part}}))
-        jobs.append(entries_run._Process(mode, [], folder / f"{mode}.log", "PPO", [mode]))
+        jobs.append(entries_run._Process(mode, [], folder / f"{mode}.log", "PPO", modes=[mode]))
     return entries_run._row(ENTRIES["PPO"], jobs, ends, times)
 
 
@@ -288,7 +414,7 @@ def test_a_row_tells_why_a_contender_has_no_windows(tmp_path: Path) -> None:
     ready, raised = {"losses": [1.0]}, {"error": "ValueError: no"}
     parts = {"eager": ready, "compile": raised, "graphed": ready, "backend": None}
     ends = {"eager": None, "compile": None, "graphed": "ended with status -9: ", "backend": "timed out"}
-    row = _row(tmp_path, parts, ends, {"eager": [2.0]})
+    row = _row(tmp_path, parts, ends, {"windows_ms": {"eager": [2.0]}})
     assert row["stage"] == "done" and row["error"] is None
     assert row["modes"] == {
         "eager": {"losses": [1.0], "windows_ms": [2.0]},
@@ -306,7 +432,7 @@ def test_a_row_tells_why_a_contender_has_no_windows(tmp_path: Path) -> None:
 def test_a_row_of_a_run_that_was_cut_is_not_done(tmp_path: Path, why: str | None) -> None:
     parts = {"eager": {"losses": [1.0]}, "graphed": {}}
     ends = {"eager": None} | ({} if why is None else {"graphed": why})  # None: it was not begun
-    row = _row(tmp_path, parts, ends, {"eager": [2.0]})
+    row = _row(tmp_path, parts, ends, {"windows_ms": {"eager": [2.0]}})
     assert row["stage"] == "timed in part" and row["error"] == (why or OVER)
     assert row["modes"] == {"eager": {"losses": [1.0], "windows_ms": [2.0]}, "graphed": {}}, "nothing crashed"
 
@@ -371,7 +497,7 @@ def test_faults_of_contenders_leave_the_windows_of_the_others(tmp_path: Path) ->
     (row,) = json.loads(path.read_text())["rows"]
     found = row["modes"]
     assert row["stage"] == "done" and row["error"] is None
-    assert list(found) == modes.split(",")
+    assert [mode for mode in found if not mode.endswith(TWIN)] == modes.split(",")
     for mode in ("graphed", "accelerate-eager", "eager"):
         assert len(found[mode]["windows_ms"]) == 2 and "error" not in found[mode]
     assert found["graphed"]["losses"] == found["eager"]["losses"]
