@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pygraph_train.integrations.first_calls import FirstCalls, in_words, watch_backward
+from pygraph_train.integrations.first_calls import FirstCalls, in_words, tensors_of, watch_backward
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.regions.inductor import compile_graph
 from pygraph_train.regions.options import BackendOptions
@@ -31,12 +31,16 @@ from pygraph_train.torch_private.hooks import global_module_hook_tables
 from pygraph_train.torch_private.side_effects import dynamo_side_effects
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.dry_trace import DryTrace
+from pygraph_train.tracing.opened import tensors_inside
 from pygraph_train.tracing.reasons import compiler_failed, innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
 from pygraph_train.tracing.refusals import GLOBAL_HOOK
 from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes
 
 __all__ = ["RegionedCall", "begins"]
+
+_LOOKS = 64
+"""Calls of other shapes than those that were traced, after which it is enough."""
 
 
 class RegionedCall:
@@ -158,20 +162,25 @@ class RegionedCall:
         """Find out from the next calls why nothing of the module becomes a graph."""
         compiled = self._compiled
         trace = DryTrace(device)
+        calls, traced_shapes = 0, _shapes(())
 
         def looked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = uncompiled_call(module)
+            nonlocal calls, traced_shapes
+            call, shapes = uncompiled_call(module), _shapes((args, kwargs))
             if not trace.traced and trace.refused is None:
+                traced_shapes = shapes
                 trace.look(call, *args, **kwargs)
                 done = trace.refused is not None
-            else:  # traced anew on every call, or nobody knows
-                done = True
+            else:  # traced anew on every call, or nobody knows; other shapes have graphs of their own
+                calls += 1
+                done = shapes == traced_shapes or calls > _LOOKS
             if done:
                 self._compiled = compiled
-                changed = trace.traced and not trace.still_holds(call, *args, **kwargs)
+                alike = shapes == traced_shapes
+                changed = trace.traced and alike and not trace.still_holds(call, *args, **kwargs)
                 self.changing = changed
                 why = trace.what_changed(call, *args, **kwargs) if changed else trace.refused
-                tell(_without_graphs(module, why))
+                tell(_without_graphs(module, why if alike else _OTHER_SHAPES))
             return compiled(module, args, kwargs)
 
         self._compiled = looked
@@ -218,6 +227,17 @@ def _without_graphs(module: nn.Module, why: Problem | None) -> Problem:
     reason = why.reason.replace("the step is not one graph", "Dynamo cannot trace it as one graph")
     reason = reason.replace("the step depends on", "it depends on")
     return Problem(f"{start}: {reason}", why.where, why.fix)
+
+
+_OTHER_SHAPES = Problem(
+    f"its inputs had other shapes in {_LOOKS} calls, and a graph is for shapes that come back",
+    fix="Pad batches to a few sizes",
+)
+
+
+def _shapes(arguments: Any) -> list[torch.Size]:
+    """Of the tensors in the arguments of a call."""
+    return [x.shape for x in (*tensors_of(arguments), *(x for x, _ in tensors_inside(arguments)))]
 
 
 def begins(name: str) -> str:

@@ -193,6 +193,7 @@ def _region(
         changed = Transformed(gm, example_inputs)
         compiled = compile_kernels(gm, example_inputs)
     forget_strides_of_last_outputs(len(targets))
+    record.numbers = bool(numbers)
     spec = RegionSpec(
         record.name,
         traced.phase,
