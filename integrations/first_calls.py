@@ -18,7 +18,7 @@ from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.tracing.opened import tensors_inside
 from pygraph_train.tracing.signature import map_leaves
 
-__all__ = ["FirstCalls", "in_words", "tensors_of", "watch_backward"]
+__all__ = ["FirstCalls", "before_backward", "in_words", "tensors_of", "watch_backward"]
 
 _MOST = 16
 """Calls after which it is enough, also where no optimizer makes a step."""
@@ -121,6 +121,15 @@ def watch_backward(result: Any, expected: autocast.State, name: str, late: Calla
             late(problem)
             raise PyGraphError(str(problem))
 
+    before_backward(result, look)
+
+
+def before_backward(result: Any, look: Callable[..., None]) -> None:
+    """Call something when the backward of a module begins.
+
+    Args:
+        result: of the module's call.
+    """
     # a hook on a tensor would look like one of the user's, who asks for the gradient of an activation
     for node in {x.grad_fn for x in tensors_of(result) if x.grad_fn is not None}:
         node.register_prehook(look)

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pygraph_train.integrations.first_calls import FirstCalls, in_words, tensors_of, watch_backward
+from pygraph_train.integrations.first_calls import (
+    FirstCalls,
+    before_backward,
+    in_words,
+    tensors_of,
+    watch_backward,
+)
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.regions.inductor import compile_graph
 from pygraph_train.regions.options import BackendOptions
@@ -67,6 +73,7 @@ class RegionedCall:
         keeps_code: as given.
         paused: whether calls run the module as it is for now.
         removed: whether the module was given back.
+        leaving: whether the next call makes way for steps without graphs, and ends that calls run as regions.
         changing: whether `explain` has found that the module depends on Python state that changes with each call.
     """
 
@@ -83,7 +90,9 @@ class RegionedCall:
     ) -> None:
         self.module = module
         self.keeps_code = keeps_code
+        self.leaving = False
         self._tell = tell
+        self._whole = whole
         self._hooks_on_all = global_module_hook_tables()
         self._watch = first
         self._first: dict[tuple[bool, State], FirstCalls | None] = {}
@@ -104,6 +113,8 @@ class RegionedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
             return _call(self.module, args, kwargs)
+        if self.leaving:
+            return self._leave(args, kwargs)
         kind = any(map(_requires_grad, args)) or any(map(_requires_grad, kwargs.values())), present()
         first = self._first_of(kind)
         if first is not None:
@@ -187,20 +198,32 @@ class RegionedCall:
 
     def stand_aside(self) -> None:
         """See `TakenModule`."""
-        if self._aside is None and compiled_call(self.module) is self:
-            set_compiled_call(self.module, None)
-            self._aside = weakref.finalize(self.module, _nothing, self)
+        self.leaving = self._aside is None and compiled_call(self.module) is self
+
+    def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the first call of those that run without graphs."""
+        module, whole, self.leaving = self.module, self._whole, False
+        whole.make_way()
+        if self.keeps_code:
+            result = self(*args, **kwargs)
+        else:
+            set_compiled_call(module, None)
+            self._aside = weakref.finalize(module, _nothing, self)
             self._aside.atexit = False
             del self.module
+            result = _call(module, args, kwargs)
+        before_backward(result, whole.make_way_again)  # many a loop empties gradients just before it
+        return result
 
     def come_back(self) -> None:
         """See `TakenModule`."""
+        self.leaving = False
         if (module := self._module_again()) is not None and compiled_call(module) is None:
             set_compiled_call(module, self)
 
     def remove(self) -> None:
         """Give the module back as it was."""
-        self.removed = True
+        self.removed, self.leaving = True, False
         if self._module_again() is None and compiled_call(self.module) is self:
             set_compiled_call(self.module, None)
 
