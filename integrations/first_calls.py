@@ -18,7 +18,7 @@ from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.tracing.opened import tensors_inside
 from pygraph_train.tracing.signature import map_leaves
 
-__all__ = ["FirstCalls", "in_words", "watch_backward"]
+__all__ = ["FirstCalls", "before_backward", "in_words", "tensors_of", "watch_backward"]
 
 _MOST = 16
 """Calls after which it is enough, also where no optimizer makes a step."""
@@ -93,7 +93,7 @@ class FirstCalls:
 
         held = dict(tensors_inside(result))
         self.holders.update(held.values())
-        watched = list(dict.fromkeys(x for x in (*_tensors(result), *held) if x.grad_fn is not None))
+        watched = list(dict.fromkeys(x for x in (*tensors_of(result), *held) if x.grad_fn is not None))
         for tensor in watched:
             tensor.register_hook(look)
         activations = [Activation(x, eager=True) for x in activations_among(watched)]
@@ -121,8 +121,17 @@ def watch_backward(result: Any, expected: autocast.State, name: str, late: Calla
             late(problem)
             raise PyGraphError(str(problem))
 
+    before_backward(result, look)
+
+
+def before_backward(result: Any, look: Callable[..., None]) -> None:
+    """Call something when the backward of a module begins.
+
+    Args:
+        result: of the module's call.
+    """
     # a hook on a tensor would look like one of the user's, who asks for the gradient of an activation
-    for node in {x.grad_fn for x in _tensors(result) if x.grad_fn is not None}:
+    for node in {x.grad_fn for x in tensors_of(result) if x.grad_fn is not None}:
         node.register_prehook(look)
 
 
@@ -138,7 +147,8 @@ def in_words(state: autocast.State) -> str:
     return f"autocast to {', '.join(kinds)}" if kinds else "no autocast"
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors_of(result: Any) -> list[Tensor]:
+    """The tensors in containers that are known."""
     found: list[Tensor] = []
 
     def take(leaf: Any) -> Any:

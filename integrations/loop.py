@@ -69,6 +69,7 @@ class Loop:
         self._counts = (0, 0)
         self._runs = RegionRuns(self.report.regions)
         self._silent = 0
+        self._asked_why = False  # in the present silence
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
         self._over = False
@@ -290,10 +291,10 @@ class Loop:
         replays, plain = report.region_counts()
         aside = self._whole is not None and self._whole.without_regions
         self._silent = 0 if aside or replays > self._counts[0] else self._silent + 1
-        if self._silent == _SILENCE:
-            self._break_the_silence()
-        elif self._silent % _SILENCE == 0 and self._silent:
-            self._end_in_silence()
+        if self._silent and self._silent % _SILENCE == 0:
+            self._asked_why &= self._silent > _SILENCE
+            if plain == self._counts[1] or not self._regions_wait():
+                self._end_in_silence() if self._asked_why else self._break_the_silence()
         regions = (replays > self._counts[0]) and plain == self._counts[1]
         self._counts = (replays, plain)
         report.step_ended(self._runs.plan(optimizer=updates), updated=True)
@@ -304,8 +305,19 @@ class Loop:
         report.replayed(self._steps, since_start=now - report.started, interval=interval)
         self._last = now
 
+    def _regions_wait(self) -> bool:
+        """Whether regions may still get graphs: in warm-up, or when shapes of batches come back.
+
+        A region that computes with a number which is another one in each step gets none. One that runs for the first
+        time was compiled just now, maybe once more in each step.
+        """
+        warm_up = self.config.warmup_steps + 1
+        forwards = [r for r in self.report.regions() if r.phase != "backward" and r.decision != "plain"]
+        return any(r.plain_runs > 1 and (r.plain_runs <= warm_up or not r.numbers) for r in forwards)
+
     def _break_the_silence(self) -> None:
         """A long time without a graph of forward and backward has a row that says why."""
+        self._asked_why = True
         if any(region.reason for region in self.report.regions()):
             return
         if self._calls and not any(call.called for call in self._calls):
@@ -323,10 +335,8 @@ class Loop:
     def _end_in_silence(self) -> None:
         """No graph ran since `_break_the_silence` has asked why: modules that no graph can hold are given back.
 
-        Each call of such a module would be looked at in vain. Regions that run and wait for graphs keep their kernels.
+        Each call of such a module would be looked at in vain.
         """
-        if any(r.decision == "warming up" and r.plain_runs >= _SILENCE for r in self.report.regions()):
-            return
         for call in self._calls:
             if call.changing and not call.removed:
                 call.remove()

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pygraph_train.integrations.first_calls import FirstCalls, in_words, watch_backward
+from pygraph_train.integrations.first_calls import (
+    FirstCalls,
+    before_backward,
+    in_words,
+    tensors_of,
+    watch_backward,
+)
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.regions.inductor import compile_graph
 from pygraph_train.regions.options import BackendOptions
@@ -31,12 +37,16 @@ from pygraph_train.torch_private.hooks import global_module_hook_tables
 from pygraph_train.torch_private.side_effects import dynamo_side_effects
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.dry_trace import DryTrace
+from pygraph_train.tracing.opened import tensors_inside
 from pygraph_train.tracing.reasons import compiler_failed, innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
 from pygraph_train.tracing.refusals import GLOBAL_HOOK
 from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes
 
 __all__ = ["RegionedCall", "begins"]
+
+_LOOKS = 64
+"""Calls of other shapes than those that were traced, after which it is enough."""
 
 
 class RegionedCall:
@@ -63,6 +73,7 @@ class RegionedCall:
         keeps_code: as given.
         paused: whether calls run the module as it is for now.
         removed: whether the module was given back.
+        leaving: whether the next call makes way for steps without graphs, and ends that calls run as regions.
         changing: whether `explain` has found that the module depends on Python state that changes with each call.
     """
 
@@ -79,7 +90,9 @@ class RegionedCall:
     ) -> None:
         self.module = module
         self.keeps_code = keeps_code
+        self.leaving = False
         self._tell = tell
+        self._whole = whole
         self._hooks_on_all = global_module_hook_tables()
         self._watch = first
         self._first: dict[tuple[bool, State], FirstCalls | None] = {}
@@ -100,6 +113,8 @@ class RegionedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
             return _call(self.module, args, kwargs)
+        if self.leaving:
+            return self._leave(args, kwargs)
         kind = any(map(_requires_grad, args)) or any(map(_requires_grad, kwargs.values())), present()
         first = self._first_of(kind)
         if first is not None:
@@ -158,40 +173,57 @@ class RegionedCall:
         """Find out from the next calls why nothing of the module becomes a graph."""
         compiled = self._compiled
         trace = DryTrace(device)
+        calls, traced_shapes = 0, _shapes(())
 
         def looked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = uncompiled_call(module)
+            nonlocal calls, traced_shapes
+            call, shapes = uncompiled_call(module), _shapes((args, kwargs))
             if not trace.traced and trace.refused is None:
+                traced_shapes = shapes
                 trace.look(call, *args, **kwargs)
                 done = trace.refused is not None
-            else:  # traced anew on every call, or nobody knows
-                done = True
+            else:  # traced anew on every call, or nobody knows; other shapes have graphs of their own
+                calls += 1
+                done = shapes == traced_shapes or calls > _LOOKS
             if done:
                 self._compiled = compiled
-                changed = trace.traced and not trace.still_holds(call, *args, **kwargs)
+                alike = shapes == traced_shapes
+                changed = trace.traced and alike and not trace.still_holds(call, *args, **kwargs)
                 self.changing = changed
                 why = trace.what_changed(call, *args, **kwargs) if changed else trace.refused
-                tell(_without_graphs(module, why))
+                tell(_without_graphs(module, why if alike else _OTHER_SHAPES))
             return compiled(module, args, kwargs)
 
         self._compiled = looked
 
     def stand_aside(self) -> None:
         """See `TakenModule`."""
-        if self._aside is None and compiled_call(self.module) is self:
-            set_compiled_call(self.module, None)
-            self._aside = weakref.finalize(self.module, _nothing, self)
+        self.leaving = self._aside is None and compiled_call(self.module) is self
+
+    def _leave(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the first call of those that run without graphs."""
+        module, whole, self.leaving = self.module, self._whole, False
+        whole.make_way()
+        if self.keeps_code:
+            result = self(*args, **kwargs)
+        else:
+            set_compiled_call(module, None)
+            self._aside = weakref.finalize(module, _nothing, self)
             self._aside.atexit = False
             del self.module
+            result = _call(module, args, kwargs)
+        before_backward(result, whole.make_way_again)  # many a loop empties gradients just before it
+        return result
 
     def come_back(self) -> None:
         """See `TakenModule`."""
+        self.leaving = False
         if (module := self._module_again()) is not None and compiled_call(module) is None:
             set_compiled_call(module, self)
 
     def remove(self) -> None:
         """Give the module back as it was."""
-        self.removed = True
+        self.removed, self.leaving = True, False
         if self._module_again() is None and compiled_call(self.module) is self:
             set_compiled_call(self.module, None)
 
@@ -218,6 +250,17 @@ def _without_graphs(module: nn.Module, why: Problem | None) -> Problem:
     reason = why.reason.replace("the step is not one graph", "Dynamo cannot trace it as one graph")
     reason = reason.replace("the step depends on", "it depends on")
     return Problem(f"{start}: {reason}", why.where, why.fix)
+
+
+_OTHER_SHAPES = Problem(
+    f"its inputs had other shapes in {_LOOKS} calls, and a graph is for shapes that come back",
+    fix="Pad batches to a few sizes",
+)
+
+
+def _shapes(arguments: Any) -> list[torch.Size]:
+    """Of the tensors in the arguments of a call."""
+    return [x.shape for x in (*tensors_of(arguments), *(x for x, _ in tensors_inside(arguments)))]
 
 
 def begins(name: str) -> str:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, OPTIMIZER, SPLIT, WHOLE, Arm
-from pygraph_train.selection.controller import Controller, Estimate
+from pygraph_train.selection.arms import (
+    FORWARD_BACKWARD,
+    NOTHING,
+    OPTIMIZER,
+    REGIONS,
+    SEPARATE,
+    SPLIT,
+    WHOLE,
+    Arm,
+    Plan,
+)
+from pygraph_train.selection.controller import Controller, Estimate, Rules
 from pygraph_train.selection.windows import Window
 
 pytestmark = pytest.mark.quick
@@ -39,6 +50,7 @@ class Machine:
         disturbed: tuple[int, int] = (0, 0),
         factor: float = 20.0,
         arms: list[Arm] | None = None,
+        rules: Rules | None = None,
     ) -> None:
         self.table, self.noise, self.left, self.lag = table, noise, left, lag
         self.disturbed, self.factor = disturbed, factor
@@ -51,6 +63,7 @@ class Machine:
         self._late: list[tuple[int, Window, float]] = []
         self.controller = Controller(
             arms or ARMS,
+            rules=rules,
             estimate=self._estimate,
             comes_back=self._comes_back,
             steps_left=lambda: None if self.left is None else self.left - len(self.ran),
@@ -73,13 +86,16 @@ class Machine:
         seconds = self.table.get(arm, self.table[OFF]) * max(0.2, self.random.gauss(1, self.noise))
         first, count = self.disturbed
         seconds *= self.factor if first <= len(self.ran) < first + count else 1
-        if arm.plan.forward_backward and not self._has_graph:
+        if self._needs_graph(arm) and not self._has_graph:
             self.captures.append(len(self.ran))
             self.seconds += CAPTURE
-        self._has_graph = arm.plan.forward_backward
+        self._has_graph = self._needs_graph(arm)
         self.seconds += seconds
         self.ran.append(arm)
         return seconds
+
+    def _needs_graph(self, arm: Arm) -> bool:
+        return arm.plan.forward_backward
 
     def run(self, steps: int) -> Controller:
         while len(self.ran) < steps:
@@ -187,3 +203,52 @@ def test_what_is_too_noisy_to_tell_ends() -> None:
         machine = Machine({FUSED: 7e-3, OFF: 7e-3}, noise=0.4, seed=seed)
         settled = [machine.run(steps).settled for steps in range(100, 500, 10)]
         assert any(settled) and len(machine.captures) <= 3, machine.controller.history
+
+
+class Loop(Machine):
+    """A loop of regions: their graphs make way for steps without any, and nothing is known of an arm before."""
+
+    def __init__(self, table: dict[Arm, float], **options: Any) -> None:
+        arms, rules = [Arm(plan) for plan in (SEPARATE, REGIONS, OPTIMIZER, NOTHING)], Rules(exploration=128)
+        super().__init__(table, arms=arms, rules=rules, **options)
+
+    def _estimate(self, arm: Arm, best: Arm, seconds: float) -> Estimate:
+        return Estimate(one_time=CAPTURE if arm.plan.regions and not self._has_graph else 0.0)
+
+    def _comes_back(self, best: Arm, arm: Arm) -> float | None:
+        if best.plan.regions == arm.plan.regions:
+            return None
+        return CAPTURE if best.plan.regions else 0.0
+
+    def _needs_graph(self, arm: Arm) -> bool:
+        return arm.plan.regions
+
+
+@pytest.mark.parametrize("lag", [0, 30])
+@pytest.mark.parametrize("noise", [0.005, 0.05])
+@pytest.mark.parametrize("best", [SEPARATE, REGIONS, OPTIMIZER, NOTHING], ids=str)
+def test_regions_are_left_once_and_captured_again_once(best: Plan, noise: float, lag: int) -> None:
+    for seed in range(10):
+        table = {Arm(plan): 7e-3 for plan in (SEPARATE, REGIONS, OPTIMIZER, NOTHING)}
+        machine = Loop({**table, Arm(best): 4e-3}, noise=noise, seed=seed, lag=lag)
+        controller = machine.run(400)
+        assert controller.best == Arm(best) and controller.settled, controller.history
+        assert Arm(NOTHING) in controller.times and len(machine.captures) == (2 if best.regions else 1)
+
+
+def test_regions_that_are_left_come_back_when_the_steps_that_were_made_have_paid_for_it() -> None:
+    machine = Loop({Arm(SEPARATE): 6e-3, Arm(REGIONS): 7e-3, Arm(OPTIMIZER): 7e-3, Arm(NOTHING): 7e-3})
+    controller = machine.run(3000)
+    assert controller.best == Arm(SEPARATE) and len(machine.captures) == 2, controller.history
+    assert 200 <= machine.captures[-1] <= 400  # it saves 1 ms in each step, and the capture takes 200 ms
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.05])
+def test_regions_that_are_no_faster_cost_no_percent_of_a_long_run(noise: float) -> None:
+    for seed in range(3):
+        machine = Loop({Arm(NOTHING): 7e-3}, noise=noise, seed=seed)
+        machine.run(60_000)
+        again = [step for step in machine.captures if step]
+        assert not machine.controller.best.plan.regions and len(again) <= 6, again
+        for number, step in enumerate(again, 1):
+            assert number * CAPTURE <= max(0.01 * step * 7e-3 * 1.1, CAPTURE), again

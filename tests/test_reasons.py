@@ -428,6 +428,22 @@ def test_a_trace_that_runs_nothing_names_arguments_as_the_function_does() -> Non
 
 
 @pytest.mark.passes_without_graphs("it only traces")
+def test_a_trace_that_runs_nothing_takes_branches_of_compiled_code_with_the_same_arguments() -> None:
+    """The first look at plain training's branches fails, and another one follows."""
+
+    def step_fn(x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and x.sum() > 0:
+            x = x + 1
+        rows, columns = x.size()
+        return x.sum() / (rows * columns)
+
+    trace, x = DryTrace(torch.device("cpu")), torch.ones(3, 2)
+    trace.look(step_fn, x)
+    assert trace.branches.taken and trace.refused is None, trace.refused
+    assert trace.still_holds(step_fn, x) and not trace.still_holds(step_fn, torch.ones(4, 2))
+
+
+@pytest.mark.passes_without_graphs("it only traces")
 def test_a_trace_for_many_sizes_names_what_it_needs_of_them() -> None:
     def step_fn(x: Tensor, y: Tensor) -> Tensor:
         return x.sum() + y.sum() if x.size(0) % 8 == 0 else x.sum()

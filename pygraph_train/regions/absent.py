@@ -21,10 +21,17 @@ from pygraph_train.torch_private.aot import compiled_function, compiled_function
 from pygraph_train.torch_private.autograd import autograd_is_traced, backward_keeps_graph
 from pygraph_train.torch_private.dynamo import leave_to_python, untraced
 
-__all__ = ["Absent", "Backward", "noting", "versions", "what_changed"]
+__all__ = ["Absent", "Backward", "has_several_gradients", "noting", "versions", "what_changed"]
 
 
 _NONE: frozenset[int] = frozenset()
+
+
+def has_several_gradients(gm: fx.GraphModule) -> bool:
+    """Whether more than one result of a Dynamo graph can be differentiated."""
+    (outputs,) = gm.graph.output_node().args
+    values = [x.meta.get("example_value") for x in outputs if isinstance(x, fx.Node)]  # type: ignore[union-attr]
+    return sum(isinstance(x, torch.Tensor) and x.requires_grad for x in values) > 1
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:

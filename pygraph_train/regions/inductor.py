@@ -12,7 +12,7 @@ import torch
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs.devices import give_back_unused, make_engine, watch_for_unused_memory
 from pygraph_train.problems import Problem
-from pygraph_train.regions.absent import Absent, Backward, noting
+from pygraph_train.regions.absent import Absent, Backward, has_several_gradients, noting
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
@@ -51,7 +51,7 @@ from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.counters import counters, numbers_that_are_no_sizes
 from pygraph_train.tracing.recompute import as_eager
 
-__all__ = ["close_graphs", "compile_graph", "compile_whole", "report", "reset"]
+__all__ = ["close_graphs", "compile_graph", "compile_whole", "report", "reset", "seconds_to_capture"]
 
 _arenas: dict[tuple[str, torch.device], Arena] = {}
 _records: list[RegionRecord] = []
@@ -193,6 +193,7 @@ def _region(
         changed = Transformed(gm, example_inputs)
         compiled = compile_kernels(gm, example_inputs)
     forget_strides_of_last_outputs(len(targets))
+    record.numbers = bool(numbers)
     spec = RegionSpec(
         record.name,
         traced.phase,
@@ -244,20 +245,13 @@ def compile_whole(
 
     def compile_function(gm: torch.fx.GraphModule, look: Callable[[], None]) -> Callable[..., Any]:
         looking = looked_at(build, look)
-        if not _has_several_gradients(gm):
+        if not has_several_gradients(gm):
             return compile_with_inductor(gm, example_inputs, looking, {}, cached=True)
         absent = Absent()
         looking = _with_absent(looking, absent)
         return noting(compile_with_inductor(gm, example_inputs, looking, {}), absent)
 
     return compile_truly(gm, example_inputs, compile_function)
-
-
-def _has_several_gradients(gm: torch.fx.GraphModule) -> bool:
-    """Whether more than one result of a Dynamo graph can be differentiated."""
-    (outputs,) = gm.graph.output_node().args
-    values = [x.meta.get("example_value") for x in outputs if isinstance(x, torch.fx.Node)]  # type: ignore[union-attr]
-    return sum(isinstance(x, torch.Tensor) and x.requires_grad for x in values) > 1
 
 
 def _with_small_ends_together(
@@ -378,14 +372,22 @@ def close_graphs(records: Sequence[RegionRecord], why: str | None = None) -> Non
         records: of the regions.
         why: they get no graphs again; None: they are captured again when they run.
     """
-    mine = set(map(id, records))
     for arena in _arenas.values():
         with arena.lock:
-            regions = [r for r in arena.owners() if isinstance(r, Region) and id(r.record) in mine]
-            for region in regions:
+            for region in _open_regions(arena, records):
                 region.capture_again() if why is None else region.give_up(why)
             arena.give_back_unused()
             arena.engine.trim()
+
+
+def seconds_to_capture(records: Sequence[RegionRecord]) -> float:
+    """What capturing the graphs took that these regions have open just now."""
+    return sum(r.seconds_to_capture for arena in _arenas.values() for r in _open_regions(arena, records))
+
+
+def _open_regions(arena: Arena, records: Sequence[RegionRecord]) -> list[Region]:
+    mine = set(map(id, records))
+    return [r for r in arena.owners() if isinstance(r, Region) and id(r.record) in mine]
 
 
 def report() -> BackendReport:

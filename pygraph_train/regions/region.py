@@ -523,6 +523,7 @@ class Region:
         moving, settled = self._sort_inputs(inputs, source, consumed)
         prefer = self._pair.prefer_for(sum(inputs[i].nbytes for i in moving))
         further = any(other.captures for other in self._keys.values() if other is not key)
+        begun = self.measurements.clock()
         if not further:
             arena.engine.tidy()
         started = self.measurements.clock()
@@ -584,7 +585,8 @@ class Region:
             arena.add(capture.occupants)
             key.captures.append(capture)
             key.paid = True
-            seconds = self.measurements.clock() - started
+            now = self.measurements.clock()
+            seconds, capture.seconds = now - started, now - begun
             self.measurements.adopt(key.shapes)
             self._pair.worth.captured(self.spec.phase, seconds)
             arena.paid(seconds)
@@ -678,6 +680,11 @@ class Region:
     def serves(self) -> bool:
         """Whether a graph of this region can read moving inputs where they are."""
         return any(capture.serves for capture in self._captures())
+
+    @property
+    def seconds_to_capture(self) -> float:
+        """What capturing its open graphs took."""
+        return sum(capture.seconds for capture in self._captures())
 
     @property
     def feeds(self) -> bool:

@@ -60,6 +60,7 @@ class RegionCapture:
         consumes: outputs of another graph that this one reads and frees.
         producers: by settled input, a weak reference to the outputs that it was part of.
         occupants: outputs that are handed out in place; what a backward consumes of a forward comes first.
+        seconds: that it took to capture, with what was tidied up before.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class RegionCapture:
         self._arrange_buffers()
         self._aligned: dict[int, torch.Tensor] = {}  # copies of inputs that came misaligned
         self.patched = 0
+        self.seconds = 0.0
         # nobody else may hold them: alive until they are read
         self._held: tuple[int, ...] = (*served, *self.settled)
         self._sort_outputs(work, handing, keeps, pool)

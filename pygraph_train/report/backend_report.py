@@ -31,6 +31,7 @@ class RegionRecord:
         changes: what the code transformation changed, with the user's lines.
         left: what keeps parts of it out of graphs.
         unserved: inputs that move and are copied although indirection was tried, and why.
+        numbers: whether it computes with numbers of the host, each value of which needs a graph of its own.
     """
 
     name: str
@@ -48,6 +49,7 @@ class RegionRecord:
     changes: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     unserved: list[str] = field(default_factory=list)
+    numbers: bool = False
 
     @property
     def ran(self) -> bool:

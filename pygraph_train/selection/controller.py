@@ -88,11 +88,16 @@ class Controller(Leaving):
         begun, spent = self.best, 0
         while left:
             before = self.best
-            if apart := [arm for arm in left if self._comes_back(before, arm) is not None]:
+            budget = self.rules.exploration - spent
+            apart = [arm for arm in left if self._comes_back(before, arm) is not None]
+            if apart and (beside := next(self._at_hand(left, apart), None)) is not None:
+                left.remove(beside)
+                steps = yield from self._duel(beside, budget - self._needed(apart), first=first)
+            elif apart:
                 steps, judged = yield from self._leave_once(apart, incumbent, first=first, spent=spent)
                 left = [arm for arm in left if arm not in judged]
             else:
-                steps = yield from self._duel(left.pop(0), self.rules.exploration - spent, first=first)
+                steps = yield from self._duel(left.pop(0), budget, first=first)
             spent += steps
             if self._reopen is not None:
                 return

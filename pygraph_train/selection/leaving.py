@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.selection.comparison import Comparison
@@ -58,12 +58,24 @@ class Leaving(Comparison):
             if self._is_chosen(challenger, ours, other, found):
                 break
             if self._stays_away(challenger):
+                if not home.plan.forward_backward:
+                    break  # the update's graph alone may be faster than regions
                 for rest in set(challengers) - judged:
                     self.verdicts[rest] = (
                         f"not tried: {home} is faster than {challenger}, and is to come back"
                     )
                 return spent - before, set(challengers)
         return spent - before, judged
+
+    def _at_hand(self, arms: Sequence[Arm], apart: Sequence[Arm]) -> Iterator[Arm]:
+        """Arms for which no graph makes way, and that cost nothing once: they come before the best one is left."""
+        return (arm for arm in arms if arm not in apart and self._agree([self._price(arm)])[0] == 0)
+
+    def _needed(self, apart: Sequence[Arm]) -> int:
+        """Steps that are kept for arms that graphs make way for: it is not no graphs that stays undecided."""
+        rules = self.rules
+        most = rules.probe + (MOST_WINDOWS - 1) * rules.window
+        return most if any(arm.plan == NOTHING for arm in apart) else 0
 
     def _known_well(self, arm: Arm, windows: list[Window]) -> Generator[Window, None, Summary | None]:
         """Windows of the best arm, until it can be left. They are steps like all others."""
@@ -105,19 +117,19 @@ class Leaving(Comparison):
         if not wins:
             draw = found is Outcome.DRAW
             self.verdicts[challenger] = f"{there}, and {home} takes {here}{_NO_DIFFERENCE if draw else ''}"
-            self._has_lost(challenger, ours.mean)
+            self._has_lost(challenger, home, ours.mean)
             return False
         draw = found is Outcome.DRAW
         self.verdicts[home] = f"{here}, and {challenger} takes {there}{_NO_DIFFERENCE if draw else ''}"
         because = "no graph is proved to be faster: " if draw else ""
         self._choose(challenger, f"{because}{there} against {here} of {home} {self._why}".strip())
         self._lost.pop(challenger, None)
-        self._has_lost(home, other.mean)
+        self._has_lost(home, challenger, other.mean)
         return True
 
-    def _has_lost(self, arm: Arm, best: float) -> None:
+    def _has_lost(self, arm: Arm, other: Arm, best: float) -> None:
         """Another trial of an arm with graphs has to be cheap, unless the best arm becomes slower than it is now."""
-        if arm.plan.forward_backward:
+        if _gives_way(arm, other):
             self._lost[arm] = best
             self._losses[arm] += 1
             self._wait_for(arm, self._price(arm), 0.0)
@@ -125,7 +137,7 @@ class Leaving(Comparison):
     def _stays_away(self, challenger: Arm) -> bool:
         """Choose an arm that has lost, where to capture the best one again does not pay in the steps that will come."""
         home = self.best
-        if not home.plan.forward_backward:
+        if not _gives_way(home, challenger):
             return False
         left = self._steps_left()
         here, there = self.times[home], self.times[challenger]
@@ -137,3 +149,10 @@ class Leaving(Comparison):
         self._choose(challenger, why)
         self._wait_for(home, price, there - here)
         return True
+
+
+def _gives_way(arm: Arm, other: Arm) -> bool:
+    """Whether it is the graphs of this one of two arms that make way for steps of the other one."""
+    return arm.plan.forward_backward or (
+        arm.plan.regions and not other.plan.regions and not other.plan.forward_backward
+    )

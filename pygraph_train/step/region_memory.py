@@ -34,6 +34,11 @@ class RegionMemory:
     Args:
         engine: tells how much is reserved.
         records: of the regions. The list grows.
+
+    Attributes:
+        most: bytes that may be reserved, None before `begin`.
+        price: seconds that it took to capture the graphs that were closed last.
+        was_short: whether graphs had to make way for want of memory.
     """
 
     def __init__(self, engine: Engine, records: Sequence[RegionRecord]) -> None:
@@ -43,6 +48,8 @@ class RegionMemory:
         self.most: int | None = None
         self._captures = self._fits = 0  # made when the graphs were closed, and when both had room
         self._again = self._strikes = self._rests = 0
+        self.price = 0.0
+        self.was_short = False
 
     def begin(self) -> None:
         """Regions will be made: note what steps without them have reserved. Only the first call counts."""
@@ -67,6 +74,8 @@ class RegionMemory:
     def make_way(self, *, for_long: bool) -> None:
         """Before a step without regions, when its gradients are gone: close the graphs where both need too much.
 
+        Further calls give back memory that gradients were still in.
+
         Args:
             for_long: no step with regions is to come.
         """
@@ -81,6 +90,7 @@ class RegionMemory:
             self._close(None)
         elif captures != self._fits:
             if self.is_short():
+                self.was_short = True
                 return self._close(None)
             self._fits = captures
 
@@ -99,8 +109,15 @@ class RegionMemory:
         needed = max(0, self._plain - (memory.reserved - memory.idle))
         return self.most is not None and memory.reserved + needed > self.most
 
+    def paid(self) -> float:
+        """Seconds that it took to capture the graphs that are open."""
+        from pygraph_train.regions.inductor import seconds_to_capture
+
+        return seconds_to_capture(self._records)
+
     def _close(self, why: str | None) -> None:
         self._captures, self._again = sum(r.captures for r in self._records), _AGAIN
+        self.price = self.paid() or self.price
         self._close_graphs(self._records, why)
 
     @staticmethod

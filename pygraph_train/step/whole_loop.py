@@ -47,6 +47,9 @@ _MOST_OPENINGS = 8
 _LOOK_EVERY = 256
 """Steps from one look at the loop to the next: a comparison costs it more than a step of its own costs."""
 
+_EXPLORATION = 128
+"""Steps that one comparison may spend on other arms: enough for three of them, one in a row, however noisy they are."""
+
 
 class TakenModule(Protocol):
     """A module whose calls run as regions."""
@@ -55,9 +58,14 @@ class TakenModule(Protocol):
     """Whether its calls have compiled code, which the user asked for, when they have no graphs."""
     removed: bool
     """Whether it was given back for good."""
+    leaving: bool
+    """Whether its next call is the one that `stand_aside` waits for."""
 
     def stand_aside(self) -> None:
-        """Give the module back as it was, until `come_back`."""
+        """Let the module be as it was from its next call on, until `come_back`; that call makes way first.
+
+        Only then have gradients gone from the memory of graphs. With `keeps_code` it does nothing but make way.
+        """
 
     def come_back(self) -> None:
         """Run its calls as regions again."""
@@ -114,7 +122,7 @@ class WholeLoop:
         self._asks_regions = self._asks_updates = False
         self._plan: Plan | None = None
         self._steady = self._unready = 0
-        self._under_way = self._disturbed = self._short = False
+        self._under_way = self._disturbed = self._short = self._to_make_way = False
         self._state: tuple[bool, bool, bool] | None = None
         self.without_regions = self.rests = False
 
@@ -227,26 +235,43 @@ class WholeLoop:
                 log.info("pygraph: step %d: the loop runs as %s: %s", switch.step, switch.arm, switch.why)
 
         def estimate(arm: Arm, best: Arm, seconds: float) -> Estimate:
-            if (alive := me()) is None or alive._cuda:
-                return Estimate()
-            return Estimate(least=timing.declared_seconds(arm), why="declared: the emulation shows graphs")
+            return Estimate() if (alive := me()) is None else alive._estimate(arm)
 
         def comes_back(best: Arm, arm: Arm) -> float | None:
             return None if (alive := me()) is None else alive._comes_back(best, arm)
 
         return Controller(
             arms,
-            rules=Rules(look_every=_LOOK_EVERY),
+            rules=Rules(look_every=_LOOK_EVERY, exploration=_EXPLORATION),
             estimate=estimate,
             decided=decided,
             comes_back=comes_back,
         )
 
+    def _estimate(self, arm: Arm) -> Estimate:
+        """What is known of an arm: graphs of regions that are closed would have to be captured again."""
+        open_graphs = not self._has_regions(arm) or self.memory.paid() > 0
+        price = 0.0 if open_graphs else self._price()
+        if self._cuda:
+            return Estimate(one_time=price, why="captures" if price else "")
+        return Estimate(
+            least=timing.declared_seconds(arm),
+            one_time=price,
+            why="declared: the emulation shows graphs",
+        )
+
     def _comes_back(self, best: Arm, arm: Arm) -> float | None:
         """See `Comparison`: graphs of regions make way for steps without them where memory does not hold both."""
-        self._short |= self.memory.is_short()
-        apart = self._has_regions(best) != self._has_regions(arm)
-        return 0.0 if self._short and apart else None
+        self._short |= self.memory.was_short or self.memory.is_short()
+        if not self._short or self._has_regions(best) == self._has_regions(arm):
+            return None
+        return self._price() if self._has_regions(best) else 0.0
+
+    def _price(self) -> float:
+        """Seconds that captures took of the graphs that are open, or of those that were closed last."""
+        if not self._cuda:
+            return timing.declared_capture_seconds(compared=False)
+        return self.memory.paid() or self.memory.price
 
     # -- while whole steps are compared -------------------------------------------------------------
 
@@ -301,21 +326,40 @@ class WholeLoop:
             updates: with the graphs that they have, if that is a question.
             for_long: nothing else is tried for a while: what other steps need goes.
         """
+        switched = self.without_regions is regions
         if (state := (regions, updates, for_long)) != self._state:
             self._state = state
-            self.without_regions = self.bounds.asleep = not regions
-            for module in self._modules:
-                if regions:
-                    module.come_back()
-                elif not module.keeps_code:
-                    module.stand_aside()
+            if switched:
+                self._switch(regions=regions)
             for graph in self._updates if self._asks_updates else ():
                 if updates:
                     graph.wake("regions" if regions else "autograd", only=for_long)
                 else:
                     graph.rest(give_back=for_long)
-        if not regions:
+        self._to_make_way &= switched  # or there was no such call in a whole step
+        if not regions and not self._to_make_way:
             self.memory.make_way(for_long=for_long)
+
+    def _switch(self, *, regions: bool) -> None:
+        """Have modules run as regions, or as they are without."""
+        self.without_regions = self.bounds.asleep = not regions
+        for module in self._modules:
+            if regions:
+                module.come_back()
+            else:
+                module.stand_aside()
+        self._to_make_way = not regions and any(module.leaving for module in self._modules)
+
+    def make_way(self) -> None:
+        """A module is called that stands aside, for the first time since it should: gradients are mostly gone."""
+        if self._to_make_way and self._state is not None:
+            self._to_make_way = False
+            self.memory.make_way(for_long=self._state[-1])
+
+    def make_way_again(self, *_: object) -> None:
+        """The backward of that call begins."""
+        if self.without_regions and self._state is not None:
+            self.memory.make_way(for_long=self._state[-1])
 
     def _has_regions(self, arm: Arm) -> bool:
         return self._with_regions.get(arm, False)

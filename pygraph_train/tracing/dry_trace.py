@@ -45,8 +45,9 @@ class DryTrace(Trace):
         self.asks_dynamo = False
         self._given = GivenTensors(runs=False)
         self._probe = torch.zeros((), device=device)
-        code = types.FunctionType(_call_and_probe.__code__.replace(co_name="traced_step"), globals())
-        self._go_through_dynamo(code)
+
+    def _function_to_trace(self) -> types.FunctionType:
+        return types.FunctionType(_call_and_probe.__code__.replace(co_name="traced_step"), globals())
 
     def look(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Trace `fn(*args, **kwargs)`."""
