@@ -275,3 +275,31 @@ def test_the_price_is_what_captures_took_of_the_graphs_that_were_closed(
     loops(short, steps=300, each=each).accelerate()
     (paid, before), (left, price) = found
     assert paid > 0 == before and left == 0 and price == paid
+
+
+def test_many_shapes_may_be_captured_again_one_after_the_other(
+    short: Watched, machine: Machine, unknown: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, begun = 40, []
+    start_over = WholeLoop.start_over
+
+    def starting_over(whole: WholeLoop) -> None:
+        begun.append(whole._step)
+        start_over(whole)
+
+    monkeypatch.setattr(WholeLoop, "start_over", starting_over)
+    machine.best = SEPARATE
+    made = loops(short, steps=10 * shapes)
+    data = torch.randn(shapes + 4, 6), torch.randint(0, 3, (shapes + 4,))
+
+    def texts() -> Any:
+        for step in range(10 * shapes):
+            size = 4 + step % shapes
+            yield data[0][:size], data[1][:size]
+
+    monkeypatch.setattr(made, "_batches", texts)
+    report = made.fabric()
+    assert report.plan == report.running_plan == str(SEPARATE), str(report)
+    closed = [graphs for graphs, _ in short.closed if graphs]
+    assert closed, "the graphs of all shapes have made way"
+    assert not [step for step in begun if step > 6 * shapes], begun

@@ -380,9 +380,9 @@ def close_graphs(records: Sequence[RegionRecord], why: str | None = None) -> Non
             arena.engine.trim()
 
 
-def seconds_to_capture(records: Sequence[RegionRecord]) -> float:
-    """What capturing the graphs took that these regions have open just now."""
-    return sum(r.seconds_to_capture for arena in _arenas.values() for r in _open_regions(arena, records))
+def seconds_to_capture(records: Sequence[RegionRecord]) -> list[float]:
+    """What capturing took, for each graph that these regions have open just now."""
+    return [s for a in _arenas.values() for r in _open_regions(a, records) for s in r.seconds_to_capture]
 
 
 def _open_regions(arena: Arena, records: Sequence[RegionRecord]) -> list[Region]:

@@ -682,9 +682,9 @@ class Region:
         return any(capture.serves for capture in self._captures())
 
     @property
-    def seconds_to_capture(self) -> float:
-        """What capturing its open graphs took."""
-        return sum(capture.seconds for capture in self._captures())
+    def seconds_to_capture(self) -> list[float]:
+        """What capturing took, for each of its open graphs."""
+        return [capture.seconds for capture in self._captures()]
 
     @property
     def feeds(self) -> bool:

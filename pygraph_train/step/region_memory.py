@@ -37,7 +37,8 @@ class RegionMemory:
 
     Attributes:
         most: bytes that may be reserved, None before `begin`.
-        price: seconds that it took to capture the graphs that were closed last.
+        closed: graphs that were closed last.
+        price: seconds that it took to capture these.
         was_short: whether graphs had to make way for want of memory.
     """
 
@@ -48,7 +49,7 @@ class RegionMemory:
         self.most: int | None = None
         self._captures = self._fits = 0  # made when the graphs were closed, and when both had room
         self._again = self._strikes = self._rests = 0
-        self.price = 0.0
+        self.closed, self.price = 0, 0.0
         self.was_short = False
 
     def begin(self) -> None:
@@ -111,14 +112,18 @@ class RegionMemory:
 
     def paid(self) -> float:
         """Seconds that it took to capture the graphs that are open."""
-        from pygraph_train.regions.inductor import seconds_to_capture
-
-        return seconds_to_capture(self._records)
+        return sum(self._seconds_to_capture())
 
     def _close(self, why: str | None) -> None:
         self._captures, self._again = sum(r.captures for r in self._records), _AGAIN
-        self.price = self.paid() or self.price
+        if seconds := self._seconds_to_capture():
+            self.closed, self.price = len(seconds), sum(seconds)
         self._close_graphs(self._records, why)
+
+    def _seconds_to_capture(self) -> list[float]:
+        from pygraph_train.regions.inductor import seconds_to_capture
+
+        return seconds_to_capture(self._records)
 
     @staticmethod
     def _close_graphs(records: Sequence[RegionRecord], why: str | None) -> None:

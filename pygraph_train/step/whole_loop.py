@@ -284,7 +284,8 @@ class WholeLoop:
         self._disturbed = False
         self._unready = 0 if choice.as_planned else self._unready + 1
         choice.end()
-        if self._unready > _MOST_UNREADY and self._has_regions(choice.arm):
+        most = _MOST_UNREADY + self.memory.closed  # whose shapes may come one after the other
+        if self._unready > most and self._has_regions(choice.arm):
             self.start_over()
 
     def _why_not(self, arm: Arm) -> str | None:
