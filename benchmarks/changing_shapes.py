@@ -40,7 +40,7 @@ except ImportError:  # no Unix: rows run one after another
 CASES = ("49", "5", "new")
 ARMS = (
     *("eager", "compile", "reduce-overhead"),
-    *("backend", "accelerate", "graphed-eager", "graphed-compiled", "graphed"),
+    *("backend", "accelerate", "accelerate-compiled", "graphed-eager", "graphed-compiled", "graphed"),
 )
 OURS = ARMS[3:]
 WINDOW = 20
@@ -134,8 +134,10 @@ def step_of(arm: str, model: nn.Module, device: str) -> tuple[Step, Callable[[],
             **options,
         )
         return graphed, lambda: graphed.report().to_dict()
-    if arm == "accelerate":
-        return _in_accelerate(model, optimizer, device)
+    if arm.startswith("accelerate"):
+        return _in_accelerate(
+            model, optimizer, device, compile=True if arm == "accelerate-compiled" else "auto"
+        )
     call: Any = model
     if arm == "backend":
         import pygraph_train  # noqa: F401
@@ -158,12 +160,12 @@ def step_of(arm: str, model: nn.Module, device: str) -> tuple[Step, Callable[[],
 
 
 def _in_accelerate(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: str
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: str, **options: Any
 ) -> tuple[Step, Callable[[], dict[str, Any]]]:
     """Accelerate's stock loop with the plugin."""
     from pygraph_train import Accelerator, PyGraph
 
-    plugin = PyGraph(engine="cuda" if device == "cuda" else "emulated")
+    plugin = PyGraph(engine="cuda" if device == "cuda" else "emulated", **options)
     accelerator: Any = Accelerator(cpu=device == "cpu", plugins=[plugin])
     prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
 
