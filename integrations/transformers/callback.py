@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["PyGraphTrainerCallback", "show_report", "unsupported"]
+__all__ = ["PyGraphTrainerCallback", "show_report", "steps_left", "unsupported"]
 
 
 def _nothing() -> None:
@@ -74,7 +74,7 @@ class PyGraphTrainerCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model and optimizer are prepared: take them over."""
         self._release()  # of a training that ended with an exception
-        loop = self._loop = Loop(self.config, args.device, unsupported(args))
+        loop = self._loop = Loop(self.config, args.device, unsupported(args), lambda: steps_left(state))
         self._report = loop.report
         if not loop.active:
             return
@@ -112,6 +112,11 @@ def show_report(report: LoopReport, args: Any) -> None:
     """Print the report, as the Trainer prints its own last line: in the first process."""
     if args.process_index == 0 and (report.steps or report.fallbacks or report.whole_steps):
         show(report)
+
+
+def steps_left(state: Any) -> int:
+    """How many updates the Trainer will still make. The present one is among them."""
+    return max(0, state.max_steps - state.global_step)
 
 
 def unsupported(args: Any) -> Problem | None:
