@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,9 @@ def test_the_report_says_what_waits(kind: str, clock: Clock) -> None:
     first = FirstRegion(2, 40, 100)
     with declared_price(SIXTY_STEPS):
         getattr(Loops(steps=100, each=first), kind)()
-    begins = "Forward and backward run as you wrote them: compiling them is expected to take about 0.2 s, and "
+    begins = (
+        "Forward and backward run as you wrote them: compiling them is expected to take about 0.2 s, and "
+    )
     ends = "Set compile=True to compile at once."
     assert first.told[2].endswith(f"{begins}it is not known yet whether that pays. {ends}")
     assert first.told[40].endswith(
@@ -217,11 +219,11 @@ def test_nothing_waits_for_the_emulated_engine_unless_a_price_is_declared(clock:
 
 
 @pytest.fixture
-def trainers() -> Iterator[Any]:
+def trainers() -> Any:
     pytest.importorskip("transformers")
     import test_transformers_trainer
 
-    yield test_transformers_trainer
+    return test_transformers_trainer
 
 
 class Overridden:
@@ -264,7 +266,9 @@ def test_a_training_that_is_known_to_be_too_short_is_left_as_it_is(
     with declared_price(30 * STEP / 3):
         report = trainers.both(make, tmp_path, replays=10).report()
     assert clock.looks == 4 and not report.regions(), str(report)
-    assert given_back == [step > 4 for step in range(1, 31)] or given_back == [step > 3 for step in range(1, 31)]
+    assert given_back == [step > 4 for step in range(1, 31)] or given_back == [
+        step > 3 for step in range(1, 31)
+    ]
     told = "the 27 steps that were left could have saved 0.09 s. Set compile=True to compile at once"
     assert told in report.to_dict()["waits"], str(report)
 

@@ -32,8 +32,9 @@ def _nothing() -> None:
 class PyGraphTrainerCallback(TrainerCallback):
     """Runs forward, backward and optimizer of a stock `transformers.Trainer` from graphs of their own.
 
-    On CUDA, losses, logs and checkpoints are those of `Trainer(torch_compile=True)`, because the graphs hold
-    Inductor's kernels. `report()` says how many steps ran from graphs.
+    On CUDA, losses, logs and checkpoints are those of `Trainer(torch_compile=True)` from the step on in which the
+    model is compiled, because the graphs hold Inductor's kernels. If the training is too short to make up for the time
+    of the compilation, it runs as without the callback. `report()` says how many steps ran from graphs.
 
     Args:
         config: options; the defaults suit most runs.
