@@ -380,3 +380,15 @@ def test_operations_are_about_those_of_a_graph() -> None:
     nodes = max(capture.nodes for capture in step.report().captures)
     step.close()
     assert nodes / 2 < operations_behind([model(x)], [x]) < 2 * nodes
+
+
+# -- under Lightning's manual optimization ---------------------------------------------------------------
+
+
+def test_manual_optimization_of_lightning_waits_as_well(clock: Clock) -> None:
+    pytest.importorskip("lightning.pytorch")
+    from test_lightning_manual import Gan, phases
+
+    with declared_price(10.5 * STEP / 3):
+        _, graphed = phases(Gan, replays=100, plan="{F} {B} {O}")
+    assert clock.looks == 11, str(graphed.report)
