@@ -68,7 +68,9 @@ def main() -> None:
 
     accelerator = "cpu" if engine == "emulated" else "auto"
     fabric = Fabric(accelerator=accelerator, devices=1, precision=args.precision)
-    pygraph = PyGraphFabric(engine=engine).attach(fabric)
+    # by default Inductor waits until the loop has run long enough to be worth it, and this one is short
+    compiles = True if engine == "cuda" and not args.whole else "auto"
+    pygraph = PyGraphFabric(engine=engine, compile=compiles).attach(fabric)
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
 

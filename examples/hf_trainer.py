@@ -81,7 +81,9 @@ def main() -> None:
             max_position_embeddings=length,
         )
     )
-    config = PyGraphConfig(engine=engine)
+    # by default forward and backward stay as they are where the training is too short for Inductor
+    compiles = True if args.callback and not on_cpu else "auto"
+    config = PyGraphConfig(engine=engine, compile=compiles)
     callback = PyGraphTrainerCallback(config)
     with tempfile.TemporaryDirectory() as folder:
         options = {

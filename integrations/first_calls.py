@@ -14,6 +14,7 @@ from pygraph_train.problems import Problem, PyGraphError, user_location
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import Activation, activations_among
 from pygraph_train.torch_private import autocast
+from pygraph_train.torch_private.autograd import operations_behind
 from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.tracing.opened import tensors_inside
 from pygraph_train.tracing.signature import map_leaves
@@ -37,11 +38,13 @@ class FirstCalls:
     Attributes:
         backward: the autocast that backwards were called under, None where none or several were seen.
         holders: classes of objects in the results that hold tensors, as a cache of keys and values does.
+        operations: about how many operations the first call was, with its backward; 0 where nobody asked.
     """
 
     def __init__(self, name: str, steps: Callable[[], int], refuse: Callable[[Fallback], object]) -> None:
         self.refused = False
         self.holders: set[type] = set()
+        self.operations = 0
         self._name = name
         self._steps = steps
         self._refuse = refuse
@@ -61,8 +64,13 @@ class FirstCalls:
             return False
         return self._calls >= _MOST or (self._differentiated and self._steps() > self._began)
 
-    def look_at(self, result: Any) -> None:
-        """Note what becomes of the result of a call."""
+    def look_at(self, result: Any, inputs: Any = None) -> None:
+        """Note what becomes of the result of a call.
+
+        Args:
+            result: of the call.
+            inputs: its arguments, where somebody wants to know how many operations it was.
+        """
         if self.refused:
             return
         self._calls += 1
@@ -98,6 +106,8 @@ class FirstCalls:
             tensor.register_hook(look)
         activations = [Activation(x, eager=True) for x in activations_among(watched)]
         self._differentiated |= not watched  # nothing will be
+        if inputs is not None and self._calls == 1:
+            self.operations = operations_behind(watched, (*tensors_of(inputs), *dict(tensors_inside(inputs))))
 
 
 def watch_backward(result: Any, expected: autocast.State, name: str, late: Callable[[Problem], None]) -> None:

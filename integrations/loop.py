@@ -28,6 +28,7 @@ from pygraph_train.report.announcements import NO_DEVICE, tell_why_off
 from pygraph_train.report.backend_report import RegionRuns
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.selection.arms import NOTHING
+from pygraph_train.step.compile_wait import CompileWait, compiled_before
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.dynamo import compiled_call, is_optimized_module
 
@@ -50,12 +51,19 @@ class Loop:
         config: options.
         device: of the models.
         refused: why nothing of this loop can be graphed, None when nothing speaks against it.
+        steps_left: how many steps the loop will still make, None when unknown.
 
     Raises:
         ValueError: the engine asked for cannot work on that device.
     """
 
-    def __init__(self, config: PyGraphConfig, device: torch.device, refused: Problem | None = None) -> None:
+    def __init__(
+        self,
+        config: PyGraphConfig,
+        device: torch.device,
+        refused: Problem | None = None,
+        steps_left: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self.config = config
         self.report = LoopReport()
         self._taken: Living[nn.Module] = Living()
@@ -65,6 +73,8 @@ class Loop:
         self._device = device
         self._engine: Engine | None = None
         self._whole: WholeLoop | None = None
+        self._wait: CompileWait | None = None
+        self._waiting: CompileWait | None = None  # the same while it is open
         self._steps = 0
         self._counts = (0, 0)
         self._runs = RegionRuns(self.report.regions)
@@ -96,6 +106,9 @@ class Loop:
         self.active = True
         self.report.began(self._engine.name)
         self._whole = WholeLoop(config, self._engine, self.report, self._calls, self._optimizers)
+        if CompileWait.wanted(config, self._engine.name):
+            self._wait = CompileWait(self._calls, steps_left, self._engine.synchronize, self._end_the_wait)
+            self.report.what_waits = self._wait.sentence
 
     # -- taking over --------------------------------------------------------------------------------
 
@@ -140,8 +153,12 @@ class Loop:
             self._over = False
             whole.is_another()
             keeps_code = config.compile is True or bool(compile_options)
+            wait = None if keeps_code or module in compiled_before else self._wait
+            if wait is not None:
+                wait.begin_anew()
+                self._waiting = wait
             call = RegionedCall(
-                module, options, first, self._tell, whole, keeps_code=keeps_code, **compile_options
+                module, options, first, self._tell, whole, keeps_code=keeps_code, wait=wait, **compile_options
             )
             self._taken.add(module)
             self._calls.add(call)
@@ -208,6 +225,9 @@ class Loop:
 
     def release(self) -> None:
         """Give modules and optimizers back as they were, and release all graphs. The report stays."""
+        if self._wait is not None:
+            self._wait.close()
+            self._waiting = None
         self.report.freeze()
         if self._whole is not None:
             self._whole.close()
@@ -257,6 +277,8 @@ class Loop:
                 self._steps += 1
                 self.report.step_began()
                 self.report.step_ended(NOTHING, updated=True)
+                if self._waiting is not None:
+                    self._waiting.step_ended()
                 whole.step_ended(self._steps)
             return
         graph.run(body, constants)
@@ -288,8 +310,11 @@ class Loop:
         report, now = self.report, time.perf_counter()
         self._steps += 1
         report.step_began()
-        replays, plain = report.region_counts()
         aside = self._whole is not None and self._whole.without_regions
+        if (wait := self._waiting) is not None:
+            wait.step_ended()
+            aside |= wait.under_way
+        replays, plain = report.region_counts()
         self._silent = 0 if aside or replays > self._counts[0] else self._silent + 1
         if self._silent and self._silent % _SILENCE == 0:
             self._asked_why &= self._silent > _SILENCE
@@ -314,6 +339,17 @@ class Loop:
         warm_up = self.config.warmup_steps + 1
         forwards = [r for r in self.report.regions() if r.phase != "backward" and r.decision != "plain"]
         return any(r.plain_runs > 1 and (r.plain_runs <= warm_up or not r.numbers) for r in forwards)
+
+    def _end_the_wait(self, compiles: bool) -> None:
+        """It is decided whether modules that ran as they are so far are compiled."""
+        self._waiting = None
+        for call in self._calls:
+            call.paused = False
+            if not compiles and call.waits:
+                call.remove()
+        self._is_another()
+        what = "Inductor compiles the modules" if compiles else "the modules stay as they are"
+        log.info("pygraph: step %d: %s", self._steps, what)
 
     def _break_the_silence(self) -> None:
         """A long time without a graph of forward and backward has a row that says why."""

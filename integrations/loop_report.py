@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,11 @@ class LoopReport(StepReport):
 
     Attributes:
         whole_steps: reports of the steps that were graphed as a whole, by the name of their function.
+        what_waits: says which modules run as they are until compiling them pays, "" where none does.
     """
 
     whole_steps: dict[str, StepReport] = field(default_factory=dict)
+    what_waits: Callable[[], str] = field(default=str, repr=False)
     started: float = field(default_factory=time.perf_counter, repr=False)
     _before: dict[int, int] = field(default_factory=lambda: _runs(backend.report().regions), repr=False)
     _frozen: list[RegionRecord] | None = field(default=None, repr=False)
@@ -92,6 +94,10 @@ class LoopReport(StepReport):
         return str(graphs_apart("forward" in graphed, "backward" in graphed, updates))
 
     @property
+    def waits(self) -> str:
+        return self.what_waits()
+
+    @property
     def _whole_loop(self) -> Controller | None:
         """The comparison of the loop as a whole, while it holds."""
         return self.controllers[-1] if self.controllers else None
@@ -111,6 +117,7 @@ class LoopReport(StepReport):
             **plain,
             "plan": whole[0].plan if len(whole) == 1 and not self.steps else self.present_plan(),
             "compared_as_a_whole": self.compared_as_a_whole,
+            "waits": self.waits,
             "whole_steps": {name: report.to_dict() for name, report in self.whole_steps.items()},
         }
 

@@ -23,6 +23,7 @@ from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.regions.inductor import compile_graph
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.step.activations import explained, handed_out
+from pygraph_train.step.compile_wait import CompileWait, compiled_before
 from pygraph_train.step.outside import what_watches
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autocast import State, present
@@ -63,6 +64,7 @@ class RegionedCall:
         tell: called with the reason why calls run as they are later on.
         whole: compares the loop as a whole; gets the regions.
         keeps_code: see `TakenModule`.
+        wait: says when the module may be compiled. None: after its first calls.
         **compile_options: further arguments of `torch.compile`.
 
     The module holds this object, and while it stands aside, this object exists for as long as the module: both go when
@@ -86,9 +88,11 @@ class RegionedCall:
         whole: WholeLoop,
         *,
         keeps_code: bool,
+        wait: CompileWait | None = None,
         **compile_options: Any,
     ) -> None:
         self.module = module
+        self._wait = wait
         self.keeps_code = keeps_code
         self.leaving = False
         self._tell = tell
@@ -120,8 +124,11 @@ class RegionedCall:
         if first is not None:
             if not first.over:
                 result = _call(self.module, args, kwargs)
-                first.look_at(result)
+                first.look_at(result, None if self._wait is None else (args, kwargs))
                 return result
+            if self._wait is not None and self._wait.holds(self):
+                return _call(self.module, args, kwargs)
+            compiled_before.add(self.module)
             self._first[kind], self._autocast[kind] = None, first.backward
             self._holders |= first.holders
         watcher = GLOBAL_HOOK if any(self._hooks_on_all) else what_watches()
@@ -144,6 +151,20 @@ class RegionedCall:
     def called(self) -> bool:
         """Whether the module was called while gradients were wanted."""
         return bool(self._first)
+
+    @property
+    def waits(self) -> bool:
+        """See `WaitingModule`."""
+        return self._wait is not None and not self.removed and any(self._uncompiled())
+
+    @property
+    def operations(self) -> int:
+        """See `WaitingModule`."""
+        return sum(first.operations for first in self._uncompiled())
+
+    def _uncompiled(self) -> list[FirstCalls]:
+        """Calls whose watch is over."""
+        return [first for first in self._first.values() if first is not None and first.over]
 
     def _first_of(self, kind: tuple[bool, State]) -> FirstCalls | None:
         """What watches the first calls of a kind, None where they are over."""

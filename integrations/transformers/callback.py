@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["PyGraphTrainerCallback", "show_report", "unsupported"]
+__all__ = ["PyGraphTrainerCallback", "show_report", "steps_left", "unsupported"]
 
 
 def _nothing() -> None:
@@ -32,8 +32,9 @@ def _nothing() -> None:
 class PyGraphTrainerCallback(TrainerCallback):
     """Runs forward, backward and optimizer of a stock `transformers.Trainer` from graphs of their own.
 
-    On CUDA, losses, logs and checkpoints are those of `Trainer(torch_compile=True)`, because the graphs hold
-    Inductor's kernels. `report()` says how many steps ran from graphs.
+    On CUDA, losses, logs and checkpoints are those of `Trainer(torch_compile=True)` from the step on in which the
+    model is compiled, because the graphs hold Inductor's kernels. If the training is too short to make up for the time
+    of the compilation, it runs as without the callback. `report()` says how many steps ran from graphs.
 
     Args:
         config: options; the defaults suit most runs.
@@ -74,7 +75,7 @@ class PyGraphTrainerCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model and optimizer are prepared: take them over."""
         self._release()  # of a training that ended with an exception
-        loop = self._loop = Loop(self.config, args.device, unsupported(args))
+        loop = self._loop = Loop(self.config, args.device, unsupported(args), lambda: steps_left(state))
         self._report = loop.report
         if not loop.active:
             return
@@ -112,6 +113,11 @@ def show_report(report: LoopReport, args: Any) -> None:
     """Print the report, as the Trainer prints its own last line: in the first process."""
     if args.process_index == 0 and (report.steps or report.fallbacks or report.whole_steps):
         show(report)
+
+
+def steps_left(state: Any) -> int:
+    """How many updates the Trainer will still make. The present one is among them."""
+    return max(0, state.max_steps - state.global_step)
 
 
 def unsupported(args: Any) -> Problem | None:

@@ -19,7 +19,7 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
-from pygraph_train.integrations.transformers.callback import show_report, unsupported
+from pygraph_train.integrations.transformers.callback import show_report, steps_left, unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
@@ -59,7 +59,8 @@ class PyGraphTrainerMixin(transformers.Trainer):
         return self._pygraph_report
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._pygraph_loop = Loop(self._pygraph_config, self.args.device, unsupported(self.args))
+        device, refused = self.args.device, unsupported(self.args)
+        self._pygraph_loop = Loop(self._pygraph_config, device, refused, lambda: steps_left(self.state))
         self._pygraph_report = self._pygraph_loop.report
         try:
             result = super()._inner_training_loop(*args, **kwargs)

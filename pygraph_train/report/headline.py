@@ -148,8 +148,8 @@ class Headline:
     def _other_reason(self) -> str:
         """Why phases run without a graph, where no step told a reason."""
         for part in self._parts:
-            if part.why_nothing:
-                return part.why_nothing
+            if part.why_nothing or part.waits:
+                return part.why_nothing or part.waits
             for region in part.regions():
                 if region.reason and not region.replays:
                     return region.reason

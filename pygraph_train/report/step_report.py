@@ -231,6 +231,11 @@ class StepReport:
         """What the comparison of a loop with what it was has found, in words."""
         return ""
 
+    @property
+    def waits(self) -> str:
+        """Which modules run as they are until compiling them pays, in words."""
+        return ""
+
     def progress(self) -> Progress:
         """How much of the steps ran from graphs. Steps of other parts are not in it."""
         self._progress.steps = self.steps

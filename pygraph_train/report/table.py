@@ -43,6 +43,8 @@ def rows_of(report: StepReport, above: Headline | None) -> list[tuple[str, str]]
         rows.append(("no graphs", report.why_nothing))
     if (found := report.compared_as_a_whole) and (above is None or not above.says(found)):
         rows.append(("whole loop", found))
+    if (text := report.waits) and (above is None or not above.says(text)):
+        rows.append(("not compiled", text))
     if verbose:
         rows += [*_phases(report), *_plans(report), *_captures(report)]
     rows += _regions(report, above)

@@ -1,8 +1,14 @@
-"""How long Inductor will take, before it was asked once."""
+"""How long Inductor will take, before it was asked once, and whether that is worth it."""
 
 from __future__ import annotations
 
-__all__ = ["COMPILE_SECONDS", "COMPILE_SHARE_BESIDE", "compile_seconds"]
+__all__ = [
+    "COMPILE_SECONDS",
+    "COMPILE_SHARE_BESIDE",
+    "compile_seconds",
+    "saved_by_compiling",
+    "steps_until_compiling_pays",
+]
 
 COMPILE_SECONDS = 120.0
 """For a step of unknown size: twice what a medium model takes."""
@@ -16,6 +22,30 @@ benchmarks/results. This line lies above them."""
 COMPILE_SHARE_BESIDE = 1 / 4
 """What training still waits for where Inductor compiles beside it: two traces, and a look into Inductor's caches. On a
 CPU with a small transformer that was a fifth to a quarter."""
+
+_SAVES = 1 / 3
+"""The share of a step that Inductor usually saves."""
+
+
+def saved_by_compiling(seconds: float, *, steps: int, left: float | None) -> float:
+    """What compiled steps are expected to save: it has to be more than compiling costs.
+
+    Args:
+        seconds: of a step without Inductor.
+        steps: made so far.
+        left: steps still to come. None where that is unknown: then as many as were made.
+    """
+    return seconds * _SAVES * (steps if left is None else left)
+
+
+def steps_until_compiling_pays(seconds: float, price: float) -> int:
+    """So many steps have to be made first, where it is unknown how many are to come.
+
+    Args:
+        seconds: of a step without Inductor.
+        price: of compiling, in seconds.
+    """
+    return int(price / (seconds * _SAVES)) + 1
 
 
 def compile_seconds(operations: int | None) -> float:

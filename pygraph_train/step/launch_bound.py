@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pygraph_train.config import PyGraphConfig
+from pygraph_train.selection.compile_time import saved_by_compiling, steps_until_compiling_pays
 
 __all__ = ["LaunchBoundCheck"]
 
@@ -43,9 +44,6 @@ _FIRST_DISTANCE = 256
 same as before doubles the distance."""
 
 _LARGEST_DISTANCE = 16 * _FIRST_DISTANCE
-
-_COMPILED_SAVES = 1 / 3
-"""The share of the device time that Inductor usually saves."""
 
 
 class LaunchBoundCheck:
@@ -142,8 +140,8 @@ class LaunchBoundCheck:
     def _compiling_pays(self, seconds: float) -> bool:
         if self._compile_seconds is None:
             return False
-        left = self._steps_left()
-        return seconds * _COMPILED_SAVES * (self._steps if left is None else left) > self._compile_seconds
+        saved = saved_by_compiling(seconds, steps=self._steps, left=self._steps_left())
+        return saved > self._compile_seconds
 
     def _trial_is_cheap(self) -> bool:
         """Whether graphs may be tried that can gain a few percent at most."""
@@ -154,4 +152,4 @@ class LaunchBoundCheck:
         """Steps from now on, where nobody knows how many training will make. Others only get fewer."""
         if self._compile_seconds is None or self._steps_left() is not None:
             return _LARGEST_DISTANCE
-        return int(self._compile_seconds / (seconds * _COMPILED_SAVES)) + 1 - self._steps
+        return steps_until_compiling_pays(seconds, self._compile_seconds) - self._steps

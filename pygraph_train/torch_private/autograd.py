@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "is_transformed",
     "leaves_of",
     "nodes_behind",
+    "operations_behind",
     "refuse_retaining",
     "refuse_second_backward",
 ]
@@ -52,6 +53,49 @@ def nodes_behind(*nodes: Any) -> Iterator[Any]:
             seen.add(node)
             yield node
             left += [source for source, _ in node.next_functions]
+
+
+_OPERATIONS_PER_NODE = 3
+"""One forward, and two for the gradients of what it computes with. For six models (BERT, GPT-2, XLNet, ViT-S,
+MobileNetV3, an MLP) under autocast, graphs of whole steps with eager kernels held 2.2 to 4.4 for each node."""
+
+_VIEWS = {
+    *("Alias", "AsStrided", "Diagonal", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
+    *(
+        "SplitWithSizes",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unbind",
+        "Unflatten",
+        "Unfold",
+        "UnsafeSplit",
+        "UnsafeView",
+    ),
+    *("Unsqueeze", "View"),
+}
+"""What begins the names of nodes whose operators compute nothing."""
+
+
+def operations_behind(results: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
+    """About how many operations a device makes for a forward that has ended, and for its backward. (2.11, 2.13)
+
+    Args:
+        results: of the forward.
+        inputs: whatever led to them is not counted.
+    """
+    seen = {x.grad_fn for x in inputs}
+    left = [x.grad_fn for x in results]
+    count = 0
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [source for source, _ in node.next_functions]
+        if not hasattr(node, "variable"):  # of a parameter
+            count += node.name().partition("Backward")[0] not in _VIEWS
+    return _OPERATIONS_PER_NODE * count
 
 
 def arrival_of(tensor: torch.Tensor) -> tuple[Any, int]:

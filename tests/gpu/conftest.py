@@ -9,6 +9,15 @@ import pytest
 import torch
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
+from pygraph_train.step.compile_wait import declared_price
+
+
+@pytest.fixture(autouse=True)
+def no_loop_waits_for_inductor() -> Iterator[None]:
+    """Training here is short, and is about compiled steps."""
+    with declared_price(0.0):
+        yield
+
 
 @pytest.fixture(scope="module")
 def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -16,9 +16,10 @@ pytest.importorskip("accelerate")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from accelerate_training import fresh, fresh_state  # noqa: F401
 
-from pygraph_train import Accelerator, PyGraph
+from pygraph_train import Accelerator, PyGraph, backend
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.selection import timing
+from pygraph_train.step.compile_wait import declared_price
 from pygraph_train.torch_private.dynamo import compiled_call
 
 pytestmark = [
@@ -28,6 +29,16 @@ pytestmark = [
 
 
 def train(
+    steps: int, each: Callable[[int, nn.Module], None] = lambda step, model: None, **options: Any
+) -> LoopReport:
+    """The report of a loop that waits for the host, and was compared as a whole."""
+    report = trained(steps, each, **options)
+    (controller,) = report.controllers
+    assert controller.settled, str(report)
+    return report
+
+
+def trained(
     steps: int, each: Callable[[int, nn.Module], None] = lambda step, model: None, **options: Any
 ) -> LoopReport:
     """The report of a loop that waits for the host."""
@@ -47,8 +58,6 @@ def train(
         assert loss.isfinite().item()
         report = accelerator.pygraph.report()
         accelerator.end_training()
-    (controller,) = report.controllers
-    assert controller.settled, str(report)
     return report
 
 
@@ -59,6 +68,28 @@ def test_the_clock_of_the_device_decides() -> None:
     assert controller.times[controller.best] <= 1.05 * min(controller.times.values()), str(report)
     assert report.plan == report.running_plan, str(report)
     assert " ms as plan" in report.compared_as_a_whole, str(report)
+
+
+def test_a_short_loop_is_not_compiled() -> None:
+    with declared_price(None):
+        report = trained(100)
+    assert not report.regions() and report.optimizer_steps_replayed > 20, str(report)
+    assert "forward and backward ran as you wrote them" in report.to_dict()["waits"], str(report)
+    assert not any(arm.compiled for c in report.controllers for arm in c.times), str(report)
+
+
+def test_a_loop_is_compiled_after_the_declared_price_is_paid() -> None:
+    begun: list[int] = []
+
+    def each(step: int, model: nn.Module) -> None:
+        if not begun and backend.report().regions:
+            begun.append(step)
+
+    backend.reset()
+    with declared_price(0.05):  # some 150 ms of plain steps
+        report = trained(500, each)
+    assert begun and begun[0] > 5, str(report)
+    assert any(region.replays for region in report.regions()), str(report)
 
 
 @pytest.mark.parametrize("code", ["auto", True])
