@@ -17,6 +17,8 @@ from training import Diary, Net, adamw, batches, both, loss_of, sgd
 
 from pygraph_train import PyGraphConfig
 from pygraph_train.gradients import places as gradient_places
+from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.optimizers.phase import OptimizerPhase, _Capture
 
@@ -142,6 +144,70 @@ def test_gradients_that_move_are_copied(clip, config, seen):
     assert report.optimizer_steps_replayed >= 20, str(report)
     (capture,) = seen.captures
     assert capture.buffers is not None
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole training has needed little more than the gradients."""
+    monkeypatch.setattr(EmulatedEngine, "memory", lambda self: MemoryUse(1000, 1000, 0, 10**9))
+    monkeypatch.setattr(gradient_places, "_FEW_COPIES", 0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"replays": 40}, {"forward": "off", "backward": "off", "refused": "copies of them would take"}],
+    ids=["regions", "autograd"],
+)
+def test_gradients_that_move_are_not_copied_where_copies_need_much_memory(config, seen, little_memory):
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+        step_fn, kept = moving(diary, model)
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for batch in batches(60):
+            diary.write("loss", step(batch))
+            diary.write_state(model, optimizer)
+        diary.write("kept", list(kept))
+
+    report = both(script, **config)
+    assert report.optimizer_steps_replayed == 0 and not seen.captures, str(report)
+    assert "copies of them would take" in " ".join(str(report).split()), str(report)
+    assert report.plan == report.running_plan == ("F B O" if "forward" in config else "{F} {B} O"), str(
+        report
+    )
+
+
+@pytest.mark.parametrize("until", [20, 400], ids=["at first", "always"])
+def test_the_optimizer_of_a_loop_is_given_back_where_its_gradients_move(until, seen, little_memory):
+    """It gets its graph when they come to rest before."""
+    model, plain = (nn.Linear(6, 3) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, plain))
+    loop, kept = Loop(PyGraphConfig(engine="emulated"), torch.device("cpu")), []
+    graph = loop.take_optimizer(optimizer)
+    for index in range(200):
+        x = torch.randn(4, 6)
+        for each in (model, plain):
+            each(x).square().mean().backward()
+        if index <= until:
+            kept.append([p.grad.clone() for p in model.parameters()])
+        for p, place in zip(model.parameters(), kept[-1], strict=True):
+            p.grad = place.copy_(p.grad)
+        loop.step(graph, optimizer.step)
+        other.step()
+        for each in (optimizer, other):
+            each.zero_grad()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert not any(capture.buffers for capture in seen.captures)
+    if until == 20:
+        assert seen.replays > 100 and not loop.report.fallbacks, loop.report
+    else:
+        assert seen.replays == 0 and not graph.serves(), loop.report
+        (row,) = loop.report.fallbacks
+        assert "copies of them would take" in row.reason, row
+        assert "capturable" not in optimizer.param_groups[0] or not optimizer.param_groups[0]["capturable"]
+        graph.wake("regions", only=False)
+        assert graph.serves(), "regions will leave gradients where they are"
 
 
 def test_gradients_that_settle_elsewhere_are_found_again(seen):

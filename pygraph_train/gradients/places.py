@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from pygraph_train.graphs.engine import MemoryUse
+from pygraph_train.graphs.memory import overlaps_itself
 from pygraph_train.torch_private.sharding import local_tensor
 
 __all__ = ["Layout", "Place", "Source"]
@@ -29,6 +31,12 @@ _REPLAYS_PER_CAPTURE = 100
 
 _FREE = 2
 """Further captures that need not have paid: gradients may lie elsewhere once, and stay there."""
+
+_SHARE_OF_COPIES = 0.05
+"""Of all memory that the process has needed so far, which copies of gradients may take on top of it."""
+
+_FEW_COPIES = 32 << 20
+"""Bytes of copies that no process misses: cuBLAS has as much for each stream."""
 
 _dtype = operator.attrgetter("dtype")
 
@@ -79,6 +87,33 @@ class Place:
         self._again = 0  # graphs after the first one
         self._waited = 0
         self._patience = _PATIENCE[source]
+
+    def why_no_copies(
+        self, gradients: Sequence[Tensor | None], memory: Callable[[], MemoryUse]
+    ) -> str | None:
+        """Before a capture: why gradients cannot be copied, None where they can or need not.
+
+        Where copies are too large, a graph waits until gradients come to rest, however long that takes.
+
+        Args:
+            gradients: of this step.
+            memory: tells that of their device.
+        """
+        present = [g for g in gradients if g is not None]
+        # a graph knows nothing of what other kinds of tensors do, and none has an address for no elements
+        self.buffers |= any(type(g) is not Tensor or not g.numel() for g in present)
+        if not self.buffers:
+            return None
+        if any(map(overlaps_itself, present)):
+            return "elements of a gradient share memory, so nothing can be copied back there"
+        needed, peak = sum(g.nbytes for g in present), memory().peak
+        if not peak or needed <= max(_SHARE_OF_COPIES * peak, _FEW_COPIES):
+            return None
+        self.buffers, self._waited = False, 0
+        return (
+            f"gradients lie elsewhere in each step, and copies of them would take {needed >> 20} MiB, where the whole "
+            f"training has needed {peak >> 20} MiB so far"
+        )
 
     def follow(self, layout: Layout) -> None:
         """Note where they are in this step."""

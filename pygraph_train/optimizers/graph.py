@@ -25,6 +25,9 @@ __all__ = ["OptimizerGraph"]
 
 log = logging.getLogger("pygraph_train")
 
+_RESTLESS = 4
+"""So often there was no graph because gradients move, until the optimizer makes its steps as it is."""
+
 
 class OptimizerGraph:
     """Runs one optimizer's step, from a graph where that is proved to be the same.
@@ -66,6 +69,7 @@ class OptimizerGraph:
         self._phase: OptimizerPhase | None = None
         self._off = config.optimizer == "off"
         self._told = False
+        self._restless = 0
         self._held: Any = None  # by a hook of the optimizer
 
     def run(self, body: Callable[[], None], constants: Any = ()) -> None:
@@ -88,6 +92,11 @@ class OptimizerGraph:
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
         self._run_phase(body, constants)
+
+    @property
+    def restless(self) -> Problem | None:
+        """Why the last step had no graph, where gradients move and there is no room for copies of them."""
+        return None if self._phase is None else self._phase.restless
 
     @property
     def over(self) -> bool:
@@ -133,6 +142,7 @@ class OptimizerGraph:
             only: let go of graphs for gradients that others have left.
         """
         self._asleep = self._given_back = False
+        self._restless = 0
         self._source = source
         if only and self._phase is not None:
             self._phase.close(but=source)
@@ -181,6 +191,11 @@ class OptimizerGraph:
             self._report.update_replayed()
         if self._phase.problem is not None:
             self._turn_off(self._phase.problem)
+        elif (restless := self._phase.restless) is not None:
+            self._restless += 1
+            if self._restless == _RESTLESS:
+                self._note(restless)
+                self.rest(give_back=True)
 
     def _refused(self) -> bool:
         if self._preparation is None:

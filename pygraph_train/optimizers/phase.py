@@ -21,7 +21,6 @@ from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.gradients.places import Layout, Source
 from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound
-from pygraph_train.graphs.memory import overlaps_itself
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.optimizers.trial import OptimizerTrial
@@ -102,6 +101,7 @@ class OptimizerPhase:
 
     Attributes:
         problem: why there are no more graphs, None while there may be.
+        restless: why there is none while gradients move, where the last `run` found that.
         replayed: whether the last `run` was a replay of a verified graph.
     """
 
@@ -116,6 +116,7 @@ class OptimizerPhase:
     ) -> None:
         assert program.optimizer is not None
         self.problem: Problem | None = None
+        self.restless: Problem | None = None
         self.replayed = False
         self._program = program
         self._optimizer = program.optimizer
@@ -139,7 +140,7 @@ class OptimizerPhase:
             source: who has left the gradients.
             step: the training step, for the report.
         """
-        self.replayed = False
+        self.replayed, self.restless = False, None
         if self.problem is not None:
             return body()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -181,16 +182,14 @@ class OptimizerPhase:
                     self.problem = self._preparation.what_changed()
                     return body()
                 return self._run_prepared(body)
+            if (moving := place.why_no_copies(gradients, self._engine.memory)) is not None:
+                self.restless = _outside(moving)
+                return self._run_prepared(body)
             if capture is not None:
                 self._forget(key)
             elif not self._make_room(source):
                 self.problem = _ABSENT
                 return body()
-            # a graph knows nothing of what other kinds of tensors do, and none has an address for no elements
-            present = [g for g in gradients if g is not None]
-            place.buffers |= any(type(g) is not Tensor or not g.numel() for g in present)
-            if place.buffers and any(map(overlaps_itself, present)):  # nothing can be copied back there
-                return self._run_prepared(body)
             capture = self._capture(body, parameters, layout, constants, place.buffers, step)
             if capture is None:
                 return body()

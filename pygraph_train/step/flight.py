@@ -165,6 +165,8 @@ class StepInFlight:
             self.choice.as_planned = False
         if phase.problem is not None:
             self._leave(self, phase.problem)
+        elif phase.restless is not None:
+            self._has_no_graph(phase.restless)
 
     def finish(self) -> None:
         """The step has ended, its update included."""
