@@ -370,7 +370,8 @@ class _Pool:
         assert child.process.stdout is not None and child.process.stdin is not None
         if why is not None:
             _signal([child.process.pid], signal.SIGKILL)
-        self._selector.unregister(child.process.stdout)
+        with contextlib.suppress(KeyError):  # an interrupt came in the midst of this before
+            self._selector.unregister(child.process.stdout)
         code = child.process.wait()
         for stream in (child.process.stdout, child.process.stdin, child.log):
             stream.close()
