@@ -45,6 +45,19 @@ def test_everything_is_collected_where_memory_is_wanted() -> None:
     assert heap.generations == [2, 2, 2]
 
 
+def test_parts_of_a_step_that_are_captured_in_a_row_collect_everything_once() -> None:
+    heap = Heap()
+    for _ in range(18):
+        heap.garbage.collect(in_a_row=True)
+        heap.garbage.collect()
+        heap.now += 0.02
+    assert heap.generations == [2] + 35 * [1]
+    heap.now += 2.5
+    heap.garbage.collect()
+    heap.garbage.collect(in_a_row=True)
+    assert heap.generations[36:] == [1, 2]
+
+
 def test_collections_of_everything_take_a_fiftieth_of_the_time() -> None:
     heap, begun = Heap(), 100.0
     while heap.now < begun + 1000.0:

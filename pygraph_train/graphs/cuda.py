@@ -177,7 +177,7 @@ class CudaEngine:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
         if self._tidies:
-            self._tidy(whole=False)
+            self._tidy()
         else:
             torch.cuda.synchronize(self.device)
             clear_cublas_workspaces()
@@ -287,12 +287,12 @@ class CudaEngine:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def tidy(self) -> None:
+    def tidy(self, *, in_a_row: bool = False) -> None:
         """See `graphs.engine.Engine.tidy`."""
-        self._tidy(whole=True)
+        self._tidy(whole=not in_a_row, in_a_row=in_a_row)
 
-    def _tidy(self, *, whole: bool) -> None:
-        _garbage.collect(whole=whole)
+    def _tidy(self, *, whole: bool = False, in_a_row: bool = False) -> None:
+        _garbage.collect(whole=whole, in_a_row=in_a_row)
         torch.cuda.synchronize(self.device)
         clear_cublas_workspaces()
         torch.cuda.empty_cache()

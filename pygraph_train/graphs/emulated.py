@@ -214,7 +214,7 @@ class EmulatedEngine:
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
 
-    def tidy(self) -> None:
+    def tidy(self, *, in_a_row: bool = False) -> None:
         """See `Engine.tidy`. The CPU allocator keeps nothing back."""
         gc.collect()
 

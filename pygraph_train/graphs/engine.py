@@ -243,10 +243,13 @@ class Engine(Protocol):
     def trim(self) -> None:
         """Hand memory back that warm-up and captures no longer need."""
 
-    def tidy(self) -> None:
+    def tidy(self, *, in_a_row: bool = False) -> None:
         """Hand back what is cached or waits for the garbage collector.
 
         A capture does so itself first, and looks for old garbage now and then only.
+
+        Args:
+            in_a_row: for one of several captures: old garbage is not looked for again that was a moment ago.
         """
 
     def untidied(self) -> AbstractContextManager[None]:

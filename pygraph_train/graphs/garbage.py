@@ -12,6 +12,9 @@ __all__ = ["Garbage"]
 _TIMES = 50
 """So many times longer than a whole collection is the time until the next one: one in 50 seconds at most is spent."""
 
+_TIMES_IN_A_ROW = 5
+"""The same for captures of parts of one step, of which each one frees memory first: some seconds."""
+
 _YOUNG = 1
 """The generation up to which objects are looked at otherwise."""
 
@@ -33,22 +36,25 @@ class Garbage:
     ) -> None:
         self._collect = collect
         self._clock = clock
-        self._whole_again = -math.inf
+        self._ended = -math.inf  # the last collection of everything
+        self._took = 0.0
 
-    def collect(self, *, whole: bool = False) -> None:
+    def collect(self, *, whole: bool = False, in_a_row: bool = False) -> None:
         """Collect before a capture.
 
         Args:
             whole: everything, whatever it takes.
+            in_a_row: everything, unless that was done a moment ago.
         """
         started = self._clock()
-        if not whole and started < self._whole_again:
+        times = 0 if whole else _TIMES_IN_A_ROW if in_a_row else _TIMES
+        if started < self._ended + times * self._took:
             self._collect(_YOUNG)
             return
         self._collect(2)
-        ended = self._clock()
-        self._whole_again = ended + _TIMES * (ended - started)
+        self._ended = self._clock()
+        self._took = self._ended - started
 
     def expect(self) -> None:
         """Something large was given up: the next collection looks at everything."""
-        self._whole_again = -math.inf
+        self._ended = -math.inf

@@ -525,7 +525,7 @@ class Region:
         further = any(other.captures for other in self._keys.values() if other is not key)
         begun = self.measurements.clock()
         if not further:
-            arena.engine.tidy()
+            arena.engine.tidy(in_a_row=True)  # regions of one step are captured together
         started = self.measurements.clock()
         if further and not arena.room.is_there(self._pair.bounds.most):
             arena.engine.tidy()
