@@ -5,6 +5,7 @@ Regions run on the engine that overwrites whatever a replay may overwrite.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from pygraph_train.gradients import places as gradient_places
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.integrations.loop import Loop
+from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.optimizers.phase import OptimizerPhase, _Capture
 
 
@@ -177,37 +179,49 @@ def test_gradients_that_move_are_not_copied_where_copies_need_much_memory(config
     )
 
 
-@pytest.mark.parametrize("until", [20, 400], ids=["at first", "always"])
-def test_the_optimizer_of_a_loop_is_given_back_where_its_gradients_move(until, seen, little_memory):
-    """It gets its graph when they come to rest before."""
+def moved_update(steps: int, moves: Callable[[int], bool]) -> tuple[Loop, OptimizerGraph]:
+    """Train where nothing but the optimizer is taken over, beside plain training.
+
+    Args:
+        steps: so many.
+        moves: whether gradients lie elsewhere from this step on.
+    """
     model, plain = (nn.Linear(6, 3) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, plain))
-    loop, kept = Loop(PyGraphConfig(engine="emulated"), torch.device("cpu")), []
+    loop, places = Loop(PyGraphConfig(engine="emulated"), torch.device("cpu")), list[list[Tensor]]()
     graph = loop.take_optimizer(optimizer)
-    for index in range(200):
+    assert graph is not None
+    for index in range(steps):
         x = torch.randn(4, 6)
         for each in (model, plain):
             each(x).square().mean().backward()
-        if index <= until:
-            kept.append([p.grad.clone() for p in model.parameters()])
-        for p, place in zip(model.parameters(), kept[-1], strict=True):
-            p.grad = place.copy_(p.grad)
+        if moves(index):
+            places.append([torch.empty_like(p) for p in model.parameters()])
+        for p, place in zip(model.parameters(), places[-1], strict=True):
+            p.grad = place.copy_(p.grad)  # type: ignore[arg-type]
         loop.step(graph, optimizer.step)
         other.step()
-        for each in (optimizer, other):
-            each.zero_grad()
+        optimizer.zero_grad()
+        other.zero_grad()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    return loop, graph
+
+
+def test_the_optimizer_of_a_loop_is_given_back_where_its_gradients_move(seen, little_memory):
+    loop, graph = moved_update(200, lambda index: True)
+    assert seen.replays == 0 and not graph.serves(), loop.report
+    (row,) = loop.report.fallbacks
+    assert "copies of them would take" in row.reason, row
+    assert not graph.optimizer.param_groups[0].get("capturable")
+    graph.wake("regions", only=False)
+    assert graph.serves(), "regions will leave gradients where they are"
+
+
+def test_the_optimizer_of_a_loop_gets_its_graph_when_gradients_have_come_to_rest(seen, little_memory):
+    loop, _ = moved_update(200, lambda index: index <= 20)
     assert not any(capture.buffers for capture in seen.captures)
-    if until == 20:
-        assert seen.replays > 100 and not loop.report.fallbacks, loop.report
-    else:
-        assert seen.replays == 0 and not graph.serves(), loop.report
-        (row,) = loop.report.fallbacks
-        assert "copies of them would take" in row.reason, row
-        assert "capturable" not in optimizer.param_groups[0] or not optimizer.param_groups[0]["capturable"]
-        graph.wake("regions", only=False)
-        assert graph.serves(), "regions will leave gradients where they are"
+    assert seen.replays > 100 and not loop.report.fallbacks, loop.report
 
 
 def test_gradients_that_settle_elsewhere_are_found_again(seen):
@@ -376,23 +390,5 @@ def test_steps_without_a_graph_count_where_others_come_between_them() -> None:
 
 
 def test_gradients_that_move_now_and_then_get_few_captures(seen):
-    """In a loop of the user's, where nothing but the optimizer is taken over."""
-    model, plain = (nn.Linear(6, 3) for _ in range(2))
-    plain.load_state_dict(model.state_dict())
-    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, plain))
-    loop = Loop(PyGraphConfig(engine="emulated"), torch.device("cpu"))
-    graph, places = loop.take_optimizer(optimizer), []
-    for index in range(400):
-        x = torch.randn(4, 6)
-        for each in (model, plain):
-            each(x).square().mean().backward()
-        if index % 20 == 0:
-            places.append([torch.empty_like(p) for p in model.parameters()])
-        for p, place in zip(model.parameters(), places[-1], strict=True):
-            p.grad = place.copy_(p.grad)
-        loop.step(graph, optimizer.step)
-        other.step()
-        for each in (optimizer, other):
-            each.zero_grad()
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    loop, _ = moved_update(400, lambda index: index % 20 == 0)
     assert 2 <= len(seen.captures) <= 6 and seen.replays >= 20, loop.report
