@@ -128,6 +128,7 @@ class RegionedCall:
                 return result
             if self._wait is not None and self._wait.holds(self):
                 return _call(self.module, args, kwargs)
+            self._wait = None  # whatever else has to wait
             compiled_before.add(self.module)
             self._first[kind], self._autocast[kind] = None, first.backward
             self._holders |= first.holders

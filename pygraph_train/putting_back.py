@@ -9,7 +9,7 @@ import torch
 from pygraph_train.dropout_of_layers import DropoutOfLayers
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.cudnn_dropout import set_random_state
-from pygraph_train.torch_private.memory import copy_all
+from pygraph_train.torch_private.memory import copy_all, keep_versions
 from pygraph_train.torch_private.sharding import local_tensor
 
 __all__ = ["HostCopy", "ScratchState", "copy_in_parts"]
@@ -45,8 +45,7 @@ class ScratchState:
             set_random_state(self._device, self._random)
         if self._layers is not None:
             self._layers.put_back(self._place)
-        for tensor, value in zip(self._tensors, self._values, strict=True):
-            tensor.copy_(value)
+        _put_back(self._tensors, self._values)
 
 
 class HostCopy:
@@ -61,7 +60,13 @@ class HostCopy:
     def restore(self) -> None:
         """Put everything back."""
         self._random.restore()
-        for tensor, value in zip(self._tensors, self._values, strict=True):
+        _put_back(self._tensors, self._values)
+
+
+def _put_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy values back. That is no change: what autograd has saved before is what it was."""
+    with keep_versions([x for x in tensors if not x.is_inference()]):
+        for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 
 

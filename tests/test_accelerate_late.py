@@ -202,3 +202,24 @@ def test_transforms_of_a_model_are_those_of_eager_kernels(look: Any, begins: int
 
     report = both(looked, replays=60, plan="{F} {B} {O}")
     assert not report.fallbacks, str(report)
+
+
+def test_a_forward_may_come_before_the_update_and_its_backward_after_it() -> None:
+    """Fused kernels do not count as changes of the parameters, and neither may what verifies their graph."""
+
+    def script(s: Script) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        model, optimizer = s.accelerator.prepare(model, optimizer)
+        loss = model(torch.randn(8, 6)).square().mean()
+        for _ in range(60):
+            following = model(torch.randn(8, 6)).square().mean()
+            s.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            s.write("loss", loss)
+            loss = following
+        s.write_state(model, optimizer)
+
+    report = both(script, replays=60)
+    assert report.optimizer_steps_replayed > 20, str(report)

@@ -176,6 +176,38 @@ def test_a_module_that_was_compiled_before_does_not_wait(clock: Clock) -> None:
     assert plugin.report().regions(), str(plugin.report())
 
 
+def test_a_module_that_is_compiled_keeps_its_graphs_when_another_one_begins_to_wait(clock: Clock) -> None:
+    """Even where it is called in another way then."""
+    replays = []
+
+    def script(script: Any, plugin: PyGraph | None) -> None:
+        accelerator = script.accelerator
+        model, further = Net(), Net()
+        optimizer = torch.optim.SGD([*model.parameters(), *further.parameters()], lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for step in range(150):
+            x = torch.randn(8, 6, requires_grad=step > 110)
+            loss = model(x).square().mean()
+            if step == 100:
+                further = accelerator.prepare(further)
+            if step >= 100:
+                loss = loss + further(x).square().mean() + model(x.detach()).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            script.write("loss", loss)
+            if plugin is not None:
+                replays.append(sum(row.replays for row in plugin.report().regions()))
+        script.write_state(model, optimizer)
+
+    plugin = PyGraph(engine="emulated", warmup_steps=2)
+    expected = accelerate_training.run(lambda made: script(made, None), None)
+    with declared_price(SIXTY_STEPS):
+        found = accelerate_training.run(lambda made: script(made, plugin), plugin)
+    assert differs(*([list(entry) for entry in run.entries] for run in (expected, found))) is None
+    assert replays[99] > 0 and replays[149] - replays[119] >= 2 * 30, replays
+
+
 @LOOPS
 def test_the_report_says_what_waits(kind: str, clock: Clock) -> None:
     first = FirstRegion(2, 40, 100)

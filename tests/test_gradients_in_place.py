@@ -224,6 +224,30 @@ def test_the_optimizer_of_a_loop_gets_its_graph_when_gradients_have_come_to_rest
     assert seen.replays > 100 and not loop.report.fallbacks, loop.report
 
 
+def test_an_optimizer_whose_graph_serves_most_steps_is_not_given_back(seen, little_memory):
+    """Gradients move for a while now and then, and come to rest in between."""
+    model, plain = (nn.Linear(6, 3) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, plain))
+    loop, kept = Loop(PyGraphConfig(engine="emulated"), torch.device("cpu")), []
+    graph = loop.take_optimizer(optimizer)
+    for index in range(1600):
+        x = torch.randn(4, 6)
+        for each in (model, plain):
+            each(x).square().mean().backward()
+        if index % 200 < 40:
+            kept.append([p.grad.clone() for p in model.parameters()])
+        for p, place in zip(model.parameters(), kept[-1], strict=True):
+            p.grad = place.copy_(p.grad)
+        loop.step(graph, optimizer.step)
+        other.step()
+        for each in (optimizer, other):
+            each.zero_grad()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert not any(capture.buffers for capture in seen.captures)
+    assert graph.replayed and not loop.report.fallbacks, loop.report
+
+
 def test_gradients_that_settle_elsewhere_are_found_again(seen):
     """Those of one step are kept, so that from then on regions leave theirs elsewhere."""
 

@@ -28,6 +28,9 @@ log = logging.getLogger("pygraph_train")
 _RESTLESS = 4
 """So often there was no graph because gradients move, until the optimizer makes its steps as it is."""
 
+_REPLAYS_BETWEEN = 50
+"""Replays that make up for the steps in which gradients have moved before."""
+
 
 class OptimizerGraph:
     """Runs one optimizer's step, from a graph where that is proved to be the same.
@@ -69,7 +72,7 @@ class OptimizerGraph:
         self._phase: OptimizerPhase | None = None
         self._off = config.optimizer == "off"
         self._told = False
-        self._restless = 0
+        self._restless = self._replays = 0  # replays: since gradients moved last
         self._held: Any = None  # by a hook of the optimizer
 
     def run(self, body: Callable[[], None], constants: Any = ()) -> None:
@@ -188,11 +191,13 @@ class OptimizerGraph:
         self._phase.run(body, constants, source=self._source, step=self.runs)
         self.replayed = self._phase.replayed
         if self.replayed:
+            self._replays += 1
             self._report.update_replayed()
         if self._phase.problem is not None:
             self._turn_off(self._phase.problem)
         elif (restless := self._phase.restless) is not None:
-            self._restless += 1
+            self._restless = 1 if self._replays >= _REPLAYS_BETWEEN else self._restless + 1
+            self._replays = 0
             if self._restless == _RESTLESS:
                 self._note(restless)
                 self.rest(give_back=True)

@@ -218,12 +218,6 @@ class Arena:
         self.abandoned: list[Any] = []  # captures of regions that are gone
         self.price = 0.0
         """Seconds of a capture, of whatever region, as far as known."""
-        self._largest = self._cached = (
-            0  # bytes: a capture took at most, steps without graphs have kept at most
-        )
-        self._first: int | None = (
-            None  # bytes that are reserved with graphs of one set of shapes for each region
-        )
 
     def paid(self, seconds: float) -> None:
         """Note what a capture took."""
