@@ -16,6 +16,7 @@ from training import CONFIG, PlainStep, adamw, batches, both, loss_of
 from pygraph_train import GraphedStep
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.regions import inductor
+from pygraph_train.selection.returns import Costs
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.families import Families, Family
 from pygraph_train.step.shapes import Shapes
@@ -78,11 +79,11 @@ def test_code_for_other_lengths_is_compiled_when_it_pays(
     def measured(self: Shapes, step: Any, lead: Any, *args: Any) -> Any:
         result = compiled(self, step, lead, *args)
         lead.family.compile_seconds = seconds
-        lead.family._eager, lead.family._compiled = 2.0, 1.0
         return result
 
     let_inductor_compile(monkeypatch, asks=True)
     monkeypatch.setattr(Shapes, "_compiled", measured)
+    monkeypatch.setattr(Costs, "saved_by_kernels", lambda self, steps, replays: float(steps))
     step, model, twin, found = train_on_lengths(range(3, 80))
     assert len(found) == 2 + codes, (
         "a trace of the first length, one of all lengths, and those that are compiled"
