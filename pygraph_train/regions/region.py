@@ -215,7 +215,7 @@ class Region:
         """Whether these shapes have a graph, or come back often enough to be looked at. Hot path of all others."""
         if self._constants is None:
             self._constants = tuple(i for i, x in enumerate(inputs) if not isinstance(x, torch.Tensor))
-            if self.spec.phase != "backward" or self.alone:  # others get what a graph has saved, or have none
+            if self.spec.phase != "backward" or self.alone:  # else what the forward's graph saves decides
                 self._refuse_foreign(inputs)
             if self.plain_only:
                 return False

@@ -284,7 +284,7 @@ class WholeLoop:
         self._disturbed = False
         self._unready = 0 if choice.as_planned else self._unready + 1
         choice.end()
-        most = _MOST_UNREADY + self.memory.closed  # whose shapes may come one after the other
+        most = _MOST_UNREADY + self.memory.closed  # the shapes of closed graphs may come in a row
         if self._unready > most and self._has_regions(choice.arm):
             self.start_over()
 
