@@ -44,9 +44,14 @@ def backward_ends_at(tensor: torch.Tensor) -> bool:
     return bool(inner) and not any(map(torch._C._will_engine_execute_node, inner))
 
 
-def nodes_behind(*nodes: Any) -> Iterator[Any]:
-    """These nodes of an autograd graph and all those that they are computed from, each once. (2.11, 2.13)"""
-    seen, left = set(), list(nodes)
+def nodes_behind(*nodes: Any, until: Iterable[Any] = ()) -> Iterator[Any]:
+    """These nodes of an autograd graph and all those that they are computed from, each once. (2.11, 2.13)
+
+    Args:
+        nodes: to begin with.
+        until: neither these nodes nor what leads to them only.
+    """
+    seen, left = set(until), list(nodes)
     while left:
         node = left.pop()
         if node is not None and node not in seen:
@@ -84,17 +89,9 @@ def operations_behind(results: Iterable[torch.Tensor], inputs: Iterable[torch.Te
         results: of the forward.
         inputs: whatever led to them is not counted.
     """
-    seen = {x.grad_fn for x in inputs}
-    left = [x.grad_fn for x in results]
-    count = 0
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        left += [source for source, _ in node.next_functions]
-        if not hasattr(node, "variable"):  # of a parameter
-            count += node.name().partition("Backward")[0] not in _VIEWS
+    nodes = nodes_behind(*(x.grad_fn for x in results), until=(x.grad_fn for x in inputs))
+    computed = [node for node in nodes if not hasattr(node, "variable")]  # which those of parameters have
+    count = sum(node.name().partition("Backward")[0] not in _VIEWS for node in computed)
     return _OPERATIONS_PER_NODE * count
 
 
