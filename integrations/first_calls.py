@@ -19,7 +19,7 @@ from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.tracing.opened import tensors_inside
 from pygraph_train.tracing.signature import map_leaves
 
-__all__ = ["FirstCalls", "before_backward", "in_words", "tensors_of", "watch_backward"]
+__all__ = ["FirstCalls", "before_backward", "every_tensor_of", "in_words", "watch_backward"]
 
 _MOST = 16
 """Calls after which it is enough, also where no optimizer makes a step."""
@@ -101,13 +101,13 @@ class FirstCalls:
 
         held = dict(tensors_inside(result))
         self.holders.update(held.values())
-        watched = list(dict.fromkeys(x for x in (*tensors_of(result), *held) if x.grad_fn is not None))
+        watched = list(dict.fromkeys(x for x in (*_tensors(result), *held) if x.grad_fn is not None))
         for tensor in watched:
             tensor.register_hook(look)
         activations = [Activation(x, eager=True) for x in activations_among(watched)]
         self._differentiated |= not watched  # nothing will be
         if inputs is not None and self._calls == 1:
-            self.operations = operations_behind(watched, (*tensors_of(inputs), *dict(tensors_inside(inputs))))
+            self.operations = operations_behind(watched, every_tensor_of(inputs))
 
 
 def watch_backward(result: Any, expected: autocast.State, name: str, late: Callable[[Problem], None]) -> None:
@@ -141,7 +141,7 @@ def before_backward(result: Any, look: Callable[..., None]) -> None:
         result: of the module's call.
     """
     # a hook on a tensor would look like one of the user's, who asks for the gradient of an activation
-    for node in {x.grad_fn for x in tensors_of(result) if x.grad_fn is not None}:
+    for node in {x.grad_fn for x in _tensors(result) if x.grad_fn is not None}:
         node.register_prehook(look)
 
 
@@ -157,8 +157,12 @@ def in_words(state: autocast.State) -> str:
     return f"autocast to {', '.join(kinds)}" if kinds else "no autocast"
 
 
-def tensors_of(result: Any) -> list[Tensor]:
-    """The tensors in containers that are known."""
+def every_tensor_of(arguments: Any) -> list[Tensor]:
+    """The tensors in arguments of a call: in containers that are known, and inside of other objects."""
+    return [*_tensors(arguments), *(tensor for tensor, _ in tensors_inside(arguments))]
+
+
+def _tensors(result: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
     def take(leaf: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import nn
 from pygraph_train.integrations.first_calls import (
     FirstCalls,
     before_backward,
+    every_tensor_of,
     in_words,
-    tensors_of,
     watch_backward,
 )
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
@@ -38,7 +38,6 @@ from pygraph_train.torch_private.hooks import global_module_hook_tables
 from pygraph_train.torch_private.side_effects import dynamo_side_effects
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.dry_trace import DryTrace
-from pygraph_train.tracing.opened import tensors_inside
 from pygraph_train.tracing.reasons import compiler_failed, innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
 from pygraph_train.tracing.refusals import GLOBAL_HOOK
@@ -195,11 +194,12 @@ class RegionedCall:
         """Find out from the next calls why nothing of the module becomes a graph."""
         compiled = self._compiled
         trace = DryTrace(device)
-        calls, traced_shapes = 0, _shapes(())
+        calls, traced_shapes = 0, list[torch.Size]()
 
         def looked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal calls, traced_shapes
-            call, shapes = uncompiled_call(module), _shapes((args, kwargs))
+            call = uncompiled_call(module)
+            shapes = [x.shape for x in every_tensor_of((args, kwargs))]
             if not trace.traced and trace.refused is None:
                 traced_shapes = shapes
                 trace.look(call, *args, **kwargs)
@@ -278,11 +278,6 @@ _OTHER_SHAPES = Problem(
     f"its inputs had other shapes in {_LOOKS} calls, and a graph is for shapes that come back",
     fix="Pad batches to a few sizes",
 )
-
-
-def _shapes(arguments: Any) -> list[torch.Size]:
-    """Of the tensors in the arguments of a call."""
-    return [x.shape for x in (*tensors_of(arguments), *(x for x, _ in tensors_inside(arguments)))]
 
 
 def begins(name: str) -> str:
