@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_benchmarks import run
 
 from benchmarks import children, entries_run
 from benchmarks.children import CUT, END, OVER, Ask, Job, TimeOver, run_jobs
@@ -484,17 +485,8 @@ def test_faults_of_contenders_leave_the_windows_of_the_others(tmp_path: Path) ->
     (tmp_path / "sitecustomize.py").write_text(_FAULTS)
     path = tmp_path / "never.json"
     modes = "compile,reduce-overhead,graphed,accelerate-eager,accelerate-compile,eager"
-    options = ["--scale", "tiny", "--device", "cpu", "--names", "case: PPO", "--modes", modes]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.never_slower", *options, "--json", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(path.read_text())["rows"]
+    options = ["--names", "case: PPO", "--modes", modes]
+    (row,) = run("benchmarks.never_slower", path, *options, before=tmp_path, timeout=280)["rows"]
     found = row["modes"]
     assert row["stage"] == "done" and row["error"] is None
     assert [mode for mode in found if not mode.endswith(TWIN)] == modes.split(",")

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_benchmarks import printed
 
 from benchmarks import never_slower
 from benchmarks.children import TimeOver
 from benchmarks.noise import TWIN, is_below_noise, median_ratio, spread_of_twins, surely
 from benchmarks.settling import Loop, Turn, first_turn, second_turn
-
-ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.passes_without_graphs("what a benchmark measures and adds up")
 
@@ -257,17 +253,9 @@ contenders.MODES |= {"backend": slow}
 def test_a_mode_that_is_slower_than_the_twin_of_the_best_is_a_miss(tmp_path: Path, fork: list[str]) -> None:
     (tmp_path / "sitecustomize.py").write_text(_SLOW)
     path = tmp_path / "never.json"
-    options = ["--scale", "tiny", "--device", "cpu", "--names", "case: PPO", "--modes", "backend,eager"]
-    options += ["--windows", "6", "--most-windows", "6", "--json", str(path), "--logs", str(tmp_path), *fork]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.never_slower", *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    options = ["--names", "case: PPO", "--modes", "backend,eager", "--windows", "6", "--most-windows", "6"]
+    options += ["--logs", str(tmp_path), *fork]
+    said = printed("benchmarks.never_slower", path, *options, before=tmp_path, timeout=200)
     record = json.loads(path.read_text())
     (row,) = record["rows"]
     assert record["forked"] is bool(fork)
@@ -278,7 +266,7 @@ def test_a_mode_that_is_slower_than_the_twin_of_the_best_is_a_miss(tmp_path: Pat
     assert list(row["noise"]) == ["eager"] and 0.3 < row["noise"]["eager"] < 3
     found = record["summary"]["backend"]
     assert list(found["below_0.98"]) == found["below_noise"] == ["case: PPO"]
-    assert "below 0.98 of the best: 1; by more than twins of the best differ: 1" in done.stdout
+    assert "below 0.98 of the best: 1; by more than twins of the best differ: 1" in said
 
 
 def test_ours_and_the_others_are_in_one_loop_each() -> None:

@@ -20,8 +20,25 @@ from benchmarks.fallback_states import STATES
 ROOT = Path(__file__).parents[1]
 
 
-def run(module: str, json_file: Path, *options: str) -> dict[str, Any]:
-    """What the script wrote; it has to succeed."""
+def run(module: str, json_file: Path, *options: str, **more: Any) -> dict[str, Any]:
+    """What the script wrote; for the arguments see `printed`."""
+    printed(module, json_file, *options, **more)
+    return json.loads(json_file.read_text())
+
+
+def printed(
+    module: str, json_file: Path, *options: str, before: Path | None = None, timeout: int = 120
+) -> str:
+    """What the script printed; it has to succeed.
+
+    Args:
+        module: the script.
+        json_file: where it writes to.
+        options: of its command line.
+        before: a folder whose modules, `sitecustomize` among them, are found before others.
+        timeout: seconds.
+    """
+    folders = {} if before is None else {"PYTHONPATH": f"{before}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [
             sys.executable,
@@ -38,12 +55,12 @@ def run(module: str, json_file: Path, *options: str) -> dict[str, Any]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **folders},
     )
     assert done.returncode == 0, done.stderr
     assert "NO TIMING CLAIM" in done.stdout
-    return json.loads(json_file.read_text())
+    return done.stdout
 
 
 @pytest.mark.slow
