@@ -347,10 +347,9 @@ class Loop:
             call.paused = False
             if not compiles and call.waits:
                 call.remove()
-        for graph in (
-            self._optimizers if compiles else ()
-        ):  # gradients of plain steps may have moved too much for it
-            graph.wake("regions", only=False)
+        if compiles:  # gradients of plain steps may have moved too often for a graph of the update
+            for graph in self._optimizers:
+                graph.wake("regions", only=False)
         self._is_another()
         what = "Inductor compiles the modules" if compiles else "the modules stay as they are"
         log.info("pygraph: step %d: %s", self._steps, what)

@@ -64,9 +64,9 @@ class PyGraphConfig:
         compile: whether the graphs hold Inductor's kernels. "auto" compiles if the remaining training steps save
             more time than compilation takes. If the number of remaining steps is unknown, the library assumes as
             many as have run. A loop of your own runs forward and backward as they are until then, and keeps Inductor's
-            kernels if its steps are faster with them. True calls Inductor at once. False
-            captures eager kernels, and steps have the bits of plain training. On CUDA, forward and backward have
-            graphs of their own then only if `forward` or `backward` is "on".
+            kernels if its steps are faster with them. True calls Inductor at once. False captures eager kernels, and
+            steps have the bits of plain training. On CUDA, forward and backward have graphs of their own then only if
+            `forward` or `backward` is "on".
         compile_beside: whether Inductor works in a process beside the training where `compile` is "auto". Steps are
             replayed with eager kernels meanwhile. On trial: False by default.
         warmup_steps: the number of steps in which the library watches the reads and writes of a step (>= 2). Two

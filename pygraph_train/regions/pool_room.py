@@ -24,9 +24,8 @@ class PoolRoom:
         self._engine = engine
         self._largest = 0  # bytes that a capture took
         self._cached = 0  # bytes that steps without graphs have kept at most
-        self._first: int | None = (
-            None  # bytes that are reserved with graphs of one set of shapes for each region
-        )
+        # bytes that are reserved with graphs of one set of shapes for each region
+        self._first: int | None = None
 
     @contextmanager
     def growing(self, further: bool) -> Iterator[None]:

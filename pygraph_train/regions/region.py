@@ -529,9 +529,8 @@ class Region:
         started = self.measurements.clock()
         if further and not arena.room.is_there(self._pair.bounds.most):
             arena.engine.tidy()
-        if (
-            further and read is None and arena.room.is_used_up()
-        ):  # a backward has its graph where the forward has one
+        # a backward gets its graph wherever its forward has one
+        if further and read is None and arena.room.is_used_up():
             self._make_room(sum(1 for other in self._keys.values() if other.captures) - 1)
         try:
             with arena.allocating(self._lasting), arena.room.growing(further), ExitStack() as stack:
