@@ -28,7 +28,7 @@ from pygraph_train.report.announcements import NO_DEVICE, tell_why_off
 from pygraph_train.report.backend_report import RegionRuns
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.selection.arms import NOTHING
-from pygraph_train.step.compile_wait import CompileWait, compiled_before
+from pygraph_train.step.compile_wait import CompileWait, Then, compiled_before
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.dynamo import compiled_call, is_optimized_module
 
@@ -107,7 +107,7 @@ class Loop:
         self.report.began(self._engine.name)
         self._whole = WholeLoop(config, self._engine, self.report, self._calls, self._optimizers)
         if CompileWait.wanted(config, self._engine.name):
-            self._wait = CompileWait(self._calls, steps_left, self._engine.synchronize, self._end_the_wait)
+            self._wait = CompileWait(self._calls, steps_left, self._engine.synchronize, self._runs_otherwise)
             self.report.what_waits = self._wait.sentence
 
     # -- taking over --------------------------------------------------------------------------------
@@ -340,19 +340,21 @@ class Loop:
         forwards = [r for r in self.report.regions() if r.phase != "backward" and r.decision != "plain"]
         return any(r.plain_runs > 1 and (r.plain_runs <= warm_up or not r.numbers) for r in forwards)
 
-    def _end_the_wait(self, compiles: bool) -> None:
-        """It is decided whether modules that ran as they are so far are compiled."""
-        self._waiting = None
+    def _runs_otherwise(self, then: Then) -> None:
+        """Modules that ran as they are so far run in another way from now on, or it is decided that they do not."""
+        if self._wait is None or not self._wait.open:
+            self._waiting = None
         for call in self._calls:
             call.paused = False
-            if not compiles and call.waits:
+            if then == "as written" and call.waits:
                 call.remove()
-        if compiles:  # gradients of plain steps may have moved too often for a graph of the update
+        if (
+            then != "as written"
+        ):  # gradients of plain steps may have moved too often for a graph of the update
             for graph in self._optimizers:
                 graph.wake("regions", only=False)
         self._is_another()
-        what = "Inductor compiles the modules" if compiles else "the modules stay as they are"
-        log.info("pygraph: step %d: %s", self._steps, what)
+        log.info("pygraph: step %d: modules run so from now on: %s", self._steps, then)
 
     def _break_the_silence(self) -> None:
         """A long time without a graph of forward and backward has a row that says why."""

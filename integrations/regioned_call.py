@@ -22,6 +22,7 @@ from pygraph_train.integrations.first_calls import (
 from pygraph_train.problems import Problem, PyGraphError, user_line_in
 from pygraph_train.regions.inductor import compile_graph
 from pygraph_train.regions.options import BackendOptions
+from pygraph_train.report.backend_report import RegionRecord
 from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.compile_wait import CompileWait, compiled_before
 from pygraph_train.step.outside import what_watches
@@ -92,6 +93,7 @@ class RegionedCall:
     ) -> None:
         self.module = module
         self._wait = wait
+        self._options, self._compile_options = options, compile_options
         self.keeps_code = keeps_code
         self.leaving = False
         self._tell = tell
@@ -104,14 +106,22 @@ class RegionedCall:
         self.removed = False
         self._aside: weakref.finalize[Any, Any] | None = None  # holds this object until the module is gone
         self.changing = False
+        self._holders: set[type] = set()  # of tensors in results whose gradients nobody has asked for
+        self._eager_records: list[RegionRecord] = []  # of regions of eager kernels
+        self._compiled: Any = self._with_regions()
+        set_compiled_call(module, self)
+
+    def _with_regions(self) -> Any:
+        """What runs calls as regions: of eager kernels while the module waits."""
         # a code object of its own: Dynamo counts compiled variants per code object
         code = _call.__code__.replace(co_name="regions_of_module")
         function = types.FunctionType(code, _call.__globals__)
-        weakref.finalize(self, forget_compiled, code).atexit = False
-        self._holders: set[type] = set()  # of tensors in results whose gradients nobody has asked for
-        regions = _backend(type(module).__name__, tell, self._holders, whole)
-        self._compiled: Any = torch.compile(function, backend=regions, options=options, **compile_options)
-        set_compiled_call(module, self)
+        self._forget = weakref.finalize(self, forget_compiled, code)
+        self._forget.atexit = False
+        name = type(self.module).__name__
+        regions = _backend(name, self._tell, self._holders, self._whole, self._eager_records)
+        options = {**self._options, "compile": not self.eager}
+        return torch.compile(function, backend=regions, options=options, **self._compile_options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
@@ -125,11 +135,14 @@ class RegionedCall:
                 result = _call(self.module, args, kwargs)
                 first.look_at(result, None if self._wait is None else (args, kwargs))
                 return result
-            if self._wait is not None and self._wait.holds(self):
+            if self._wait is not None and not self._wait.holds(self):
+                self._end_wait()
+            if self._wait is None:
+                compiled_before.add(self.module)
+                self._first[kind] = None
+            elif not self._wait.replays:
                 return _call(self.module, args, kwargs)
-            self._wait = None  # whatever else has to wait
-            compiled_before.add(self.module)
-            self._first[kind], self._autocast[kind] = None, first.backward
+            self._autocast[kind] = first.backward
             self._holders |= first.holders
         watcher = GLOBAL_HOOK if any(self._hooks_on_all) else what_watches()
         if watcher is not None:  # a compiled forward has other operations, and saves other tensors
@@ -146,6 +159,19 @@ class RegionedCall:
                 raise reason
             self._tell(_without_graphs(self.module, compiler_failed(failures[0])))
         return result
+
+    def _end_wait(self) -> None:
+        """Compile the module, whatever else has to wait."""
+        self._wait = None
+        self._forget()
+        self._whole.memory.forget(self._eager_records)
+        self._eager_records.clear()
+        self._compiled = self._with_regions()
+
+    @property
+    def eager(self) -> bool:
+        """See `TakenModule`."""
+        return self._wait is not None
 
     @property
     def called(self) -> bool:
@@ -286,7 +312,11 @@ def begins(name: str) -> str:
 
 
 def _backend(
-    name: str, tell: Callable[[Problem], None], holders: Collection[type], whole: WholeLoop
+    name: str,
+    tell: Callable[[Problem], None],
+    holders: Collection[type],
+    whole: WholeLoop,
+    eager_records: list[RegionRecord],
 ) -> Callable[..., Callable[..., Any]]:
     """The compile backend, but for graphs that compiled functions would not do justice.
 
@@ -297,8 +327,10 @@ def _backend(
         tell: called with the reason why something is not compiled; Dynamo keeps backends, and must not keep its owner.
         holders: classes of objects that results hold. Activations in them are treated like those that are returned.
         whole: gets the regions; the same as for `tell` goes for it.
+        eager_records: gets those of eager kernels.
     """
-    records, bounds, memory = whole.records, whole.bounds, whole.memory
+    records, memory = whole.records, whole.memory
+    of_inductor, of_eager = whole.bounds, whole.eager_bounds
     teller = weakref.WeakMethod(tell)
 
     def eager(gm: torch.fx.GraphModule, problem: Problem) -> Callable[..., Any]:
@@ -319,8 +351,17 @@ def _backend(
         if not kept:
             places = uncounted_changes(gm)
             memory.begin()
+            checked, bounds, rows = BackendOptions.of(options), of_inductor, [records]
+            if not checked.compile:
+                bounds, rows = of_eager, [records, eager_records]
+                bounds.most = memory.most
+
+            def made(record: RegionRecord) -> None:
+                for row in rows:
+                    row.append(record)
+
             with backwards_called_again():  # which loops may begin with late
-                compiled = compile_graph(gm, inputs, BackendOptions.of(options), records.append, bounds)
+                compiled = compile_graph(gm, inputs, checked, made, bounds)
             compiled = counted_as_eager(compiled, places)
             return explained(compiled, activations, name)
         return eager(

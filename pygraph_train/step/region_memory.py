@@ -72,6 +72,12 @@ class RegionMemory:
         """Close the graphs for good."""
         self._close(why)
 
+    def forget(self, records: Sequence[RegionRecord]) -> None:
+        """Close the graphs of regions that do not run again: others have come in their place."""
+        self._close_graphs(records, None)
+        for record in records:
+            record.decision, record.reason = "plain", ""
+
     def make_way(self, *, for_long: bool) -> None:
         """Before a step without regions, when its gradients are gone: close the graphs where both need too much.
 

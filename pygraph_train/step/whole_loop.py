@@ -56,6 +56,8 @@ class TakenModule(Protocol):
 
     keeps_code: bool
     """Whether its calls have compiled code, which the user asked for, when they have no graphs."""
+    eager: bool
+    """Whether its regions hold eager kernels."""
     removed: bool
     """Whether it was given back for good."""
     leaving: bool
@@ -83,6 +85,7 @@ class WholeLoop:
     Attributes:
         records: of the regions that the modules run as; whoever makes them adds them.
         bounds: of their captures.
+        eager_bounds: the same for regions of eager kernels, which keep within the memory of steps without them.
         memory: keeps graphs, and steps without them, within the memory of steps without them.
         without_regions: whether modules run without graphs just now.
         rests: whether the next step is one of the plain loop, and nobody looks at it.
@@ -97,7 +100,7 @@ class WholeLoop:
         updates: Iterable[OptimizerGraph],
     ) -> None:
         self.records: list[RegionRecord] = []
-        self.bounds = Bounds()
+        self.bounds, self.eager_bounds = Bounds(), Bounds()
         self.memory = RegionMemory(engine, self.records)
         self.without_regions = self.rests = False
         self._config = config
@@ -113,7 +116,7 @@ class WholeLoop:
         self._may_open = self._open = config.verify != "always"  # whose steps all take twice as long
         self._runs = RegionRuns(functools.partial(list, self.records))
         self._before: dict[int, tuple[int, int]] = {}
-        self._step = self._openings = 0
+        self._step = self._openings = self._captures = 0
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -135,6 +138,8 @@ class WholeLoop:
             step: its number.
         """
         self._step = step
+        if self.eager_bounds.most is not None:
+            self._keep_within()
         if self._choice is None:
             if self._open:
                 self._wait_until_steady()
@@ -143,6 +148,13 @@ class WholeLoop:
             self._end(self._choice)
         if self._choice is not None:
             self._next(self._choice)
+
+    def _keep_within(self) -> None:
+        """Give graphs of eager kernels up that need more memory than steps without them."""
+        captures, before = sum(r.captures for r in self.records), self._captures
+        self._captures = captures
+        if captures != before and (why := self.memory.why_not()) is not None:
+            self.memory.give_up(why)
 
     def disturbed(self) -> None:
         """Something else than a step of the loop runs: the present step is no sample."""
@@ -164,7 +176,7 @@ class WholeLoop:
     def close(self) -> None:
         """The loop has ended, and modules and optimizers are given back. What was found stays in the report."""
         self._begin_anew()
-        self.bounds.asleep = self._may_open = self._open = False
+        self.bounds.asleep = self.eager_bounds.asleep = self._may_open = self._open = False
 
     # -- before a comparison ------------------------------------------------------------------------
 
@@ -200,13 +212,14 @@ class WholeLoop:
         """
         config = self._config
         keeps_code = any(module.keeps_code for module in self._modules)
+        compiled = self._cuda and not all(module.eager for module in self._modules)
         self._asks_regions = regions and "on" not in (config.forward, config.backward)
         self._asks_regions &= plan.regions or not keeps_code
         self._asks_updates = plan.optimizer_alone and config.optimizer != "on"
         self._with_regions.clear()
         arms = []
         for with_regions in (True, False) if self._asks_regions else (regions,):
-            code = with_regions and (self._cuda or not plan.regions)  # it may be all that regions are
+            code = with_regions and (compiled or not plan.regions)  # it may be all that regions are
             for with_update in (True, False) if self._asks_updates else (plan.optimizer_alone,):
                 phases = [
                     with_regions and (phase,) in plan.graphs for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -346,7 +359,7 @@ class WholeLoop:
 
     def _switch(self, *, regions: bool) -> None:
         """Have modules run as regions, or as they are without."""
-        self.without_regions = self.bounds.asleep = not regions
+        self.without_regions = self.bounds.asleep = self.eager_bounds.asleep = not regions
         for module in self._modules:
             if regions:
                 module.come_back()
