@@ -39,10 +39,10 @@ except ImportError:  # no Unix: rows run one after another
 
 CASES = ("49", "5", "new")
 ARMS = (
-    *("eager", "compile", "reduce-overhead"),
+    *("eager", "compile", "reduce-overhead", "accelerate-eager"),
     *("backend", "accelerate", "accelerate-compiled", "graphed-eager", "graphed-compiled", "graphed"),
 )
-OURS = ARMS[3:]
+OURS = ARMS[4:]
 WINDOW = 20
 """Steps between two looks at the clock, which wait for the device."""
 
@@ -135,9 +135,7 @@ def step_of(arm: str, model: nn.Module, device: str) -> tuple[Step, Callable[[],
         )
         return graphed, lambda: graphed.report().to_dict()
     if arm.startswith("accelerate"):
-        return _in_accelerate(
-            model, optimizer, device, compile=True if arm == "accelerate-compiled" else "auto"
-        )
+        return _in_accelerate(arm, model, optimizer, device)
     call: Any = model
     if arm == "backend":
         import pygraph_train  # noqa: F401
@@ -160,13 +158,15 @@ def step_of(arm: str, model: nn.Module, device: str) -> tuple[Step, Callable[[],
 
 
 def _in_accelerate(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: str, **options: Any
+    arm: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: str
 ) -> tuple[Step, Callable[[], dict[str, Any]]]:
-    """Accelerate's stock loop with the plugin."""
+    """Accelerate's stock loop, with the plugin but for `accelerate-eager`."""
     from pygraph_train import Accelerator, PyGraph
 
-    plugin = PyGraph(engine="cuda" if device == "cuda" else "emulated", **options)
-    accelerator: Any = Accelerator(cpu=device == "cpu", plugins=[plugin])
+    compile: Any = True if arm == "accelerate-compiled" else "auto"
+    plugin = PyGraph(engine="cuda" if device == "cuda" else "emulated", compile=compile)
+    plugins = [] if arm == "accelerate-eager" else [plugin]
+    accelerator: Any = Accelerator(cpu=device == "cpu", plugins=plugins)
     prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
 
     def step(batch: Batch) -> Tensor:
@@ -176,7 +176,7 @@ def _in_accelerate(
         prepared_optimizer.zero_grad()
         return loss.detach()
 
-    return step, lambda: plugin.report().to_dict()
+    return step, (lambda: plugin.report().to_dict()) if plugins else dict
 
 
 @contextlib.contextmanager

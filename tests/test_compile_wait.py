@@ -110,7 +110,9 @@ def test_eager_kernels_are_replayed_until_compiling_pays(kind: str, clock: Clock
     assert replays[300] >= 2 * (300 - 63 - 10), replays
     assert "run from graphs of eager kernels: compiling" in waits[100] and not waits[400]
     eager, compiled = report.regions()[:2], report.regions()[2:]
-    assert len(compiled) == 2 and all(row.decision == "plain" and not row.reason for row in eager), str(report)
+    assert len(compiled) == 2 and all(row.decision == "plain" and not row.reason for row in eager), str(
+        report
+    )
     assert replays[450] - replays[330] >= 2 * 110 and all(row.replays > 100 for row in compiled), str(report)
     assert report.plan == report.running_plan == "{F} {B} {O}", str(report)
 
