@@ -20,7 +20,8 @@ from pygraph_train.graphs.devices import let_go
 from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.living import Living
 from pygraph_train.integrations.loop_report import LoopReport
-from pygraph_train.integrations.regioned_call import RegionedCall, begins
+from pygraph_train.integrations.regioned_call import RegionedCall
+from pygraph_train.integrations.silence import Silence
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, PyGraphError
@@ -35,10 +36,6 @@ from pygraph_train.torch_private.dynamo import compiled_call, is_optimized_modul
 __all__ = ["Loop"]
 
 log = logging.getLogger("pygraph_train")
-
-
-_SILENCE = 20
-"""Steps in which no region of forward or backward came from a graph, and none says why, after which it is found out."""
 
 
 class Loop:
@@ -78,8 +75,7 @@ class Loop:
         self._steps = 0
         self._counts = (0, 0)
         self._runs = RegionRuns(self.report.regions)
-        self._silent = 0
-        self._asked_why = False  # in the present silence
+        self._silence = Silence(self._calls, self.report, device, config.warmup_steps + 1)
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
         self._over = False
@@ -107,7 +103,9 @@ class Loop:
         self.report.began(self._engine.name)
         self._whole = WholeLoop(config, self._engine, self.report, self._calls, self._optimizers)
         if CompileWait.wanted(config, self._engine.name):
-            self._wait = CompileWait(self._calls, steps_left, self._engine.synchronize, self._runs_otherwise)
+            self._wait = CompileWait(
+                self._calls, steps_left, self._engine.synchronize, self._fits, self._runs_otherwise
+            )
             self.report.what_waits = self._wait.sentence
 
     # -- taking over --------------------------------------------------------------------------------
@@ -314,12 +312,12 @@ class Loop:
         if (wait := self._waiting) is not None:
             wait.step_ended()
             aside |= wait.under_way
+        if (wait := self._wait) is not None and wait.replays:
+            self._keep_within(wait)
         replays, plain = report.region_counts()
-        self._silent = 0 if aside or replays > self._counts[0] else self._silent + 1
-        if self._silent and self._silent % _SILENCE == 0:
-            self._asked_why &= self._silent > _SILENCE
-            if plain == self._counts[1] or not self._regions_wait():
-                self._end_in_silence() if self._asked_why else self._break_the_silence()
+        broken = aside or replays > self._counts[0]
+        if self._silence.goes_on(broken, self._tell, ran=plain > self._counts[1]):
+            self._give_back()
         regions = (replays > self._counts[0]) and plain == self._counts[1]
         self._counts = (replays, plain)
         report.step_ended(self._runs.plan(optimizer=updates), updated=True)
@@ -330,54 +328,35 @@ class Loop:
         report.replayed(self._steps, since_start=now - report.started, interval=interval)
         self._last = now
 
-    def _regions_wait(self) -> bool:
-        """Whether regions may still get graphs: in warm-up, or when shapes of batches come back.
+    def _fits(self) -> bool:
+        return self._whole is not None and self._whole.memory.has_room_for(self._taken)
 
-        A region that computes with a number which is another one in each step gets none. One that runs for the first
-        time was compiled just now, maybe once more in each step.
-        """
-        warm_up = self.config.warmup_steps + 1
-        forwards = [r for r in self.report.regions() if r.phase != "backward" and r.decision != "plain"]
-        return any(r.plain_runs > 1 and (r.plain_runs <= warm_up or not r.numbers) for r in forwards)
+    def _keep_within(self, wait: CompileWait) -> None:
+        """Steps may need no more memory for graphs of eager kernels."""
+        if self._whole is not None and (why := self._whole.memory.exceeded()) is not None:
+            self.report.note(f"no graphs of eager kernels: {why}")
+            wait.stop_replaying()
 
     def _runs_otherwise(self, then: Then) -> None:
         """Modules that ran as they are so far run in another way from now on, or it is decided that they do not."""
-        if self._wait is None or not self._wait.open:
+        decided = self._wait is None or not self._wait.open
+        if decided:
             self._waiting = None
         for call in self._calls:
             call.paused = False
-            if then == "as written" and call.waits:
-                call.remove()
-        if (
-            then != "as written"
-        ):  # gradients of plain steps may have moved too often for a graph of the update
+            if then == "as you wrote them" and call.waits:
+                call.end_replays()
+                if decided:
+                    call.remove()
+        if then != "as you wrote them":
+            # gradients of plain steps may have moved too often for a graph of the update
             for graph in self._optimizers:
                 graph.wake("regions", only=False)
         self._is_another()
-        log.info("pygraph: step %d: modules run so from now on: %s", self._steps, then)
+        log.info("pygraph: step %d: forward and backward run %s", self._steps, then)
 
-    def _break_the_silence(self) -> None:
-        """A long time without a graph of forward and backward has a row that says why."""
-        self._asked_why = True
-        if any(region.reason for region in self.report.regions()):
-            return
-        if self._calls and not any(call.called for call in self._calls):
-            names = ", ".join(type(call.module).__name__ for call in self._calls)
-            self.refuse(
-                f"forward and backward get no graphs: in {_SILENCE} steps the loop did not call {names} with gradients"
-                ", or only inside of transforms (torch.func)",
-                "Call the module itself, as in module(x), instead of a method of the module",
-            )
-        for call in self._calls:
-            start = begins(type(call.module).__name__)
-            if not any(row.reason.startswith(start) for row in self.report.fallbacks):
-                call.explain(self._device, self._tell)
-
-    def _end_in_silence(self) -> None:
-        """No graph ran since `_break_the_silence` has asked why: modules that no graph can hold are given back.
-
-        Each call of such a module would be looked at in vain.
-        """
+    def _give_back(self) -> None:
+        """No graph can hold these modules: each call of one would be looked at in vain."""
         for call in self._calls:
             if call.changing and not call.removed:
                 call.remove()

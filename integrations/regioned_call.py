@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from pygraph_train.integrations.backend_for_calls import backend_for_calls, begins
 from pygraph_train.integrations.first_calls import (
     FirstCalls,
     before_backward,
@@ -19,16 +20,13 @@ from pygraph_train.integrations.first_calls import (
     in_words,
     watch_backward,
 )
-from pygraph_train.problems import Problem, PyGraphError, user_line_in
-from pygraph_train.regions.inductor import compile_graph
-from pygraph_train.regions.options import BackendOptions
+from pygraph_train.problems import Problem, PyGraphError
 from pygraph_train.report.backend_report import RegionRecord
-from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.compile_wait import CompileWait, compiled_before
 from pygraph_train.step.outside import what_watches
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autocast import State, present
-from pygraph_train.torch_private.autograd import backwards_called_again, is_transformed
+from pygraph_train.torch_private.autograd import is_transformed
 from pygraph_train.torch_private.dynamo import (
     compiled_call,
     forget_compiled,
@@ -36,15 +34,12 @@ from pygraph_train.torch_private.dynamo import (
     uncompiled_call,
 )
 from pygraph_train.torch_private.hooks import global_module_hook_tables
-from pygraph_train.torch_private.side_effects import dynamo_side_effects
 from pygraph_train.torch_private.tracing import dynamo_region_config
 from pygraph_train.tracing.dry_trace import DryTrace
-from pygraph_train.tracing.reasons import compiler_failed, innermost
-from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, write_in_checkpoint
+from pygraph_train.tracing.reasons import compiler_failed
 from pygraph_train.tracing.refusals import GLOBAL_HOOK
-from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes
 
-__all__ = ["RegionedCall", "begins"]
+__all__ = ["RegionedCall"]
 
 _LOOKS = 64
 """Calls of other shapes than those that were traced, after which it is enough."""
@@ -119,7 +114,7 @@ class RegionedCall:
         self._forget = weakref.finalize(self, forget_compiled, code)
         self._forget.atexit = False
         name = type(self.module).__name__
-        regions = _backend(name, self._tell, self._holders, self._whole, self._eager_records)
+        regions = backend_for_calls(name, self._tell, self._holders, self._whole, self._eager_records)
         options = {**self._options, "compile": not self.eager}
         return torch.compile(function, backend=regions, options=options, **self._compile_options)
 
@@ -163,10 +158,14 @@ class RegionedCall:
     def _end_wait(self) -> None:
         """Compile the module, whatever else has to wait."""
         self._wait = None
+        self.end_replays()
         self._forget()
+        self._compiled = self._with_regions()
+
+    def end_replays(self) -> None:
+        """Close the graphs of eager kernels for good."""
         self._whole.memory.forget(self._eager_records)
         self._eager_records.clear()
-        self._compiled = self._with_regions()
 
     @property
     def eager(self) -> bool:
@@ -304,77 +303,6 @@ _OTHER_SHAPES = Problem(
     f"its inputs had other shapes in {_LOOKS} calls, and a graph is for shapes that come back",
     fix="Pad batches to a few sizes",
 )
-
-
-def begins(name: str) -> str:
-    """How the rows about a module without graphs begin."""
-    return f"forward and backward of {name} get no graphs"
-
-
-def _backend(
-    name: str,
-    tell: Callable[[Problem], None],
-    holders: Collection[type],
-    whole: WholeLoop,
-    eager_records: list[RegionRecord],
-) -> Callable[..., Callable[..., Any]]:
-    """The compile backend, but for graphs that compiled functions would not do justice.
-
-    These are checkpoints that change buffers, and activations whose gradient somebody may ask for.
-
-    Args:
-        name: of the module.
-        tell: called with the reason why something is not compiled; Dynamo keeps backends, and must not keep its owner.
-        holders: classes of objects that results hold. Activations in them are treated like those that are returned.
-        whole: gets the regions; the same as for `tell` goes for it.
-        eager_records: gets those of eager kernels.
-    """
-    records, memory = whole.records, whole.memory
-    of_inductor, of_eager = whole.bounds, whole.eager_bounds
-    teller = weakref.WeakMethod(tell)
-
-    def eager(gm: torch.fx.GraphModule, problem: Problem) -> Callable[..., Any]:
-        if (now := teller()) is not None:
-            now(problem)
-        return as_eager(gm).forward
-
-    def regions(
-        gm: torch.fx.GraphModule, inputs: list[Any], *, options: Mapping[str, Any]
-    ) -> Callable[..., Any]:
-        write = write_in_checkpoint(gm)
-        if write is not None:
-            where = user_line_in(write.meta.get("stack_trace"))
-            return eager(gm, Problem(f"{begins(name)}: {CHANGED_AGAIN}", where))
-        activations = handed_out(gm)
-        kept = dynamo_side_effects() if activations else []
-        kept = [effect for effect in kept if not effect.plain and effect.owner not in holders]
-        if not kept:
-            places = uncounted_changes(gm)
-            memory.begin()
-            checked, bounds, rows = BackendOptions.of(options), of_inductor, [records]
-            if not checked.compile:
-                bounds, rows = of_eager, [records, eager_records]
-                bounds.most = memory.most
-
-            def made(record: RegionRecord) -> None:
-                for row in rows:
-                    row.append(record)
-
-            with backwards_called_again():  # which loops may begin with late
-                compiled = compile_graph(gm, inputs, checked, made, bounds)
-            compiled = counted_as_eager(compiled, places)
-            return explained(compiled, activations, name)
-        return eager(
-            gm,
-            Problem(
-                f"{begins(name)}: it stores an activation that leads to its results, and compiled code has no "
-                "gradient of this activation",
-                innermost(kept[0].stack),
-                "Store activation.detach(), unless you need its gradient",
-            ),
-        )
-
-    return regions
 
 
 def _requires_grad(value: object) -> bool:

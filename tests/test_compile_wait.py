@@ -21,8 +21,9 @@ from training import Net, differs, frozen
 
 from pygraph_train import PyGraph, PyGraphConfig, backend
 from pygraph_train.selection.compile_time import compile_seconds
-from pygraph_train.step import compile_wait
+from pygraph_train.step import compile_wait, region_memory
 from pygraph_train.step.compile_wait import CompileWait, Then, declared_price
+from pygraph_train.step.region_memory import RegionMemory
 from pygraph_train.torch_private.autograd import operations_behind
 from pygraph_train.torch_private.dynamo import compiled_call
 
@@ -115,6 +116,39 @@ def test_eager_kernels_are_replayed_until_compiling_pays(kind: str, clock: Clock
     )
     assert replays[450] - replays[330] >= 2 * 110 and all(row.replays > 100 for row in compiled), str(report)
     assert report.plan == report.running_plan == "{F} {B} {O}", str(report)
+
+
+@LOOPS
+def test_graphs_of_eager_kernels_that_need_too_much_are_given_up(
+    kind: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays: dict[int, int] = {}
+
+    def exceeded(memory: RegionMemory) -> str | None:
+        return "90 MiB were reserved with them, and 30 without" if max(replays, default=0) == 100 else None
+
+    def each(step: int, model: nn.Module, plugin: Any) -> None:
+        if plugin is not None:
+            replays[step] = sum(row.replays for row in plugin.report().regions())
+
+    monkeypatch.setattr(RegionMemory, "exceeded", exceeded)
+    with declared_price(5 * SIXTY_STEPS, tracing=SIXTY_STEPS):
+        report = getattr(Loops(steps=450, each=each), kind)()
+    assert replays[101] == replays[290] >= 2 * (100 - 63 - 10), replays
+    assert "no graphs of eager kernels: 90 MiB were reserved" in text_of(report), str(report)
+    assert replays[450] > replays[330] + 2 * 100 and report.running_plan == "{F} {B} {O}", str(report)
+
+
+@LOOPS
+def test_gradients_that_memory_has_no_room_for_leave_the_loop_as_it_is(
+    kind: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_memory, "SMALL", 0)
+    monkeypatch.setattr(region_memory, "LIMIT", 1.0)
+    first = FirstRegion()
+    with declared_price(5 * SIXTY_STEPS, tracing=SIXTY_STEPS):
+        report = getattr(Loops(steps=200, each=first), kind)()
+    assert first.step is None and "as you wrote them" in report.waits, str(report)
 
 
 def test_a_loop_that_rests_goes_on_to_count(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,11 +384,15 @@ class Owner:
     def __init__(self, *modules: Waiting, left: float | None = None) -> None:
         self.told: list[Then] = []
         self.waits_for_device = 0
+        self.room = True
         self.modules = list(modules)
-        self.wait = CompileWait(self.modules, lambda: left, self.synchronize, self.end)
+        self.wait = CompileWait(self.modules, lambda: left, self.synchronize, self.fits, self.end)
 
     def synchronize(self) -> None:
         self.waits_for_device += 1
+
+    def fits(self) -> bool:
+        return self.room
 
     def end(self, then: Then) -> None:
         self.told.append(then)
@@ -371,9 +409,9 @@ def test_operations_of_several_modules_add_up(clock: Clock) -> None:
     price = compile_seconds(500)
     needed = int(price / (STEP / 3)) + 1
     owner.steps(needed - 3)
-    assert owner.wait.open and owner.told == ["graphs of eager kernels"]
+    assert owner.wait.open and owner.told == ["from graphs of eager kernels"]
     owner.steps(6)
-    assert owner.told[1:] == ["compiled"] and not owner.wait.open
+    assert owner.told[1:] == ["with Inductor's kernels"] and not owner.wait.open
     assert not owner.wait.holds(owner.modules[0])
     assert owner.waits_for_device == 2  # for one look
 
@@ -398,7 +436,7 @@ def test_eager_kernels_are_replayed_where_the_device_waits_for_the_host(
     owner.steps(10)
     assert not owner.told and owner.modules[0].paused
     owner.steps(10)
-    assert owner.told == ["graphs of eager kernels"] * replays
+    assert owner.told == ["from graphs of eager kernels"] * replays
     assert owner.wait.open and owner.wait.replays == replays
     owner.steps(1)
     assert owner.modules[0].paused is not replays
@@ -408,7 +446,7 @@ def test_eager_kernels_are_replayed_where_the_device_waits_for_the_host(
     if not replays:  # asked again, each time after twice as many steps
         assert 10 <= clock.looks - looks - 979 <= 2 * 10
     owner.steps(30)
-    assert owner.told[-1] == "compiled" and not owner.wait.open
+    assert owner.told[-1] == "with Inductor's kernels" and not owner.wait.open
 
 
 @pytest.mark.parametrize(("share", "replays"), [(0.0, True), (5.0, False)])
@@ -419,7 +457,7 @@ def test_where_few_steps_are_left_eager_kernels_are_replayed_until_the_end(
         owner = Owner(Waiting(0), left=100)
     owner.wait._synchronize = Device(clock, share).synchronize
     owner.steps(10)
-    assert owner.told == (["graphs of eager kernels"] if replays else ["as written"])
+    assert owner.told == (["from graphs of eager kernels"] if replays else ["as you wrote them"])
     module = owner.modules[0]
     assert not owner.wait.open and owner.wait.holds(module) and module.removed is not replays
 
@@ -433,9 +471,9 @@ def test_a_further_module_begins_a_wait_of_its_own(clock: Clock) -> None:
     assert owner.wait.open and not owner.wait.under_way
     owner.modules = [Waiting(0)]
     owner.steps(needed - 3)
-    assert owner.told == ["graphs of eager kernels", "compiled"] and owner.wait.open
+    assert owner.told == ["from graphs of eager kernels", "with Inductor's kernels"] and owner.wait.open
     owner.steps(6)
-    assert owner.told[2:] == ["compiled"]
+    assert owner.told[2:] == ["with Inductor's kernels"]
 
 
 def test_modules_that_wait_go_on_to_wait_when_further_ones_come(clock: Clock) -> None:
@@ -448,11 +486,11 @@ def test_modules_that_wait_go_on_to_wait_when_further_ones_come(clock: Clock) ->
 def test_the_host_may_be_ahead_of_the_device_where_the_first_steps_decide(clock: Clock) -> None:
     owner = Owner(Waiting(0), left=10**6)
     owner.steps(4)
-    assert owner.told == ["compiled"] and owner.waits_for_device == 4
+    assert owner.told == ["with Inductor's kernels"] and owner.waits_for_device == 4
     owner = Owner(Waiting(0), left=10)
     owner.steps(4)
     late = Waiting(0)
-    assert owner.told == ["as written"] and owner.wait.holds(late) and late.removed
+    assert owner.told == ["as you wrote them"] and owner.wait.holds(late) and late.removed
 
 
 def test_only_what_a_module_computes_counts() -> None:

@@ -31,7 +31,7 @@ from pygraph_train.selection.compile_time import (
 
 __all__ = ["CompileWait", "Then", "WaitingModule", "compiled_before", "declared_price"]
 
-Then = Literal["as written", "graphs of eager kernels", "compiled"]
+Then = Literal["as you wrote them", "from graphs of eager kernels", "with Inductor's kernels"]
 """How modules run that waited."""
 
 compiled_before: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -97,6 +97,7 @@ class CompileWait:
         modules: of the loop, at any time.
         steps_left: how many steps the loop will still make, None when unknown.
         synchronize: waits for the device.
+        fits: a method that tells whether memory has room for graphs of eager kernels.
         changed: a method that is called when modules run in another way from now on, and when the wait is over.
 
     Attributes:
@@ -110,16 +111,20 @@ class CompileWait:
         modules: Iterable[WaitingModule],
         steps_left: Callable[[], float | None],
         synchronize: Callable[[], None],
+        fits: Callable[[], bool],
         changed: Callable[[Then], None],
     ) -> None:
         self._modules = modules
         self._steps_left = steps_left
         self._synchronize = synchronize
-        self._changed = weakref.WeakMethod(changed)  # the report keeps this object, and not the loop
+        self._fits = weakref.WeakMethod(fits)  # the report keeps this object, and not the loop
+        self._changed = weakref.WeakMethod(changed)
         self._declared = _declared
         self._declared_tracing = _declared_tracing
         self._why = ""
         self.replays = False
+        self._next_look = 0.0
+        self._next: float
         self.begin_anew()
 
     @staticmethod
@@ -132,7 +137,8 @@ class CompileWait:
         """More modules were taken over: nothing is known of steps with them."""
         self.open, self.under_way = True, any(module.waits for module in self._modules)
         self._declined = False
-        self._looks, self._next_look = False, 0
+        self._looks = False
+        self._next_look = math.inf if math.isinf(self._next_look) else 0.0
         self._steps = self._next = 0
         self._last: float | None = None
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
@@ -194,27 +200,33 @@ class CompileWait:
     def _decide(self) -> None:
         left = self._steps_left()
         if self._saved(left) > self._price:
-            return self._end("compiled")
+            return self._end("with Inductor's kernels")
         self._declined |= left is not None
-        if not self.replays and self._steps >= self._next_look and self._saved(left) > self._tracing:
+        asks = not self.replays and self._steps >= self._next_look and self._saved(left) > self._tracing
+        if asks and (fits := self._fits()) is not None and fits():
             self._begin_look()
         elif self._declined:
-            self._end("graphs of eager kernels" if self.replays else "as written")
+            self._end("from graphs of eager kernels" if self.replays else "as you wrote them")
         else:
-            until = steps_until_compiling_pays(self._seconds, self._price)
+            until: float = steps_until_compiling_pays(self._seconds, self._price)
             if not self.replays and self._tracing < self._price:
                 pays = steps_until_compiling_pays(self._seconds, self._tracing)
-                until = min(until, max(pays, self._next_look))
+                until = min(until, max(pays, 2 * self._steps if asks else self._next_look))
             self._next = max(self._steps + 1, min(until, 2 * self._steps))
 
     def _end(self, then: Then) -> None:
-        self._why = "" if then == "compiled" else self.sentence()
+        self._why = "" if then == "with Inductor's kernels" else self.sentence()
         self.open = self.under_way = False
         self._tell(then)
 
     def _tell(self, then: Then) -> None:
         if (changed := self._changed()) is not None:
             changed(then)
+
+    def stop_replaying(self) -> None:
+        """Graphs of eager kernels are of no use: modules run as they are, unless they are compiled."""
+        self.replays, self._next_look = False, math.inf
+        self._tell("as you wrote them")
 
     def _begin_look(self) -> None:
         """Look at the next step: does the device wait for the host?"""
@@ -235,7 +247,7 @@ class CompileWait:
         self._looks, self._next_look = False, 2 * self._steps
         self.replays = host > _LAUNCH_BOUND * (ended - self._last)
         if self.replays and not self._declined:
-            self._tell("graphs of eager kernels")
+            self._tell("from graphs of eager kernels")
         return ended
 
     @property
@@ -270,11 +282,8 @@ class CompileWait:
         if not self.under_way or not self.open:
             return self._why
         price, left = self._price, None
-        begun = "forward and backward run as you wrote them"
-        if self.replays:
-            begun = "forward and backward run from graphs of eager kernels"
-        if over:
-            begun = begun.replace("run", "ran")
+        how: Then = "from graphs of eager kernels" if self.replays else "as you wrote them"
+        begun = f"forward and backward {'ran' if over else 'run'} {how}"
         begun += f": compiling them is expected to take about {_in_words(price)}"
         if len(self._times) < _LEAST:
             return f"{begun}, and it is not known yet whether that pays. {_AT_ONCE}"

@@ -116,7 +116,7 @@ class WholeLoop:
         self._may_open = self._open = config.verify != "always"  # whose steps all take twice as long
         self._runs = RegionRuns(functools.partial(list, self.records))
         self._before: dict[int, tuple[int, int]] = {}
-        self._step = self._openings = self._captures = 0
+        self._step = self._openings = 0
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -138,8 +138,6 @@ class WholeLoop:
             step: its number.
         """
         self._step = step
-        if self.eager_bounds.most is not None:
-            self._keep_within()
         if self._choice is None:
             if self._open:
                 self._wait_until_steady()
@@ -148,13 +146,6 @@ class WholeLoop:
             self._end(self._choice)
         if self._choice is not None:
             self._next(self._choice)
-
-    def _keep_within(self) -> None:
-        """Give graphs of eager kernels up that need more memory than steps without them."""
-        captures, before = sum(r.captures for r in self.records), self._captures
-        self._captures = captures
-        if captures != before and (why := self.memory.why_not()) is not None:
-            self.memory.give_up(why)
 
     def disturbed(self) -> None:
         """Something else than a step of the loop runs: the present step is no sample."""
