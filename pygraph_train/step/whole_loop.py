@@ -292,9 +292,9 @@ class WholeLoop:
         """Why an arm cannot be run any more."""
         if arm.plan.optimizer_alone and all(graph.over for graph in self._graphs()):
             return "the optimizer has no graph any more"
-        moving = [graph.restless for graph in self._graphs() if graph.restless]
-        if arm.plan.optimizer_alone and moving:
-            return str(moving[0])
+        given_up = [graph.given_up for graph in self._graphs() if graph.given_up]
+        if arm.plan.optimizer_alone and given_up:
+            return str(given_up[0])
         if self._has_regions(arm) and all(module.removed for module in self._modules):
             return "no module runs as regions any more"
         return None
