@@ -122,7 +122,7 @@ class WholeLoop:
         self._asks_regions = self._asks_updates = False
         self._plan: Plan | None = None
         self._steady = self._unready = 0
-        self._under_way = self._disturbed = self._short = self._to_make_way = False
+        self._under_way = self._disturbed = self._to_make_way = False
         self._state: tuple[bool, bool, bool] | None = None
         self.without_regions = self.rests = False
 
@@ -262,8 +262,7 @@ class WholeLoop:
 
     def _comes_back(self, best: Arm, arm: Arm) -> float | None:
         """See `Comparison`: graphs of regions make way for steps without them where memory does not hold both."""
-        self._short |= self.memory.was_short or self.memory.is_short()
-        if not self._short or self._has_regions(best) == self._has_regions(arm):
+        if not self.memory.is_or_was_short() or self._has_regions(best) == self._has_regions(arm):
             return None
         return self._price() if self._has_regions(best) else 0.0
 
