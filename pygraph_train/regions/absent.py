@@ -150,9 +150,14 @@ class Absent:
 
     def _note(self, gradients: Sequence[Any]) -> tuple[Any, ...] | None:
         assert self._places is not None
-        missing = [i for i, place in enumerate(self._places) if gradients[place] is None]
+        missing, lazy = [], False
+        for i, place in enumerate(self._places):
+            if (gradient := gradients[place]) is None:
+                missing.append(i)
+            elif gradient.is_neg() or (gradient.dtype.is_complex and gradient.is_conj()):
+                lazy = True
         self._now.missing = missing
-        return without_lazy_bits(gradients)
+        return without_lazy_bits(gradients) if lazy else None
 
     def take(self) -> list[int]:
         """Which gradients the backward that runs now in this thread did not get."""

@@ -15,12 +15,10 @@ __all__ = ["is_lazy", "without_lazy_bits"]
 
 
 def is_lazy(x: Any) -> bool:
-    """Whether something is such a tensor. Hot path."""
+    """Whether something is such a tensor."""
     return isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg())
 
 
-def without_lazy_bits(gradients: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The same numbers in memory; None where there is nothing to do. Hot path."""
-    if not any(map(is_lazy, gradients)):
-        return None
+def without_lazy_bits(gradients: Sequence[Any]) -> tuple[Any, ...]:
+    """The same numbers in memory."""
     return tuple([x.resolve_conj().resolve_neg() if is_lazy(x) else x for x in gradients])
