@@ -30,11 +30,6 @@ class Living(Generic[T]):
         """Remove all objects."""
         self._references.clear()
 
-    @property
-    def last(self) -> T | None:
-        """The object at the end, None where there is none. Hot path."""
-        return self._references[-1]() if self._references else None
-
     def __iter__(self) -> Iterator[T]:
         return iter([one for reference in self._references if (one := reference()) is not None])
 

@@ -21,6 +21,7 @@ from pygraph_train.integrations.first_calls import FirstCalls
 from pygraph_train.integrations.living import Living
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.integrations.regioned_call import RegionedCall
+from pygraph_train.integrations.rounds import Rounds
 from pygraph_train.integrations.silence import Silence
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.sharing import replication_of
@@ -66,6 +67,7 @@ class Loop:
         self._taken: Living[nn.Module] = Living()
         self._calls: Living[RegionedCall] = Living()
         self._optimizers: Living[OptimizerGraph] = Living()
+        self._rounds = Rounds(self._optimizers)
         self._kept: list[OptimizerGraph] = []  # those that their optimizers cannot hold
         self._device = device
         self._engine: Engine | None = None
@@ -168,7 +170,7 @@ class Loop:
         if self._engine is None:
             return None
         graph = self._graph_of(optimizer, self._engine, scaler)
-        self._is_another()
+        self._has_other_optimizers()
         self._optimizers.add(graph)
         self._over = False
         return graph
@@ -180,6 +182,10 @@ class Loop:
         if not graph.lives_with_its_optimizer():
             self._kept.append(graph)
         return graph
+
+    def _has_other_optimizers(self) -> None:
+        self._rounds.begin_anew()
+        self._is_another()
 
     def _is_another(self) -> None:
         """What was found out about the loop as a whole holds no longer."""
@@ -198,21 +204,21 @@ class Loop:
         graph.close()
         self._kept = [kept for kept in self._kept if kept is not graph]
         other = self._graph_of(optimizer, self._engine, scaler)
-        self._is_another()
+        self._has_other_optimizers()
         self._optimizers.replace(graph, other)
         self._over = False
         return other
 
     def give_up_optimizer(self, optimizer: torch.optim.Optimizer, to: object) -> None:
         """Something else graphs this optimizer's step from now on. It exists for as long as the optimizer does."""
-        self._is_another()
+        self._has_other_optimizers()
         for graph in self._optimizers:
             if graph.optimizer is optimizer:
                 graph.suspend(to)
 
     def take_back_optimizer(self, optimizer: torch.optim.Optimizer, giver: object) -> None:
         """One that graphed it does so no longer; the loop does again where no other one is left."""
-        self._is_another()
+        self._has_other_optimizers()
         for graph in self._optimizers:
             if graph.optimizer is optimizer:
                 graph.resume(giver)
@@ -264,14 +270,14 @@ class Loop:
             return body()
         if self._over:
             body()
-            if graph is self._optimizers.last:
+            if self._rounds.ends_with(graph):
                 self._steps += 1
                 self.report.step_began()
             return
         whole = self._whole
         if whole is not None and whole.rests:
             body()
-            if self._counts_steps and graph is self._optimizers.last:
+            if self._counts_steps and self._rounds.ends_with(graph):
                 self._steps += 1
                 self.report.step_began()
                 self.report.step_ended(NOTHING, updated=True)
@@ -279,17 +285,17 @@ class Loop:
                     self._waiting.step_ended()
                 whole.step_ended(self._steps)
             return
-        graph.run(body, constants)
-        counted = [g for g in self._optimizers if not g.suspended]
-        if self._counts_steps and counted and graph is counted[-1]:
-            self._count(all(g.replayed for g in counted))
+        self.update(graph, body, constants)
+        if self._counts_steps and self._rounds.ends_with(graph):
+            self.step_ended()
             if whole is not None:
                 whole.step_ended(self._steps)
 
-    def update(self, graph: OptimizerGraph, body: Callable[[], None]) -> None:
+    def update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the step of one optimizer, in a training step that ends with `step_ended`."""
-        graph.run(body)
-        self._replayed.append(graph.replayed)
+        graph.run(body, constants)
+        if self._counts_steps and not graph.suspended:
+            self._replayed.append(graph.replayed)
 
     def step_ended(self) -> None:
         """Count a training step, in which any number of optimizers made any number of steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -46,6 +47,12 @@ class LoopReport(StepReport):
     def __post_init__(self) -> None:
         self.replay_intervals = deque(maxlen=2048)
         self.regions = self._regions_since
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See `StepReport`."""
+        waits = functools.partial(str, self.waits)
+        now = {"plan": self.present_plan(), "what_waits": waits, "_before": {}, "_frozen": self.regions()}
+        return {**super().__getstate__(), **now}
 
     def _regions_since(self) -> list[RegionRecord]:
         """The regions that ran since the loop was taken over; some may have been compiled before."""

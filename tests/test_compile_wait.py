@@ -225,6 +225,32 @@ def test_without_a_prepared_optimizer_calls_stand_for_steps(clock: Clock) -> Non
     assert 10 <= min(row.replays for row in rows) <= max(row.replays for row in rows) <= 100 - 16 - 60, rows
 
 
+def test_calls_of_another_module_stand_for_steps_where_the_first_one_is_not_called_any_more(
+    clock: Clock,
+) -> None:
+    """As in a loop whose first phase trains another model."""
+
+    def script(script: Any) -> None:
+        made = [script.accelerator.prepare(Net()) for _ in range(2)]
+        for module, steps in zip(made, (30, 300), strict=True):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            for _ in range(steps):
+                loss = module(torch.randn(8, 6)).square().mean()
+                script.accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                script.write("loss", loss)
+            script.write("parameters", dict(module.named_parameters()))
+
+    plugin = PyGraph(engine="emulated", warmup_steps=2)
+    expected = accelerate_training.run(script, None)
+    with declared_price(SIXTY_STEPS):
+        found = accelerate_training.run(script, plugin)
+    assert differs(*([list(entry) for entry in run.entries] for run in (expected, found))) is None
+    rows = plugin.report().regions()
+    assert rows and min(row.replays for row in rows) >= 100, str(plugin.report())
+
+
 def test_a_module_that_was_compiled_before_does_not_wait(clock: Clock) -> None:
     module = Net()
     with declared_price(SIXTY_STEPS):

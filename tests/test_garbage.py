@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pygraph_train.graphs.garbage import Garbage
+from pygraph_train.graphs.garbage import Everything, Garbage
 
 pytestmark = [pytest.mark.quick, pytest.mark.passes_without_graphs("a clock and numbers only")]
 
@@ -41,20 +41,20 @@ def test_a_capture_a_while_later_collects_everything_again() -> None:
 def test_everything_is_collected_where_memory_is_wanted() -> None:
     heap = Heap()
     for _ in range(3):
-        heap.garbage.collect(whole=True)
+        heap.garbage.collect(Everything.ALWAYS)
     assert heap.generations == [2, 2, 2]
 
 
 def test_parts_of_a_step_that_are_captured_in_a_row_collect_everything_once() -> None:
     heap = Heap()
     for _ in range(18):
-        heap.garbage.collect(in_a_row=True)
+        heap.garbage.collect(Everything.IN_A_ROW)
         heap.garbage.collect()
         heap.now += 0.02
     assert heap.generations == [2] + 35 * [1]
     heap.now += 2.5
     heap.garbage.collect()
-    heap.garbage.collect(in_a_row=True)
+    heap.garbage.collect(Everything.IN_A_ROW)
     assert heap.generations[36:] == [1, 2]
 
 

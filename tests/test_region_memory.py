@@ -216,3 +216,17 @@ def test_a_process_that_reserves_little_is_left_alone() -> None:
     assert memory.why_not() is None
     use = MemoryUse(most + (2 << 20), most + (2 << 20), 0, 1)
     assert "150 MiB were reserved with them, and 20 without" in str(memory.why_not())
+
+
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("nothing is run")
+def test_memory_that_was_short_once_is_taken_to_be_short() -> None:
+    use = MemoryUse(PEAK, PEAK, 0, 1)
+    engine: Any = SimpleNamespace(memory=lambda: use)
+    memory = RegionMemory(engine, [])
+    memory.begin()
+    assert not memory.is_or_was_short()
+    use = MemoryUse(2 * PEAK, 2 * PEAK, 0, 1)
+    assert memory.is_or_was_short()
+    use = MemoryUse(PEAK, PEAK, 0, 1)
+    assert memory.is_or_was_short() and not memory.is_short()

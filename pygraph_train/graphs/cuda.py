@@ -16,7 +16,7 @@ import torch
 
 from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
 from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
-from pygraph_train.graphs.garbage import Garbage
+from pygraph_train.graphs.garbage import Everything, Garbage
 from pygraph_train.graphs.in_parts import CapturedParts, GraphInParts
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
@@ -177,7 +177,7 @@ class CudaEngine:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
         if self._tidies:
-            self._tidy()
+            self._tidy(Everything.RARELY)
         else:
             torch.cuda.synchronize(self.device)
             clear_cublas_workspaces()
@@ -289,10 +289,10 @@ class CudaEngine:
 
     def tidy(self, *, in_a_row: bool = False) -> None:
         """See `graphs.engine.Engine.tidy`."""
-        self._tidy(whole=not in_a_row, in_a_row=in_a_row)
+        self._tidy(Everything.IN_A_ROW if in_a_row else Everything.ALWAYS)
 
-    def _tidy(self, *, whole: bool = False, in_a_row: bool = False) -> None:
-        _garbage.collect(whole=whole, in_a_row=in_a_row)
+    def _tidy(self, everything: Everything) -> None:
+        _garbage.collect(everything)
         torch.cuda.synchronize(self.device)
         clear_cublas_workspaces()
         torch.cuda.empty_cache()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import math
 import time
 from collections.abc import Callable
 
-__all__ = ["Garbage"]
+__all__ = ["Everything", "Garbage"]
 
-_TIMES = 50
-"""So many times longer than a whole collection is the time until the next one: one in 50 seconds at most is spent."""
 
-_TIMES_IN_A_ROW = 5
-"""The same for captures of parts of one step, of which each one frees memory first: some seconds."""
+class Everything(enum.Enum):
+    """When a collection looks at everything: where the last one that did is so many times longer ago than it took."""
+
+    ALWAYS = 0
+    IN_A_ROW = 5
+    """For captures of parts of one step, of which each one frees memory first: some seconds."""
+    RARELY = 50
+    """One in 50 seconds at most is spent."""
+
 
 _YOUNG = 1
 """The generation up to which objects are looked at otherwise."""
@@ -39,16 +45,10 @@ class Garbage:
         self._ended = -math.inf  # the last collection of everything
         self._took = 0.0
 
-    def collect(self, *, whole: bool = False, in_a_row: bool = False) -> None:
-        """Collect before a capture.
-
-        Args:
-            whole: everything, whatever it takes.
-            in_a_row: everything, unless that was done a moment ago.
-        """
+    def collect(self, everything: Everything = Everything.RARELY) -> None:
+        """Collect before a capture."""
         started = self._clock()
-        times = 0 if whole else _TIMES_IN_A_ROW if in_a_row else _TIMES
-        if started < self._ended + times * self._took:
+        if started < self._ended + everything.value * self._took:
             self._collect(_YOUNG)
             return
         self._collect(2)

@@ -48,6 +48,8 @@ class OptimizerGraph:
         runs: steps made so far.
         replayed: whether the last one ran from a graph.
         suspended: whether something else looks after this optimizer, or several others do.
+        given_up: why the optimizer makes its steps as it is until `wake`: gradients move too often, and there is no
+            room for copies of them. None while it does not.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class OptimizerGraph:
         self.optimizer = optimizer
         self.runs = 0
         self.replayed = False
+        self.given_up: Problem | None = None
         self._others: list[object] = []  # that look after the optimizer
         self._source: Source = "regions"
         self._asleep = self._given_back = False
@@ -95,11 +98,6 @@ class OptimizerGraph:
             with self._preparation.prepared():  # the kernels of the graph from the first step on
                 return body()
         self._run_phase(body, constants)
-
-    @property
-    def restless(self) -> Problem | None:
-        """Why the last step had no graph, where gradients move and there is no room for copies of them."""
-        return None if self._phase is None else self._phase.restless
 
     @property
     def over(self) -> bool:
@@ -145,7 +143,7 @@ class OptimizerGraph:
             only: let go of graphs for gradients that others have left.
         """
         self._asleep = self._given_back = False
-        self._restless = 0
+        self.given_up, self._restless = None, 0
         self._source = source
         if only and self._phase is not None:
             self._phase.close(but=source)
@@ -200,6 +198,7 @@ class OptimizerGraph:
             self._replays = 0
             if self._restless == _RESTLESS:
                 self._note(restless)
+                self.given_up = restless
                 self.rest(give_back=True)
 
     def _refused(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pygraph_train.regions.lazy_bits import without_lazy_bits
 from pygraph_train.regions.partial import Backwards, Kernels, sources_in
 from pygraph_train.torch_private.aot import compiled_function, compiled_function_of, tangent_places
 from pygraph_train.torch_private.autograd import autograd_is_traced, backward_keeps_graph
@@ -116,7 +117,7 @@ class Absent:
     # --- where AOTAutograd's runtime is between autograd and the backward --------------------------------
 
     def look_at_backward_of(self, result: Any) -> None:
-        """Note, when the backward of this call comes, which gradients it gets."""
+        """Note, when the backward of this call comes, which gradients it gets. It gets none with lazy bits."""
         if self._places is None or not torch.is_grad_enabled() or autograd_is_traced():
             return
         node = self._node(result)
@@ -147,10 +148,16 @@ class Absent:
                 left += [(source, depth - 1) for source, _ in node.next_functions if source is not None]
         return None
 
-    def _note(self, gradients: Sequence[Any]) -> None:
+    def _note(self, gradients: Sequence[Any]) -> tuple[Any, ...] | None:
         assert self._places is not None
-        missing = [i for i, place in enumerate(self._places) if gradients[place] is None]
+        missing, lazy = [], False
+        for i, place in enumerate(self._places):
+            if (gradient := gradients[place]) is None:
+                missing.append(i)
+            elif gradient.is_neg() or (gradient.dtype.is_complex and gradient.is_conj()):
+                lazy = True
         self._now.missing = missing
+        return without_lazy_bits(gradients) if lazy else None
 
     def take(self) -> list[int]:
         """Which gradients the backward that runs now in this thread did not get."""

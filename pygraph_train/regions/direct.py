@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pygraph_train.regions.absent import Absent, what_changed
+from pygraph_train.regions.lazy_bits import without_lazy_bits
 from pygraph_train.regions.pair import Pair, Tangent
 from pygraph_train.regions.region import Region
 from pygraph_train.regions.zeros import Zeros
@@ -248,6 +249,8 @@ def _run(region: Callable[[list[Any]], Any], inputs: list[Any]) -> list[Any]:
 
 def _coerced(gradient: Any, tangent: Tangent) -> Any:
     """A gradient in the layout that the backward was compiled for."""
+    if gradient.is_neg() or (gradient.dtype.is_complex and gradient.is_conj()):
+        (gradient,) = without_lazy_bits([gradient])
     if tangent.layout is not None:
         return gradient.contiguous(memory_format=tangent.layout)
     if gradient.stride() == tangent.stride:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.regions.lazy_bits import is_lazy
 from pygraph_train.regions.passes.draft import in_one_line, user_line
 from pygraph_train.torch_private.aot import BuildRegion, CompileKernels, TracedGraph
 from pygraph_train.torch_private.autocast import share_casts
@@ -85,6 +86,8 @@ def compile_truly(
     Raises:
         Unfit: that is not possible.
     """
+    if any(map(is_lazy, example_inputs)):
+        raise Unfit("an input is conjugated or negated lazily (call its resolve_conj or resolve_neg)")
     share_casts(gm)
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     replacements = _replacements(gm, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import statistics
 from collections import deque
@@ -86,8 +87,7 @@ class StepReport:
     replay_intervals: deque[float] = field(default_factory=lambda: deque(maxlen=2048), repr=False)
     switches: list[Switch] = field(default_factory=list)
     controllers: list[Controller] = field(default_factory=list, repr=False)
-    why_nothing: str | None = None
-    """Why steps are left alone without a comparison."""
+    why_nothing: str | None = None  # why steps are left alone without a comparison
     phase_seconds: dict[str, float] = field(default_factory=dict, repr=False)
     latest: dict[Arm, StepTime] = field(default_factory=dict, repr=False)
     _explored: int = field(default=0, repr=False)  # with controllers that are gone
@@ -215,6 +215,10 @@ class StepReport:
         if text not in self.notes:
             self.notes.append(text)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What holds now: a copy looks at nothing of the training."""
+        return {**vars(self), "regions": functools.partial(list, list(self.regions()))}
+
     # -- what is read -----------------------------------------------------------------------------------
 
     def parts(self) -> Sequence[StepReport]:
@@ -259,8 +263,7 @@ class StepReport:
     def ms_without_graph(self) -> float | None:
         """A step without a graph, in ms: the fastest of the warm-up, because first steps carry one-time costs.
 
-        Steps in which something is traced or compiled are left out. Where no other one was timed it is the time that
-        the comparison of plans has found.
+        Steps in which something is traced or compiled are left out. Without others it is the time of the comparison.
         """
         if self.ungraphed_seconds:
             return min(self.ungraphed_seconds) * 1e3

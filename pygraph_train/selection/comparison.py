@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.selection.rules import Rules
@@ -17,6 +18,12 @@ _FARTHEST = 64
 
 _NO_HOPE = 0.1
 """Of what trials may take: for an arm of which no window was faster than the best arm."""
+
+
+_OF_THE_TRAINING = frozenset(
+    ("_estimate", "_steps_left", "_agree", "_decided", "_comes_back", "_waits", "_windows", "_present")
+)
+"""Attributes that hold, or lead to, what is trained."""
 
 
 class Comparison:
@@ -84,6 +91,10 @@ class Comparison:
         self._most = _FARTHEST * self.rules.look_every
         self._windows = self._run()
         self._present: Window | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was found out. A copy cannot go on to compare."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_THE_TRAINING}
 
     def next_window(self) -> Window:
         """The next window. Call it when the steps of the last one were made."""

@@ -43,6 +43,9 @@ _declared_tracing: float | None = None
 _LEAST = 3
 """Times of steps before any of them is believed."""
 
+_OTHERS = 64
+"""Calls of other modules, after which the one whose calls stand for steps is not called any more."""
+
 _REMEMBERED = 255
 """Times of steps that are kept, the latest ones."""
 
@@ -139,7 +142,7 @@ class CompileWait:
         self._declined = False
         self._looks = False
         self._next_look = math.inf if math.isinf(self._next_look) else 0.0
-        self._steps = self._next = 0
+        self._steps = self._next = self._others = 0
         self._last: float | None = None
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self._counts_calls: weakref.ref[WaitingModule] | None = None
@@ -177,10 +180,13 @@ class CompileWait:
     def _called(self, module: WaitingModule) -> None:
         """A call while no step was counted. Without a prepared optimizer none ever is: calls of one module stand in."""
         counted = None if self._counts_calls is None else self._counts_calls()
-        if counted is None:
+        if counted is not module:
+            self._others += 1
+            if counted is not None and self._others <= _OTHERS:
+                return
             self._counts_calls = weakref.ref(module)
-        if counted is None or counted is module:
-            self._count()
+        self._others = 0
+        self._count()
 
     def _count(self) -> None:
         if len(self._times) < _LEAST and self._steps_left() is not None:

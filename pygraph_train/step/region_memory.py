@@ -45,7 +45,6 @@ class RegionMemory:
         most: bytes that may be reserved, None before `begin`.
         closed: graphs that were closed last.
         price: seconds that it took to capture these.
-        was_short: whether graphs had to make way for want of memory.
     """
 
     def __init__(self, engine: Engine, records: Sequence[RegionRecord]) -> None:
@@ -57,7 +56,7 @@ class RegionMemory:
         self._seen = self._looks = 0
         self._again = self._strikes = self._rests = 0
         self.closed, self.price = 0, 0.0
-        self.was_short = False
+        self._was_short = False
 
     def begin(self) -> None:
         """Regions will be made: note what steps without them have reserved. Only the first call counts."""
@@ -122,7 +121,7 @@ class RegionMemory:
             self._close(None)
         elif captures != self._fits:
             if self.is_short():
-                self.was_short = True
+                self._was_short = True
                 return self._close(None)
             self._fits = captures
 
@@ -140,6 +139,11 @@ class RegionMemory:
         memory = self._engine.memory()
         needed = max(0, self._plain - (memory.reserved - memory.idle))
         return self.most is not None and memory.reserved + needed > self.most
+
+    def is_or_was_short(self) -> bool:
+        """The same, now or at any time before: what was found once holds for all later comparisons."""
+        self._was_short = self._was_short or self.is_short()
+        return self._was_short
 
     def paid(self) -> float:
         """Seconds that it took to capture the graphs that are open."""

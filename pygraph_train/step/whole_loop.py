@@ -125,7 +125,7 @@ class WholeLoop:
         self._asks_regions = self._asks_updates = False
         self._plan: Plan | None = None
         self._steady = self._unready = 0
-        self._under_way = self._disturbed = self._short = self._to_make_way = False
+        self._under_way = self._disturbed = self._to_make_way = False
         self._state: tuple[bool, bool, bool] | None = None
         self.without_regions = self.rests = False
 
@@ -266,8 +266,7 @@ class WholeLoop:
 
     def _comes_back(self, best: Arm, arm: Arm) -> float | None:
         """See `Comparison`: graphs of regions make way for steps without them where memory does not hold both."""
-        self._short |= self.memory.was_short or self.memory.is_short()
-        if not self._short or self._has_regions(best) == self._has_regions(arm):
+        if not self.memory.is_or_was_short() or self._has_regions(best) == self._has_regions(arm):
             return None
         return self._price() if self._has_regions(best) else 0.0
 
@@ -296,9 +295,9 @@ class WholeLoop:
         """Why an arm cannot be run any more."""
         if arm.plan.optimizer_alone and all(graph.over for graph in self._graphs()):
             return "the optimizer has no graph any more"
-        moving = [graph.restless for graph in self._graphs() if graph.restless]
-        if arm.plan.optimizer_alone and moving:
-            return str(moving[0])
+        given_up = [graph.given_up for graph in self._graphs() if graph.given_up]
+        if arm.plan.optimizer_alone and given_up:
+            return str(given_up[0])
         if self._has_regions(arm) and all(module.removed for module in self._modules):
             return "no module runs as regions any more"
         return None

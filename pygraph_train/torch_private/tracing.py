@@ -366,7 +366,10 @@ def _tracing_regions(
 
 @functools.cache
 def _guarded_methods() -> tuple[tuple[Any, str, Any], ...]:
-    """Dynamo guards that no object has a method of its own, and not which one its class has. (2.11, 2.13)"""
+    """Dynamo guards that no object has a method of its own, and not which one its class has. (2.11, 2.13)
+
+    Nor which one an object has of its own, as modules have a `forward` in Accelerate's mixed precision. (2.11)
+    """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, TypeSource
     from torch._dynamo.variables import nn_module
@@ -379,6 +382,10 @@ def _guarded_methods() -> tuple[tuple[Any, str, Any], ...]:
     def guard(source: Any, value: object, name: str) -> None:
         if source is not None and isinstance(getattr(type(value), name, None), types.FunctionType):
             install_guard(AttrSource(TypeSource(source), name).make_guard(GuardBuilder.ID_MATCH))
+            if type(getattr(value, "__dict__", {}).get(name)) is types.MethodType:
+                for part in ("__func__", "__self__"):
+                    own = AttrSource(AttrSource(source, name), part)
+                    install_guard(own.make_guard(GuardBuilder.ID_MATCH))
 
     def forward(source: Any, module: torch.nn.Module) -> None:
         guard_forward(source, module)

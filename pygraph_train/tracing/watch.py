@@ -64,10 +64,11 @@ def is_asked(guard: Any) -> bool:
 class ModuleWatch:
     """What modules and tensors looked like when a step was traced.
 
-    A module is unchanged when it is the same object, of the same class, whose forward is the same function, with
-    as many attributes as before (a new one could shadow a method) and the same number of hooks. A tensor is
-    unchanged when it looks as before (shape, strides, dtype, requires_grad); that it is the same object is known by
-    its address, which captures check. The global switches that decide which kernels run are as before.
+    A module is unchanged when it is the same object, of the same class, whose forward is the same function, with the
+    same forward of its own if it has one, as many attributes as before (a new one could shadow a method) and the same
+    number of hooks. A tensor is unchanged when it looks as before (shape, strides, dtype, requires_grad); that it is
+    the same object is known by its address, which captures check. The global switches that decide which kernels run
+    are as before.
 
     Args:
         tensors: what the step reads.
@@ -87,6 +88,7 @@ class ModuleWatch:
         self._forwards = list(map(_forward, self._kinds))
         self._attributes: list[dict[str, Any]] = list(map(vars, modules))
         self._attribute_counts = list(map(len, self._attributes))
+        self._own_forwards = [(names, names["forward"]) for names in self._attributes if "forward" in names]
         self._look_the_same = tensor_looks(tensors)
         self._seen = [_look(t) for t in tensors]
         self._switches = settled_switches()
@@ -110,11 +112,16 @@ class ModuleWatch:
         """The same, where `Stillness` knows that modules and objects are the same ones. Hot path."""
         return (
             list(map(_forward, self._kinds)) == self._forwards
+            and (not self._own_forwards or self._have_their_own_forwards())
             and self._look_the_same(*tensors)
             and (hook_registrations() == self._registrations or self._no_new_hooks())
             and switches() == self._switches
             and (not self._named or list(map(list, self._named)) == self._names)
         )
+
+    def _have_their_own_forwards(self) -> bool:
+        """Torch 2.11 has no guard of a method that is an attribute."""
+        return all(names.get("forward") == forward for names, forward in self._own_forwards)
 
     def _no_new_hooks(self) -> bool:
         registrations = hook_registrations()
@@ -157,6 +164,8 @@ class ModuleWatch:
         for name, thing, before in zip(names[len(modules) :], asked, self._asked, strict=False):
             if thing is not before:
                 return name, "was replaced"
+        if not self._have_their_own_forwards():
+            return "a module", "has another forward now"
         if list(map(list, self._named)) != self._names:
             return names[len(modules)], "gained or lost an attribute, or its class did"
         return "the model", "has other hooks now"
