@@ -121,6 +121,7 @@ class WholeLoop:
         self._with_regions: dict[Arm, bool] = {}
         self._asks_regions = self._asks_updates = False
         self._plan: Plan | None = None
+        self._parts = False
         self._steady = self._unready = 0
         self._under_way = self._disturbed = self._short = self._to_make_way = False
         self._state: tuple[bool, bool, bool] | None = None
@@ -176,6 +177,7 @@ class WholeLoop:
         alike = decided and plan == self._plan and not self._disturbed
         self._plan, self._disturbed = plan, False
         self._steady = self._steady + 1 if alike else 0
+        self._parts = self._runs.parts or (alike and self._parts)
         least = _STEADY if all(replayed) else _PATIENCE
         if self._steady >= max(least, _STEADY << self._openings):
             self._steady = 0
@@ -201,17 +203,20 @@ class WholeLoop:
         config = self._config
         keeps_code = any(module.keeps_code for module in self._modules)
         self._asks_regions = regions and "on" not in (config.forward, config.backward)
-        self._asks_regions &= plan.regions or not keeps_code
+        self._asks_regions &= plan.regions or self._parts or not keeps_code
         self._asks_updates = plan.optimizer_alone and config.optimizer != "on"
         self._with_regions.clear()
         arms = []
         for with_regions in (True, False) if self._asks_regions else (regions,):
-            code = with_regions and (self._cuda or not plan.regions)  # it may be all that regions are
+            parts = with_regions and self._parts
+            # code may be all that regions are
+            code = with_regions and (self._cuda or not (parts or plan.regions))
             for with_update in (True, False) if self._asks_updates else (plan.optimizer_alone,):
                 phases = [
                     with_regions and (phase,) in plan.graphs for phase in (Phase.FORWARD, Phase.BACKWARD)
                 ]
-                arm = Arm(graphs_apart(*phases, with_update), compiled=code or (keeps_code and self._cuda))
+                compiled = code or (keeps_code and self._cuda)
+                arm = Arm(graphs_apart(*phases, with_update), compiled, parts)
                 self._with_regions[arm] = with_regions
                 arms.append(arm)
         if len(arms) == 1:
