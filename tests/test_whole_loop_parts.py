@@ -94,3 +94,44 @@ def test_parts_that_are_slower_than_the_loop_without_graphs_go(
     report = Loops(steps=400, net=Parts, each=watched.each, compile=compile).accelerate()
     assert watched.replays[400] == watched.replays[350] > 20, str(report)
     assert watched.compiled is (compile is True)
+
+
+class Lengths(Net):
+    """Three regions: one always has the same shapes, one gets a graph for each length, and one gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        same = torch.tanh(self.same)
+        torch._dynamo.graph_break()
+        h = torch.tanh(self.first(x * same))
+        torch._dynamo.graph_break()
+        result: Tensor = self.second(h)
+        return result
+
+
+def test_parts_whose_shapes_come_seldom_have_their_graphs_before_the_loop_is_compared(
+    machine: Machine, unknown: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched()
+    declare(monkeypatch, watched, with_regions=0.5e-3, noise=0.0, seed=0)
+    begun: list[tuple[int, int]] = []
+
+    def each(step: int, model: nn.Module, plugin: Any) -> None:
+        watched.each(step, model, plugin)
+        if plugin is not None and plugin.report().controllers:
+            begun.append((step, sum(r.captures for r in plugin.report().regions())))
+
+    loops = Loops(steps=400, net=Lengths, each=each, warmup_steps=8)
+    made = loops._batches
+
+    def batches() -> Any:
+        for step, (x, y) in enumerate(made()):
+            size = 7 if step % 6 else 3 + step // 6 % 2
+            yield x[:size], y[:size]
+
+    monkeypatch.setattr(loops, "_batches", batches)
+    report = loops.accelerate()
+    assert begun and begun[0][1] == begun[-1][1] > 6, str(report)
