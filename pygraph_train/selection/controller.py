@@ -115,6 +115,8 @@ class Controller(Leaving):
         if (hopeless := self._hopeless(challenger, self.times[self.best], first=first)) is not None:
             self._is_not_tried(challenger, hopeless)
             return 0
+        if challenger in self.times:
+            self._again += self._price(challenger)
         rules, spent = self.rules, 0
         rounds: list[tuple[Window, list[Window]]] = []
         ours = other = summary(())
@@ -161,6 +163,7 @@ class Controller(Leaving):
         """
         rules, incumbent = self.rules, self.best
         self.times[incumbent], self.times[challenger] = ours.mean, other.mean
+        self._beside[incumbent], self._beside[challenger] = other.mean, ours.mean
         here, there = f"{ours.mean * 1e3:.3g} ms", f"{other.mean * 1e3:.3g} ms"
         enough = agreeing >= _ROUNDS
         if enough and surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain):

@@ -55,6 +55,7 @@ class Leaving(Comparison):
             if found is None:
                 continue
             self.times[challenger] = other.mean
+            self._beside[home], self._beside[challenger] = other.mean, ours.mean
             if self._is_chosen(challenger, ours, other, found):
                 break
             if self._stays_away(challenger):
