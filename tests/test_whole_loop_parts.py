@@ -83,6 +83,8 @@ def test_parts_that_gain_a_little_stay_in_a_noisy_loop(
     report = Loops(steps=400, net=Parts, each=watched.each).accelerate()
     assert report.controllers[-1].settled, str(report)
     assert watched.replays[400] - watched.replays[350] == 2 * 50, str(report)
+    told = "Parts of forward and backward have graphs, and others have none: slower as a graph."
+    assert report.headline().endswith(told), report.headline()
 
 
 @pytest.mark.parametrize("compile", [True, "auto"])
