@@ -95,7 +95,7 @@ class LoopReport(StepReport):
             return self.plan
         graphed = {r.phase for r in self.regions() if r.replays and r.decision != "plain"}
         best = self._whole_loop.best if self._whole_loop is not None else None
-        if best is not None and not best.plan.regions:
+        if best is not None and not best.regions:
             graphed.clear()
         updates = self.optimizer_steps_replayed > 0 and (best is None or best.plan.optimizer_alone)
         return str(graphs_apart("forward" in graphed, "backward" in graphed, updates))

@@ -252,3 +252,44 @@ def test_regions_that_are_no_faster_cost_no_percent_of_a_long_run(noise: float) 
         assert not machine.controller.best.plan.regions and len(again) <= 6, again
         for number, step in enumerate(again, 1):
             assert number * CAPTURE <= max(0.01 * step * 7e-3 * 1.1, CAPTURE), again
+
+
+class Beside(Loop):
+    """Memory holds graphs and steps without them; graphs are closed when a plan without them was chosen."""
+
+    def _comes_back(self, best: Arm, arm: Arm) -> float | None:
+        return None
+
+    def _needs_graph(self, arm: Arm) -> bool:
+        return arm.plan.regions or (self._has_graph and not self.controller.settled)
+
+
+@pytest.mark.parametrize("kind", [Loop, Beside])
+def test_regions_that_lost_while_all_steps_were_slower_are_tried_again_when_that_ends(
+    kind: type[Loop],
+) -> None:
+    """Work of other processes made steps of regions longer than others."""
+    plans = (SEPARATE, REGIONS, OPTIMIZER, NOTHING)
+    for seed in range(3):
+        loud = dict(zip(map(Arm, plans), (14.6e-3, 15e-3, 11.6e-3, 12e-3), strict=True))
+        quiet = dict(zip(map(Arm, plans), (6.3e-3, 6.6e-3, 7.2e-3, 7.5e-3), strict=True))
+        machine = kind(loud, noise=0.05, seed=seed)
+        controller = machine.run(2000)
+        assert controller.settled and not controller.best.plan.regions
+        machine.table.update(quiet)
+        machine.run(6000)
+        assert controller.best == Arm(SEPARATE), controller.history
+        assert len(machine.captures) <= 3, machine.captures
+
+
+@pytest.mark.parametrize("kind", [Loop, Beside])
+def test_regions_that_lose_whenever_steps_become_faster_cost_little(kind: type[Loop]) -> None:
+    """Other processes come and go."""
+    machine = kind({Arm(NOTHING): 7e-3, Arm(OPTIMIZER): 6.5e-3}, noise=0.05)
+    table = dict(machine.table)
+    for round in range(1, 31):
+        machine.table.update({arm: seconds * (1 + round % 2) for arm, seconds in table.items()})
+        machine.run(2000 * round)
+    again = [step for step in machine.captures if step]
+    assert not machine.controller.best.plan.regions and machine.controller.settled
+    assert len(again) * CAPTURE <= 0.01 * machine.seconds, again

@@ -48,7 +48,7 @@ from pygraph_train.torch_private.dispatch import has_symbols
 from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced, without_second_wrapper
 from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
 from pygraph_train.torch_private.memory import storage_key
-from pygraph_train.tracing.counters import counters, numbers_that_are_no_sizes
+from pygraph_train.tracing.counters import numbers_that_are_no_sizes, varying_counters
 from pygraph_train.tracing.recompute import as_eager
 
 __all__ = ["close_graphs", "compile_graph", "compile_whole", "report", "reset", "seconds_to_capture"]
@@ -184,7 +184,7 @@ def _region(
     replaced = without_replacements(gm, traced.saved_from)
     gm, targets = replaced.gm, frozenset(replaced.targets)
     traced = traced._replace(static=traced.static - targets, mutated=traced.mutated - targets)
-    counted, numbers = counters(gm), numbers_that_are_no_sizes(gm)  # before Inductor rewrites the graph
+    counted, numbers = varying_counters(gm), numbers_that_are_no_sizes(gm)  # before Inductor rewrites it
     static = traced.static if options.phases != "backward" else _lasting(gm, traced, pair)
     if options.transform and options.compile:
         changed = _transform(gm, example_inputs, device, traced.phase, pair, record)

@@ -67,11 +67,15 @@ class RegionRuns:
 
     Args:
         records: of all regions of the training.
+
+    Attributes:
+        parts: whether a phase ran in part from graphs at the last look.
     """
 
     def __init__(self, records: Callable[[], Sequence[RegionRecord]]) -> None:
         self._records = records
         self._before = self._totals()
+        self.parts = False
 
     def plan(self, *, optimizer: bool) -> Plan:
         """What ran from graphs since the last look: phases all of whose regions were replayed, and the optimizer.
@@ -84,6 +88,7 @@ class RegionRuns:
             (replays - old_replays, plain - old_plain)
             for (replays, plain), (old_replays, old_plain) in zip(self._before, before, strict=True)
         )
+        self.parts = bool((forward and plain_forward) or (backward and plain_backward))
         return graphs_apart(forward > 0 and not plain_forward, backward > 0 and not plain_backward, optimizer)
 
     def _totals(self) -> tuple[tuple[int, int], tuple[int, int]]:

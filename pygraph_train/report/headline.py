@@ -150,7 +150,14 @@ class Headline:
         for part in self._parts:
             if part.why_nothing or part.waits:
                 return part.why_nothing or part.waits
-            for region in part.regions():
+            regions = part.regions()
+            plain = next(
+                (r.reason for r in regions if r.decision == "plain" and r.reason and r.phase != "function"),
+                "",
+            )
+            if plain and any(r.decision.startswith("graph") for r in regions):
+                return f"parts of forward and backward have graphs, and others have none: {plain}"
+            for region in regions:
                 if region.reason and not region.replays:
                     return region.reason
             if part.shapes.waiting:

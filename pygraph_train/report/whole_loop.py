@@ -21,7 +21,7 @@ def of_whole_loop(controller: Controller, *, measured: bool) -> str:
     others = [arm for arm in times if arm != best]
     if not others or best not in times:
         return ""
-    plain = [arm for arm in others if arm.plan == NOTHING]
+    plain = [arm for arm in others if arm.without_graphs]
     other = first if best != first and first in times else min(plain or others, key=times.__getitem__)
     if not measured:
         return f"the loop was compared as a whole, and is faster {_how(best)} than {_how(other)}"
@@ -36,6 +36,8 @@ def _how(arm: Arm) -> str:
     """How a step runs."""
     if arm == Arm(NOTHING):
         return "as you wrote it"
-    if not arm.plan.graphs:
+    if arm.without_graphs:
         return "with compiled code and no graphs"
+    if arm.parts:
+        return f"as plan {arm.plan} with graphs of parts of forward and backward"
     return f"as plan {arm.plan}" + (" with compiled code" if arm.compiled and not arm.plan.regions else "")

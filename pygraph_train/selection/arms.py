@@ -101,10 +101,31 @@ def graphs_apart(forward: bool, backward: bool, optimizer: bool) -> Plan:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a step, among those that are compared: a plan, with Inductor's kernels or without."""
+    """One way to run a step, among those that are compared: a plan, with Inductor's kernels or without.
+
+    Attributes:
+        parts: whether some regions have graphs, and others of the same phase have none.
+    """
 
     plan: Plan
     compiled: bool = False
+    parts: bool = False
+
+    @cached_property
+    def regions(self) -> bool:
+        """Whether regions of forward or backward run from graphs."""
+        return self.parts or self.plan.regions
+
+    @cached_property
+    def without_graphs(self) -> bool:
+        """Whether nothing runs from a graph."""
+        return self.plan == NOTHING and not self.parts
+
+    @cached_property
+    def update_alone(self) -> bool:
+        """Whether the update is all that runs from a graph."""
+        return self.plan == OPTIMIZER and not self.parts
 
     def __str__(self) -> str:
-        return f"{self.plan} compiled" if self.compiled else str(self.plan)
+        words = [str(self.plan), *["compiled"] * self.compiled, *["with graphs of parts"] * self.parts]
+        return " ".join(words)

@@ -86,6 +86,7 @@ class Comparison:
         self._lost: dict[Arm, float] = {}  # and the best time then
         self._losses = Counter[Arm]()
         self._fastest: dict[Arm, float] = {}  # windows of arms that were measured in a row
+        self._beside: dict[Arm, float] = {}  # what the other arm took when this one was compared with it
         self._due = math.inf  # in steps, when one of them may pay
         self._again = 0.0  # seconds of captures for plans that had lost
         self._most = _FARTHEST * self.rules.look_every
@@ -169,12 +170,14 @@ class Comparison:
     def _share(self, arm: Arm, best: float) -> float:
         """The part of the run that further trials of an arm may take.
 
-        Its fastest window shows what could be gained at most, if the others were disturbed. Each trial that has found
-        the same makes the next one rarer.
+        Its fastest window shows what could be gained at most, if the others were disturbed. Where the best arm has
+        become faster since then, all of them were, and some arms more than others. Each trial that has found the
+        same makes the next one rarer.
         """
         rules, could_gain = self.rules, 1 - self._fastest.get(arm, best) / best
+        all_disturbed = best < self._beside.get(arm, 0.0) * (1 - rules.drift)
         share = max(rules.again, rules.again_of_gain * could_gain)
-        if could_gain < rules.min_gain:
+        if could_gain < rules.min_gain and not all_disturbed:
             share *= _NO_HOPE
         return share / 2 ** max(0, self._losses[arm] - 1)
 

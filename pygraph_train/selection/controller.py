@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 
-from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm
+from pygraph_train.selection.arms import Arm
 from pygraph_train.selection.leaving import Leaving
 from pygraph_train.selection.rules import Rules
 from pygraph_train.selection.samples import Summary, summary, surely_faster, surely_no_faster
@@ -84,7 +84,7 @@ class Controller(Leaving):
             self._choose(self.best, "the winner of an earlier run, as fast as then")
             return
         # no graphs first: whatever the budget leaves undecided, it is not that
-        left = sorted((arm for arm in arms if arm != self.best), key=lambda a: a.plan != NOTHING)
+        left = sorted((arm for arm in arms if arm != self.best), key=lambda a: not a.without_graphs)
         begun, spent = self.best, 0
         while left:
             before = self.best
@@ -115,6 +115,8 @@ class Controller(Leaving):
         if (hopeless := self._hopeless(challenger, self.times[self.best], first=first)) is not None:
             self._is_not_tried(challenger, hopeless)
             return 0
+        if challenger in self.times:
+            self._again += self._price(challenger)
         rules, spent = self.rules, 0
         rounds: list[tuple[Window, list[Window]]] = []
         ours = other = summary(())
@@ -142,7 +144,7 @@ class Controller(Leaving):
             if one is ours:
                 loses, wins = wins, loses
             sure = loses or wins
-            enough = agreeing[0] >= _ROUNDS if wins else challenger.plan == NOTHING or agreeing[1] >= _ROUNDS
+            enough = agreeing[0] >= _ROUNDS if wins else challenger.without_graphs or agreeing[1] >= _ROUNDS
             if self._reopen is not None or (sure and enough):
                 break
         if self._reopen is not None:
@@ -161,6 +163,7 @@ class Controller(Leaving):
         """
         rules, incumbent = self.rules, self.best
         self.times[incumbent], self.times[challenger] = ours.mean, other.mean
+        self._beside[incumbent], self._beside[challenger] = other.mean, ours.mean
         here, there = f"{ours.mean * 1e3:.3g} ms", f"{other.mean * 1e3:.3g} ms"
         enough = agreeing >= _ROUNDS
         if enough and surely_faster(other, ours, confidence=rules.confidence, gain=rules.min_gain):
@@ -177,20 +180,20 @@ class Controller(Leaving):
 
     def _has_to_prove(self, challenger: Arm) -> bool:
         """Whether the best arm has to prove that it is faster than no graphs: a graph of the update alone is small."""
-        return challenger.plan == NOTHING and self.best.plan == OPTIMIZER
+        return challenger.without_graphs and self.best.update_alone
 
     def _is_safer(self, challenger: Arm, ours: Summary, other: Summary, *, enough: bool) -> bool:
         """Whether no graphs are better than a plan that is not proved to be faster."""
         rules = self.rules
         if self._has_to_prove(challenger):
             return not surely_faster(ours, other, confidence=rules.confidence, gain=rules.min_gain)
-        return enough and challenger.plan == NOTHING and other.mean < ours.mean * (1 - rules.tolerance)
+        return enough and challenger.without_graphs and other.mean < ours.mean * (1 - rules.tolerance)
 
     def _watch(self, look_every: int) -> Generator[Window, None, None]:
         """Short looks at the chosen arm, until something has changed for good."""
         reference, strikes, began = self.times[self.best], 0, max(self.steps, 1)
         # the loop's own optimizer makes the updates from here on, with other kernels than in the comparison
-        first = [] if self.best.plan == NOTHING else [reference]
+        first = [] if self.best.without_graphs else [reference]
         while self._reopen is None:
             until = self._due - self.steps
             steps = math.ceil(min(until, look_every)) if until > 0 else look_every
@@ -202,15 +205,17 @@ class Controller(Leaving):
             (now,) = self._agree([summary(window.samples).mean])
             if math.isfinite(now):
                 self.times[self.best] = now
-                if self.best.plan == NOTHING and len(first) < _REFERENCES:
+                if self.best.without_graphs and len(first) < _REFERENCES:
                     first.append(now)
                     reference = min(first)  # disturbances only make steps longer
                 change = now / reference - 1
                 beyond = 0 if abs(change) <= self.rules.drift else (1 if change > 0 else -1)
                 strikes = strikes + beyond if strikes * beyond > 0 else beyond
-                if self.best.plan == NOTHING:  # such looks cost what nothing else of these steps costs
+                if self.best.without_graphs:  # such looks cost what nothing else of these steps costs
                     look_every = self.rules.look_every if beyond else min(2 * look_every, self._most)
-                if -strikes >= self.rules.patience and self.best.plan not in (NOTHING, OPTIMIZER):
+                if -strikes >= self.rules.patience and not (
+                    self.best.without_graphs or self.best.update_alone
+                ):
                     reference, strikes = now, 0  # the comparison was disturbed, or the device has less to do
                 elif abs(strikes) >= self.rules.patience:
                     self._reopen = self._reopen or f"a drift of {change:+.0%} in the time of {self.best}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 
-from pygraph_train.selection.arms import NOTHING, Arm
+from pygraph_train.selection.arms import Arm
 from pygraph_train.selection.comparison import Comparison
 from pygraph_train.selection.in_a_row import MOST_WINDOWS, Outcome, is_known_well, known, outcome
 from pygraph_train.selection.samples import Summary
@@ -55,6 +55,7 @@ class Leaving(Comparison):
             if found is None:
                 continue
             self.times[challenger] = other.mean
+            self._beside[home], self._beside[challenger] = other.mean, ours.mean
             if self._is_chosen(challenger, ours, other, found):
                 break
             if self._stays_away(challenger):
@@ -75,7 +76,7 @@ class Leaving(Comparison):
         """Steps that are kept for arms that graphs make way for: it is not no graphs that stays undecided."""
         rules = self.rules
         most = rules.probe + (MOST_WINDOWS - 1) * rules.window
-        return most if any(arm.plan == NOTHING for arm in apart) else 0
+        return most if any(arm.without_graphs for arm in apart) else 0
 
     def _known_well(self, arm: Arm, windows: list[Window]) -> Generator[Window, None, Summary | None]:
         """Windows of the best arm, until it can be left. They are steps like all others."""
@@ -113,7 +114,7 @@ class Leaving(Comparison):
         """Choose an arm that graphs have made way for, or not. What cannot be told apart needs no graphs."""
         home = self.best
         here, there = f"{ours.mean * 1e3:.3g} ms", f"{other.mean * 1e3:.3g} ms"
-        wins = found is Outcome.WINS or (found is Outcome.DRAW and challenger.plan == NOTHING)
+        wins = found is Outcome.WINS or (found is Outcome.DRAW and challenger.without_graphs)
         if not wins:
             draw = found is Outcome.DRAW
             self.verdicts[challenger] = f"{there}, and {home} takes {here}{_NO_DIFFERENCE if draw else ''}"
@@ -154,5 +155,5 @@ class Leaving(Comparison):
 def _gives_way(arm: Arm, other: Arm) -> bool:
     """Whether it is the graphs of this one of two arms that make way for steps of the other one."""
     return arm.plan.forward_backward or (
-        arm.plan.regions and not other.plan.regions and not other.plan.forward_backward
+        arm.regions and not other.regions and not other.plan.forward_backward
     )

@@ -41,6 +41,12 @@ _MOST_UNREADY = 32
 _PATIENCE = 64
 """The same where an update has no graph, and nothing says that it gets none."""
 
+_TURNS = 16
+"""Steps in a row in which regions that have graphs ran from them: so many shapes may take turns and have theirs."""
+
+_MOST_WAITED = 128
+"""Steps after the last capture in which nothing is compared for want of that: some shapes never get a graph."""
+
 _MOST_OPENINGS = 8
 """So often it is asked whether there is anything to compare. Each time after twice as many steady steps."""
 
@@ -115,7 +121,7 @@ class WholeLoop:
         )
         self._may_open = self._open = config.verify != "always"  # whose steps all take twice as long
         self._runs = RegionRuns(functools.partial(list, self.records))
-        self._before: dict[int, tuple[int, int]] = {}
+        self._before: dict[int, tuple[int, int, int]] = {}
         self._step = self._openings = 0
         self._begin_anew()
 
@@ -124,6 +130,9 @@ class WholeLoop:
         self._with_regions: dict[Arm, bool] = {}
         self._asks_regions = self._asks_updates = False
         self._plan: Plan | None = None
+        self._parts = False
+        # steps since a capture, and since shapes had no graph that others of the same region have
+        self._since, self._complete = 0, _TURNS
         self._steady = self._unready = 0
         self._under_way = self._disturbed = self._to_make_way = False
         self._state: tuple[bool, bool, bool] | None = None
@@ -175,10 +184,15 @@ class WholeLoop:
         """Begin when all regions are decided, and steps run alike."""
         replayed = [graph.replayed for graph in self._graphs() if not graph.over]
         plan = self._runs.plan(optimizer=bool(replayed) and all(replayed))
-        ran, decided = self._look()
+        ran, decided, complete = self._look()
         alike = decided and plan == self._plan and not self._disturbed
         self._plan, self._disturbed = plan, False
         self._steady = self._steady + 1 if alike else 0
+        self._parts = self._runs.parts or (alike and self._parts)
+        self._since = self._since + 1 if decided else 0
+        self._complete = self._complete + 1 if complete else 0
+        if self._complete < _TURNS and self._since < _MOST_WAITED:
+            return
         least = _STEADY if all(replayed) else _PATIENCE
         if self._steady >= max(least, _STEADY << self._openings):
             self._steady = 0
@@ -186,13 +200,17 @@ class WholeLoop:
             self._open = self._openings < _MOST_OPENINGS
             self._begin(plan, regions=ran)
 
-    def _look(self) -> tuple[bool, bool]:
-        """Whether regions ran since the last look; whether those that did are decided and had their graphs before."""
-        before = self._before
-        self._before = {id(r): (r.captures, r.replays + r.plain_runs) for r in self.records}
+    def _look(self) -> tuple[bool, bool, bool]:
+        """Whether regions ran since the last look; whether those that did are decided and had their graphs before.
+
+        And whether all that have graphs ran from them: other shapes may get some when they have come more often.
+        """
+        before, new = self._before, (-1, 0, 0)
+        self._before = {id(r): (r.captures, r.replays, r.plain_runs) for r in self.records}
         ran = [r for r in self.records if self._before[id(r)] != before.get(id(r))]
-        decided = all(r.settled and r.captures == before.get(id(r), (-1, 0))[0] for r in ran)
-        return bool(ran), decided
+        decided = all(r.settled and r.captures == before.get(id(r), new)[0] for r in ran)
+        graphed = [r for r in ran if r.decision.startswith("graph")]
+        return bool(ran), decided, all(r.plain_runs == before.get(id(r), new)[2] for r in graphed)
 
     def _begin(self, plan: Plan, *, regions: bool) -> None:
         """Compare, if there is anything to compare.
@@ -203,19 +221,22 @@ class WholeLoop:
         """
         config = self._config
         keeps_code = any(module.keeps_code for module in self._modules)
-        compiled = self._cuda and not all(module.eager for module in self._modules)
+        inductor = self._cuda and not all(module.eager for module in self._modules)
         self._asks_regions = regions and "on" not in (config.forward, config.backward)
-        self._asks_regions &= plan.regions or not keeps_code
+        self._asks_regions &= plan.regions or self._parts or not keeps_code
         self._asks_updates = plan.optimizer_alone and config.optimizer != "on"
         self._with_regions.clear()
         arms = []
         for with_regions in (True, False) if self._asks_regions else (regions,):
-            code = with_regions and (compiled or not plan.regions)  # it may be all that regions are
+            parts = with_regions and self._parts
+            # code may be all that regions are
+            code = with_regions and (inductor or not (parts or plan.regions))
             for with_update in (True, False) if self._asks_updates else (plan.optimizer_alone,):
                 phases = [
                     with_regions and (phase,) in plan.graphs for phase in (Phase.FORWARD, Phase.BACKWARD)
                 ]
-                arm = Arm(graphs_apart(*phases, with_update), compiled=code or (keeps_code and self._cuda))
+                compiled = code or (keeps_code and self._cuda)
+                arm = Arm(graphs_apart(*phases, with_update), compiled, parts)
                 self._with_regions[arm] = with_regions
                 arms.append(arm)
         if len(arms) == 1:
@@ -304,7 +325,7 @@ class WholeLoop:
 
     def _ran_as(self, arm: Arm) -> bool:
         """Whether the step ran from graphs that were there."""
-        _, decided = self._look()
+        _, decided, _ = self._look()
         if not arm.plan.optimizer_alone:
             return decided
         return decided and all(graph.replayed or graph.over for graph in self._graphs())

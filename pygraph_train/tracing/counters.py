@@ -18,7 +18,14 @@ from torch import fx
 from pygraph_train.torch_private.dispatch import OpOverload, symbols_of
 from pygraph_train.torch_private.dynamo import module_of_copy
 
-__all__ = ["Counters", "baked_numbers", "counters", "numbers_that_are_no_sizes", "without_counters"]
+__all__ = [
+    "Counters",
+    "baked_numbers",
+    "counters",
+    "numbers_that_are_no_sizes",
+    "varying_counters",
+    "without_counters",
+]
 
 _Number = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
@@ -67,6 +74,15 @@ def counters(gm: fx.GraphModule) -> Counters | None:
     compute = _function(gm, numbers, [outputs[i] for i in results])
     places = {node: i for i, node in enumerate(placeholders)}
     return Counters(tuple(places[n] for n in inputs), results, tuple(places[n] for n in numbers), compute)
+
+
+def varying_counters(gm: fx.GraphModule) -> Counters | None:
+    """`counters`, but None where tracing has made constants of all of them, which Dynamo guards."""
+    found = counters(gm)
+    if found is None or found.results:
+        return found
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return found if symbols_of(_value(placeholders[i]) for i in found.inputs) else None
 
 
 def baked_numbers(gm: fx.GraphModule) -> tuple[int, ...]:
