@@ -11,7 +11,6 @@ import torch
 from pygraph_train.problems import Problem, user_line_in
 from pygraph_train.regions.inductor import compile_graph
 from pygraph_train.regions.options import BackendOptions
-from pygraph_train.report.backend_report import RegionRecord
 from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autograd import backwards_called_again
@@ -33,7 +32,6 @@ def backend_for_calls(
     tell: Callable[[Problem], None],
     holders: Collection[type],
     whole: WholeLoop,
-    eager_records: list[RegionRecord],
 ) -> Callable[..., Callable[..., Any]]:
     """The compile backend, but for graphs that compiled functions would not do justice.
 
@@ -44,10 +42,8 @@ def backend_for_calls(
         tell: called with the reason why something is not compiled; Dynamo keeps backends, and must not keep its owner.
         holders: classes of objects that results hold. Activations in them are treated like those that are returned.
         whole: gets the regions; the same as for `tell` goes for it.
-        eager_records: gets those of eager kernels.
     """
-    records, memory = whole.records, whole.memory
-    of_inductor, of_eager = whole.bounds, whole.eager_bounds
+    records, bounds, memory = whole.records, whole.bounds, whole.memory
     teller = weakref.WeakMethod(tell)
 
     def eager(gm: torch.fx.GraphModule, problem: Problem) -> Callable[..., Any]:
@@ -68,17 +64,8 @@ def backend_for_calls(
         if not kept:
             places = uncounted_changes(gm)
             memory.begin()
-            checked, bounds, rows = BackendOptions.of(options), of_inductor, [records]
-            if not checked.compile:
-                bounds, rows = of_eager, [records, eager_records]
-                bounds.most = memory.most
-
-            def made(record: RegionRecord) -> None:
-                for row in rows:
-                    row.append(record)
-
             with backwards_called_again():  # which loops may begin with late
-                compiled = compile_graph(gm, inputs, checked, made, bounds)
+                compiled = compile_graph(gm, inputs, BackendOptions.of(options), records.append, bounds)
             compiled = counted_as_eager(compiled, places)
             return explained(compiled, activations, name)
         return eager(

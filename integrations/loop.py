@@ -30,7 +30,7 @@ from pygraph_train.report.announcements import NO_DEVICE, tell_why_off
 from pygraph_train.report.backend_report import RegionRuns
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.selection.arms import NOTHING
-from pygraph_train.step.compile_wait import CompileWait, Then, compiled_before
+from pygraph_train.step.compile_wait import CompileWait, compiled_before
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.dynamo import compiled_call, is_optimized_module
 
@@ -105,9 +105,7 @@ class Loop:
         self.report.began(self._engine.name)
         self._whole = WholeLoop(config, self._engine, self.report, self._calls, self._optimizers)
         if CompileWait.wanted(config, self._engine.name):
-            self._wait = CompileWait(
-                self._calls, steps_left, self._engine.synchronize, self._fits, self._runs_otherwise
-            )
+            self._wait = CompileWait(self._calls, steps_left, self._engine.synchronize, self._end_the_wait)
             self.report.what_waits = self._wait.sentence
 
     # -- taking over --------------------------------------------------------------------------------
@@ -318,8 +316,6 @@ class Loop:
         if (wait := self._waiting) is not None:
             wait.step_ended()
             aside |= wait.under_way
-        if (wait := self._wait) is not None and wait.replays:
-            self._keep_within(wait)
         replays, plain = report.region_counts()
         broken = aside or replays > self._counts[0]
         if self._silence.goes_on(broken, self._tell, ran=plain > self._counts[1]):
@@ -334,32 +330,19 @@ class Loop:
         report.replayed(self._steps, since_start=now - report.started, interval=interval)
         self._last = now
 
-    def _fits(self) -> bool:
-        return self._whole is not None and self._whole.memory.has_room_for(self._taken)
-
-    def _keep_within(self, wait: CompileWait) -> None:
-        """Steps may need no more memory for graphs of eager kernels."""
-        if self._whole is not None and (why := self._whole.memory.exceeded()) is not None:
-            self.report.note(f"no graphs of eager kernels: {why}")
-            wait.stop_replaying()
-
-    def _runs_otherwise(self, then: Then) -> None:
-        """Modules that ran as they are so far run in another way from now on, or it is decided that they do not."""
-        decided = self._wait is None or not self._wait.open
-        if decided:
-            self._waiting = None
+    def _end_the_wait(self, compiles: bool) -> None:
+        """It is decided whether modules that ran as they are so far are compiled."""
+        self._waiting = None
         for call in self._calls:
             call.paused = False
-            if then == "as you wrote them" and call.waits:
-                call.end_replays()
-                if decided:
-                    call.remove()
-        if then != "as you wrote them":
-            # gradients of plain steps may have moved too often for a graph of the update
+            if not compiles and call.waits:
+                call.remove()
+        if compiles:  # gradients of plain steps may have moved too often for a graph of the update
             for graph in self._optimizers:
                 graph.wake("regions", only=False)
         self._is_another()
-        log.info("pygraph: step %d: forward and backward run %s", self._steps, then)
+        what = "Inductor compiles the modules" if compiles else "the modules stay as they are"
+        log.info("pygraph: step %d: %s", self._steps, what)
 
     def _give_back(self) -> None:
         """No graph can hold these modules: each call of one would be looked at in vain."""

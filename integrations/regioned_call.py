@@ -21,7 +21,6 @@ from pygraph_train.integrations.first_calls import (
     watch_backward,
 )
 from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.backend_report import RegionRecord
 from pygraph_train.step.compile_wait import CompileWait, compiled_before
 from pygraph_train.step.outside import what_watches
 from pygraph_train.step.whole_loop import WholeLoop
@@ -88,7 +87,6 @@ class RegionedCall:
     ) -> None:
         self.module = module
         self._wait = wait
-        self._options, self._compile_options = options, compile_options
         self.keeps_code = keeps_code
         self.leaving = False
         self._tell = tell
@@ -101,22 +99,14 @@ class RegionedCall:
         self.removed = False
         self._aside: weakref.finalize[Any, Any] | None = None  # holds this object until the module is gone
         self.changing = False
-        self._holders: set[type] = set()  # of tensors in results whose gradients nobody has asked for
-        self._eager_records: list[RegionRecord] = []  # of regions of eager kernels
-        self._compiled: Any = self._with_regions()
-        set_compiled_call(module, self)
-
-    def _with_regions(self) -> Any:
-        """What runs calls as regions: of eager kernels while the module waits."""
         # a code object of its own: Dynamo counts compiled variants per code object
         code = _call.__code__.replace(co_name="regions_of_module")
         function = types.FunctionType(code, _call.__globals__)
-        self._forget = weakref.finalize(self, forget_compiled, code)
-        self._forget.atexit = False
-        name = type(self.module).__name__
-        regions = backend_for_calls(name, self._tell, self._holders, self._whole, self._eager_records)
-        options = {**self._options, "compile": not self.eager}
-        return torch.compile(function, backend=regions, options=options, **self._compile_options)
+        weakref.finalize(self, forget_compiled, code).atexit = False
+        self._holders: set[type] = set()  # of tensors in results whose gradients nobody has asked for
+        regions = backend_for_calls(type(module).__name__, tell, self._holders, whole)
+        self._compiled: Any = torch.compile(function, backend=regions, options=options, **compile_options)
+        set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
@@ -130,14 +120,11 @@ class RegionedCall:
                 result = _call(self.module, args, kwargs)
                 first.look_at(result, None if self._wait is None else (args, kwargs))
                 return result
-            if self._wait is not None and not self._wait.holds(self):
-                self._end_wait()
-            if self._wait is None:
-                compiled_before.add(self.module)
-                self._first[kind] = None
-            elif not self._wait.replays:
+            if self._wait is not None and self._wait.holds(self):
                 return _call(self.module, args, kwargs)
-            self._autocast[kind] = first.backward
+            self._wait = None  # whatever else has to wait
+            compiled_before.add(self.module)
+            self._first[kind], self._autocast[kind] = None, first.backward
             self._holders |= first.holders
         watcher = GLOBAL_HOOK if any(self._hooks_on_all) else what_watches()
         if watcher is not None:  # a compiled forward has other operations, and saves other tensors
@@ -154,23 +141,6 @@ class RegionedCall:
                 raise reason
             self._tell(_without_graphs(self.module, compiler_failed(failures[0])))
         return result
-
-    def _end_wait(self) -> None:
-        """Compile the module, whatever else has to wait."""
-        self._wait = None
-        self.end_replays()
-        self._forget()
-        self._compiled = self._with_regions()
-
-    def end_replays(self) -> None:
-        """Close the graphs of eager kernels for good."""
-        self._whole.memory.forget(self._eager_records)
-        self._eager_records.clear()
-
-    @property
-    def eager(self) -> bool:
-        """See `TakenModule`."""
-        return self._wait is not None
 
     @property
     def called(self) -> bool:

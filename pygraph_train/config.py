@@ -63,9 +63,8 @@ class PyGraphConfig:
         fuse: whether adjacent phases may share one graph. The values mean the same as for the phases.
         compile: whether the graphs hold Inductor's kernels. "auto" compiles if the remaining training steps save
             more time than compilation takes. If the number of remaining steps is unknown, the library assumes as
-            many as have run. A loop of your own runs forward and backward as they are until then, or from graphs of
-            eager kernels if these save more than tracing costs. It keeps Inductor's kernels if its steps are faster
-            with them. True calls Inductor at once. False captures eager kernels, and
+            many as have run. A loop of your own runs forward and backward as they are until then, and keeps Inductor's
+            kernels if its steps are faster with them. True calls Inductor at once. False captures eager kernels, and
             steps have the bits of plain training. On CUDA, forward and backward have graphs of their own then only if
             `forward` or `backward` is "on".
         compile_beside: whether Inductor works in a process beside the training where `compile` is "auto". Steps are

@@ -16,9 +16,8 @@ from pygraph_train.selection.break_even import BreakEven
 if TYPE_CHECKING:
     from pygraph_train.regions.region import Region
 
-__all__ = ["NO_ROOM", "Bounds", "Pair", "Tangent"]
+__all__ = ["Bounds", "Pair", "Tangent"]
 
-NO_ROOM = "with its graph the step would need more memory than without graphs"
 WORTH_POINTING = 1 << 20  # bytes copied per step from which rewriting addresses may be cheaper
 EVEN = 1.003  # what differs by less takes the same time
 EVEN_DEVICE = 1.01  # and by this on the device alone, of which less is known

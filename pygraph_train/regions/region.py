@@ -26,7 +26,7 @@ from pygraph_train.regions.arena import Arena, Occupant
 from pygraph_train.regions.blocks import Block, block_of
 from pygraph_train.regions.measurements import Measurements
 from pygraph_train.regions.options import BackendOptions
-from pygraph_train.regions.pair import NO_ROOM, Pair
+from pygraph_train.regions.pair import Pair
 from pygraph_train.regions.recording import record
 from pygraph_train.regions.region_capture import Handing, RegionCapture
 from pygraph_train.report.backend_report import RegionRecord
@@ -44,6 +44,7 @@ SHAPES = 1024  # sets of shapes remembered
 NUMBERS = 32  # values of the numbers that a region computes with, and no graph for any of them
 BLOCKED = 32  # runs in a row that no version could make, before they make room for others
 PATIENCE = 3  # runs without a graph that wait for gradients in the way to be emptied
+NO_ROOM = "with its graph the step would need more memory than without graphs"
 OTHERWISE = 8  # runs with other kernels after which a region that has no graph gets none
 MISSES = 2  # runs with an input elsewhere before it counts as one that moves
 

@@ -8,7 +8,6 @@ __all__ = [
     "compile_seconds",
     "saved_by_compiling",
     "steps_until_compiling_pays",
-    "tracing_seconds",
 ]
 
 COMPILE_SECONDS = 120.0
@@ -19,11 +18,6 @@ _SECONDS_PER_OPERATION = 0.04
 """Compilations of whole steps took 3 to 12 s for 180 operations on the device, 17 to 23 s for 800 to 1,200, 38 s for
 900 of a network of convolutions, and 18 to 49 s for 1,540: hosts with 16 cores, cold caches, `compile_seconds` in
 benchmarks/results. This line lies above them."""
-
-_TRACING_SECONDS = 1.0
-_TRACING_SECONDS_PER_OPERATION = 0.008
-"""Dynamo and AOTAutograd took 0.007 to 0.014 s for each operation of transformers and networks of convolutions, on a
-CPU that is half as fast as the hosts of GPUs."""
 
 COMPILE_SHARE_BESIDE = 1 / 4
 """What training still waits for where Inductor compiles beside it: two traces, and a look into Inductor's caches. On a
@@ -63,12 +57,3 @@ def compile_seconds(operations: int | None) -> float:
     if operations is None:
         return COMPILE_SECONDS
     return min(COMPILE_SECONDS, _SECONDS + _SECONDS_PER_OPERATION * operations)
-
-
-def tracing_seconds(operations: int) -> float:
-    """What tracing a step is taken to cost, for graphs of eager kernels.
-
-    Args:
-        operations: of the step on the device, with eager kernels.
-    """
-    return _TRACING_SECONDS + _TRACING_SECONDS_PER_OPERATION * operations

@@ -7,12 +7,9 @@ given up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from torch import nn
+from collections.abc import Sequence
 
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.regions.pair import NO_ROOM
 from pygraph_train.report.backend_report import RegionRecord
 
 __all__ = ["LIMIT", "SMALL", "RegionMemory"]
@@ -26,9 +23,6 @@ SMALL = 128 << 20
 
 _AGAIN = 2
 """Further steps in which memory is given back that gradients were still in."""
-
-_LOOKS = 64
-"""Steps after a capture in which memory is looked at: parts that have no graph yet need memory beside it."""
 
 _RESTS = 3
 """So often graphs are closed that nobody needs for long: other kinds of steps may need them after all."""
@@ -53,7 +47,6 @@ class RegionMemory:
         self._plain = 0  # bytes at the peak of steps without regions
         self.most: int | None = None
         self._captures = self._fits = 0  # made when the graphs were closed, and when both had room
-        self._seen = self._looks = 0
         self._again = self._strikes = self._rests = 0
         self.closed, self.price = 0, 0.0
         self._was_short = False
@@ -63,24 +56,6 @@ class RegionMemory:
         if self.most is None:
             self._plain = self._engine.memory().peak
             self.most = max(int(LIMIT * self._plain), self._plain + SMALL)
-
-    def has_room_for(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether graphs of eager kernels may keep within the bound: they hold activations and gradients at once."""
-        self.begin()
-        assert self.most is not None
-        trained = {p for module in modules for p in module.parameters() if p.requires_grad}
-        return sum(p.nbytes for p in trained) <= self.most - self._plain
-
-    def exceeded(self) -> str | None:
-        """After each step with regions: see `why_not`. Asked for some steps after each capture. Hot path."""
-        captures = sum(r.captures for r in self._records)
-        if captures != self._seen:
-            self._seen, self._looks = captures, _LOOKS
-        if not self._looks:
-            return None
-        self._looks -= 1
-        refused = next((r.reason for r in self._records if r.reason.startswith(NO_ROOM)), None)
-        return refused or self.why_not()
 
     def why_not(self) -> str | None:
         """After a step with regions: why they are to be given up. None while they keep within the bound."""
@@ -95,12 +70,6 @@ class RegionMemory:
     def give_up(self, why: str) -> None:
         """Close the graphs for good."""
         self._close(why)
-
-    def forget(self, records: Sequence[RegionRecord]) -> None:
-        """Close the graphs of regions that do not run again: others have come in their place."""
-        self._close_graphs(records, None)
-        for record in records:
-            record.decision, record.reason = "plain", ""
 
     def make_way(self, *, for_long: bool) -> None:
         """Before a step without regions, when its gradients are gone: close the graphs where both need too much.

@@ -62,8 +62,6 @@ class TakenModule(Protocol):
 
     keeps_code: bool
     """Whether its calls have compiled code, which the user asked for, when they have no graphs."""
-    eager: bool
-    """Whether its regions hold eager kernels."""
     removed: bool
     """Whether it was given back for good."""
     leaving: bool
@@ -91,7 +89,6 @@ class WholeLoop:
     Attributes:
         records: of the regions that the modules run as; whoever makes them adds them.
         bounds: of their captures.
-        eager_bounds: the same for regions of eager kernels, which keep within the memory of steps without them.
         memory: keeps graphs, and steps without them, within the memory of steps without them.
         without_regions: whether modules run without graphs just now.
         rests: whether the next step is one of the plain loop, and nobody looks at it.
@@ -106,7 +103,7 @@ class WholeLoop:
         updates: Iterable[OptimizerGraph],
     ) -> None:
         self.records: list[RegionRecord] = []
-        self.bounds, self.eager_bounds = Bounds(), Bounds()
+        self.bounds = Bounds()
         self.memory = RegionMemory(engine, self.records)
         self.without_regions = self.rests = False
         self._config = config
@@ -176,7 +173,7 @@ class WholeLoop:
     def close(self) -> None:
         """The loop has ended, and modules and optimizers are given back. What was found stays in the report."""
         self._begin_anew()
-        self.bounds.asleep = self.eager_bounds.asleep = self._may_open = self._open = False
+        self.bounds.asleep = self._may_open = self._open = False
 
     # -- before a comparison ------------------------------------------------------------------------
 
@@ -221,7 +218,6 @@ class WholeLoop:
         """
         config = self._config
         keeps_code = any(module.keeps_code for module in self._modules)
-        inductor = self._cuda and not all(module.eager for module in self._modules)
         self._asks_regions = regions and "on" not in (config.forward, config.backward)
         self._asks_regions &= plan.regions or self._parts or not keeps_code
         self._asks_updates = plan.optimizer_alone and config.optimizer != "on"
@@ -230,7 +226,7 @@ class WholeLoop:
         for with_regions in (True, False) if self._asks_regions else (regions,):
             parts = with_regions and self._parts
             # code may be all that regions are
-            code = with_regions and (inductor or not (parts or plan.regions))
+            code = with_regions and (self._cuda or not (parts or plan.regions))
             for with_update in (True, False) if self._asks_updates else (plan.optimizer_alone,):
                 phases = [
                     with_regions and (phase,) in plan.graphs for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -370,7 +366,7 @@ class WholeLoop:
 
     def _switch(self, *, regions: bool) -> None:
         """Have modules run as regions, or as they are without."""
-        self.without_regions = self.bounds.asleep = self.eager_bounds.asleep = not regions
+        self.without_regions = self.bounds.asleep = not regions
         for module in self._modules:
             if regions:
                 module.come_back()

@@ -92,21 +92,6 @@ def test_a_loop_is_compiled_after_the_declared_price_is_paid() -> None:
     assert any(region.replays for region in report.regions()), str(report)
 
 
-def test_eager_kernels_are_replayed_until_compiling_pays() -> None:
-    def run(tracing: float | None) -> tuple[LoopReport, torch.Tensor]:
-        seen: list[float] = []
-        with declared_price(1e3, tracing):
-            report = trained(300, lambda step, model: seen.append(float(model[0].weight.double().sum())))
-        return report, torch.tensor(seen)
-
-    (_, expected), (report, found) = run(None), run(0.01)
-    rows = report.regions()
-    assert len(rows) == 2 and all(row.replays > 50 for row in rows), str(report)
-    assert "from graphs of eager kernels" in report.to_dict()["waits"], str(report)
-    assert not any(arm.compiled for c in report.controllers for arm in c.times), str(report)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("code", ["auto", True])
 def test_a_loop_that_is_slower_with_regions_ends_without_their_graphs(
     code: Any, monkeypatch: pytest.MonkeyPatch
