@@ -41,6 +41,9 @@ __all__ = ["Arena", "Block", "Occupant", "block_of"]
 _requires_grad = attrgetter("requires_grad")
 _has_hooks = gradient_hooks  # a dictionary, when there were any
 
+_WORTH_GIVING_BACK = 128 << 20
+"""Bytes of leftovers. Where fewer were given back, a model of 280 MiB needed 10 MiB more (H100)."""
+
 
 class Occupant:
     """The outputs of one captured graph that are handed out in place, without a copy.
@@ -231,6 +234,11 @@ class Arena:
                     self.remove(capture.occupants)
                     capture.close()
                 key.captures = []
+
+    def give_back_leftovers(self) -> None:
+        """Steps with eager kernels and what Inductor tried out have left blocks that do not fit the kernels to come."""
+        if not self.engine.capturing() and self.engine.memory().idle >= _WORTH_GIVING_BACK:
+            self.engine.trim()
 
     def give_back_unused(self) -> None:
         """Close the graphs of regions that are gone. When no graph is left, the pools go as well.

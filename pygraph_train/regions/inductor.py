@@ -126,16 +126,10 @@ def _compile_regions(
         compiled = compile_with_aten(gm, example_inputs, build, look_at_both)
     else:
         compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
-    _give_back_what_is_cached()
+    for arena in list(_arenas.values()):
+        arena.give_back_leftovers()
     compiled = noting(without_second_wrapper(compiled), pair.absent)
     return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
-
-
-def _give_back_what_is_cached() -> None:
-    """Steps with eager kernels and what Inductor tried out have left blocks that do not fit the kernels to come."""
-    for arena in list(_arenas.values()):
-        if not arena.engine.capturing():
-            arena.engine.trim()
 
 
 def _with_absent(build: BuildRegion, absent: Absent, exact: Pair | None = None) -> BuildRegion:
