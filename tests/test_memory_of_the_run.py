@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -275,6 +276,38 @@ def test_steps_whose_saved_tensors_wait_on_the_host_are_plain_steps(
         for batch in batches(16):
             diary.write("loss", step(batch))
             diary.write("gradients", [p.grad for p in model.parameters()])
+            moved.append(saved.moved)
+        diary.write_state(model, optimizer)
+
+    both(script, replays=8, plan="{F B O}", warmup_steps=3)
+    assert moved[16] > 0, "the first step with the library has copied what it saved"
+
+
+LATEST: ContextVar[torch.Size] = ContextVar("LATEST")
+
+
+class Storing(nn.Module):
+    """Stores something in another way where it is compiled, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            LATEST.set(x.shape)
+        return self.net(x)
+
+
+def test_what_a_step_saves_waits_where_it_stores_in_another_way_when_it_is_compiled(saved: Watched) -> None:
+    moved: list[int] = []
+
+    def script(diary: Diary) -> None:
+        model = Storing()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(16):
+            diary.write("loss", step(batch))
             moved.append(saved.moved)
         diary.write_state(model, optimizer)
 

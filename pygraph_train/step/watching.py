@@ -59,7 +59,7 @@ class Watching:
             training.clock.ungraphed(traced=first or waits),
             saved.waiting() if saved is not None and waits else nullcontext(),
         ):
-            result = run(self._watched(variant))
+            result = run(self._watched(variant, waits=waits))
         if first and variant.family is not None:
             dynamic = bool(variant.trace.dynamic)
             variant.family.trace_returns.traced(training.times.ungraphed, dynamic=dynamic)
@@ -72,8 +72,12 @@ class Watching:
             problem = Problem("the step changes its batch in place, and a replay would change a copy instead")
         return result, problem
 
-    def _watched(self, variant: Variant) -> Call:
-        """The trace, and whether forward writes parameters in place (Embedding(max_norm=...) does)."""
+    def _watched(self, variant: Variant, *, waits: bool) -> Call:
+        """The trace, and whether forward writes parameters in place (Embedding(max_norm=...) does).
+
+        Args:
+            waits: a part of what the step saves waits on the host, which it does in what was traced only.
+        """
         model, clock = self._training.program.model, self._training.clock
 
         def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,7 +86,7 @@ class Watching:
             before = _versions([*parameters, *others])
             moves = Moves([*parameters, *model.buffers()])
             try:
-                with variant.trace.branches.in_steps():
+                with variant.trace.branches.in_steps(traced=waits):
                     result = variant.trace(fn, args, kwargs)
                 clock.mark("B")
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done

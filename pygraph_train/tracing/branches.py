@@ -30,7 +30,7 @@ class Branches:
     def __init__(self, *, plain: bool) -> None:
         self.compiled: str | None = None
         self.taken = False
-        self._makes_steps = False
+        self._makes_steps = self._traced = False
         self._plain = plain
         self._asked: list[str] = []
         self._as_compiled: set[str] = set()  # files whose questions are answered as in compiled code
@@ -62,17 +62,24 @@ class Branches:
         return True
 
     @contextmanager
-    def in_steps(self) -> Iterator[None]:
-        """Inside, calls of the trace make steps of the training that have no graph."""
-        self._makes_steps = True
+    def in_steps(self, *, traced: bool = False) -> Iterator[None]:
+        """Inside, calls of the trace make steps of the training that have no graph.
+
+        Args:
+            traced: as they were traced, where that computes what plain training computes.
+        """
+        self._makes_steps, self._traced = True, traced
         try:
             yield
         finally:
             self._makes_steps = False
 
     def leave_step(self) -> bool:
-        """Whether the function itself makes the step: what was traced may differ from plain training."""
-        return self._makes_steps and self.taken
+        """Whether the function itself makes the step: what was traced may differ from plain training.
+
+        Where a branch of compiled code only stores something in another way, both compute the same.
+        """
+        return self._makes_steps and self.taken and not (self._traced and self.compiled is None)
 
     def in_the_way(self, refused: Problem) -> Problem:
         """Why there is no trace: an exception on branches that plain training does not take is no reason."""
