@@ -487,6 +487,7 @@ def test_what_eager_steps_left_goes_before_compiled_kernels_run(
     left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is much: segments that are asked for again fit other blocks less well."""
+    torch.compiler.reset()
     trims: list[int] = []
     monkeypatch.setattr(EmulatedEngine, "memory", lambda self: MemoryUse(left, left, left, 1 << 40))
     monkeypatch.setattr(EmulatedEngine, "trim", lambda self: trims.append(1))
