@@ -406,10 +406,10 @@ def test_a_part_of_what_a_step_saves_leaves_the_device(saved: Watched) -> None:
 
     plain = peak_bytes(make, lambda x: model(x).sum().backward())
     copies_included = peak_bytes(make, waits)
-    assert saved.moved == 32 * MIB and plain >= 80 * MIB
-    assert copies_included <= plain + 4 * MIB, "so 28 of 80 MiB fewer lie on the device"
+    assert saved.moved == 48 * MIB and plain >= 80 * MIB
+    assert copies_included <= plain + 4 * MIB, "so 44 of 80 MiB fewer lie on the device"
     saved(model, [make()])
-    assert saved.moved == 32 * MIB, "no other run copies anything"
+    assert saved.moved == 48 * MIB, "no other run copies anything"
 
 
 def test_comparisons_beside_a_graph_leave_all_that_they_save_on_the_host(
