@@ -243,6 +243,25 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return made
 
 
+def waited(saved: Watched, make: Callable[[], nn.Module], **options: Any) -> list[int]:
+    """Compare a training with plain training. Returns what has waited in each step of both, in bytes."""
+    moved: list[int] = []
+
+    def script(diary: Diary) -> None:
+        model = make()
+        optimizer = adamw(model)
+        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+        for batch in batches(16):
+            diary.write("loss", step(batch))
+            diary.write("gradients", [p.grad for p in model.parameters()])
+            moved.append(saved.moved)
+        diary.write_state(model, optimizer)
+
+    report = both(script, replays=8, plan="{F B O}", **options)
+    assert not report.fallbacks
+    return moved
+
+
 class Attentive(nn.Module):
     """Strided views, a softmax whose result is saved, dropout, and a buffer of whole numbers that changes."""
 
@@ -267,19 +286,7 @@ def test_steps_whose_saved_tensors_wait_on_the_host_are_plain_steps(
     saved: Watched, make: Callable[[], nn.Module], share: float
 ) -> None:
     saved.share = share
-    moved: list[int] = []
-
-    def script(diary: Diary) -> None:
-        model = make()
-        optimizer = adamw(model)
-        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-        for batch in batches(16):
-            diary.write("loss", step(batch))
-            diary.write("gradients", [p.grad for p in model.parameters()])
-            moved.append(saved.moved)
-        diary.write_state(model, optimizer)
-
-    both(script, replays=8, plan="{F B O}", warmup_steps=3)
+    moved = waited(saved, make, warmup_steps=3)
     assert moved[16] > 0, "the first step with the library has copied what it saved"
 
 
@@ -300,18 +307,7 @@ class Storing(nn.Module):
 
 
 def test_what_a_step_saves_waits_where_it_stores_in_another_way_when_it_is_compiled(saved: Watched) -> None:
-    moved: list[int] = []
-
-    def script(diary: Diary) -> None:
-        model = Storing()
-        optimizer = adamw(model)
-        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-        for batch in batches(16):
-            diary.write("loss", step(batch))
-            moved.append(saved.moved)
-        diary.write_state(model, optimizer)
-
-    both(script, replays=8, plan="{F B O}", warmup_steps=3)
+    moved = waited(saved, Storing, warmup_steps=3)
     assert moved[16] > 0, "the first step with the library has copied what it saved"
 
 
@@ -425,20 +421,8 @@ def test_comparisons_beside_a_graph_leave_all_that_they_save_on_the_host(
             self, training, updates, maker, lambda variant: variant.trace, together
         ),
     )
-    moved: list[int] = []
-
-    def script(diary: Diary) -> None:
-        model = Attentive()
-        optimizer = adamw(model)
-        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-        for batch in batches(16):
-            diary.write("loss", step(batch))
-            moved.append(saved.moved)
-        diary.write_state(model, optimizer)
-
-    report = both(script, replays=8, plan="{F B O}", verify="always")
+    moved = waited(saved, Attentive, verify="always")
     assert moved[16] == 0 < moved[-1] and saved.runs > 6, "the warm-up did not wait, and all audits did"
-    assert not report.fallbacks
 
 
 @pytest.mark.parametrize("fits", [True, False])
