@@ -92,6 +92,83 @@ class Sums(nn.Module):
         return torch.tanh(self.first(x)).sum() * sign, torch.tanh(self.second(x)).sum()
 
 
+class Conjugated(Waves):
+    """Returns numbers that are conjugated lazily: their gradients are so in the backward of `view_as_complex`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t().conj().t()
+
+
+class Resolved(Waves):
+    """Reads the memory of what was conjugated, through a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = super().forward(x).conj()[:, 1:].resolve_conj()
+        return torch.view_as_real(waves).sum(1)
+
+
+class Broken(Waves):
+    """The same in two regions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = super().forward(x).conj()
+        torch._dynamo.graph_break()
+        return waves * FACTOR
+
+
+MODELS = pytest.mark.parametrize("made", [Conjugated, Resolved, Broken])
+
+
+def loss_of_any(result: Tensor) -> Tensor:
+    return loss_of(result, conjugated=False) if result.is_complex() else result.square().mean()
+
+
+@MODELS
+def test_what_a_module_conjugates_itself_in_a_loop(made: type[Waves]) -> None:
+    def script(script: accelerate_training.Script) -> None:
+        model = made()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        model, optimizer = script.accelerator.prepare(model, optimizer)
+        for x, _ in batches(40):
+            loss = loss_of_any(model(x))
+            script.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            script.write("loss", loss)
+        script.write_state(model, optimizer)
+
+    # results that are conjugated lazily are handed out by no graph: only updates have one then
+    accelerate_training.both(script, replays=60 if made is Resolved else 20)
+
+
+@MODELS
+@pytest.mark.parametrize("compile", ["auto", True])
+def test_what_a_module_conjugates_itself_in_a_step(made: type[Waves], compile: Any) -> None:
+    def script(diary: Diary) -> None:
+        model = made()
+        optimizer = adamw(model)
+        step = diary.step(lambda x: loss_of_any(model(x)), model=model, optimizer=optimizer)
+        for x, _ in batches(40):
+            diary.write("loss", step(x))
+        diary.write_state(model, optimizer)
+
+    both(script, replays=30, compile=compile)
+
+
+@MODELS
+def test_what_a_module_conjugates_itself_with_kernels_of_inductor(made: type[Waves]) -> None:
+    model = made()
+    compiled = torch.compile(model, backend="pygraph")
+    for x, _ in batches(6):
+        found = []
+        for call in (model, compiled):
+            model.zero_grad()
+            loss = loss_of_any(call(x))
+            loss.backward()
+            found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])  # type: ignore[union-attr]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 PLAIN = torch.tensor(-2.0)
 NEGATED = torch.complex(torch.tensor(1.0), torch.tensor(2.0)).conj().imag
 

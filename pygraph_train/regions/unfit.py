@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.regions.lazy_bits import is_lazy
+from pygraph_train.regions.lazy_bits import is_lazy, resolved_before_views_as_real
 from pygraph_train.regions.passes.draft import in_one_line, user_line
 from pygraph_train.torch_private.aot import BuildRegion, CompileKernels, TracedGraph
 from pygraph_train.torch_private.autocast import share_casts
@@ -121,7 +121,7 @@ def compile_truly(
 
 
 def looked_at(build: BuildRegion, look: Callable[[], None]) -> BuildRegion:
-    """`build`, after a look at what AOTAutograd has traced."""
+    """`build` of what AOTAutograd has traced, after a look at it, and without bits that its kernels refuse."""
 
     def looking(
         compile_kernels: CompileKernels,
@@ -131,6 +131,7 @@ def looked_at(build: BuildRegion, look: Callable[[], None]) -> BuildRegion:
     ) -> Callable[[list[Any]], Any]:
         if traced.phase != "backward":
             look()
+        resolved_before_views_as_real(gm)
         return build(compile_kernels, gm, example_inputs, traced)
 
     return looking

@@ -19,6 +19,7 @@ __all__ = [
     "TorchDispatchMode",
     "autocast_enabled",
     "below_autograd",
+    "conjugates_lazily",
     "fake_evaluation",
     "has_symbols",
     "is_expensive",
@@ -133,6 +134,11 @@ def is_expensive(func: torch._ops.OpOverload) -> bool:
     decompositions. (2.11, 2.13)"""
     name = packet_name(func)
     return name in _EXPENSIVE or name.startswith(_EXPENSIVE_KINDS)
+
+
+def conjugates_lazily(func: object) -> bool:
+    """Whether this is the operator that sets the bit for conjugation. (2.11, 2.13)"""
+    return func is torch.ops.aten._conj.default
 
 
 def writes_arguments(func: torch._ops.OpOverload) -> bool:
