@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from training import Net, differs, sgd
 
 from pygraph_train import PyGraph
-from pygraph_train.integrations import loop, regioned_call
+from pygraph_train.integrations import regioned_call
 from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.integrations.silence import Silence
 from pygraph_train.torch_private.dynamo import compiled_call
 from pygraph_train.tracing.dry_trace import DryTrace
 
@@ -113,7 +114,7 @@ def test_other_shapes_are_no_python_state_that_changes(looks: list[Any]) -> None
 def test_shapes_that_never_come_back_are_the_reason_and_the_module_stays(
     looks: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop.Loop, "_regions_wait", lambda self: False)
+    monkeypatch.setattr(Silence, "_regions_wait", lambda self: False)
     monkeypatch.setattr(regioned_call, "_LOOKS", 8)
     kept = list[bool]()
 
