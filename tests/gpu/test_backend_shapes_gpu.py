@@ -144,9 +144,8 @@ def test_lengths_that_never_return_are_not_captured_and_take_no_memory() -> None
         train(make, batches)
         return torch.cuda.max_memory_reserved()
 
-    peak(
-        torch.compile
-    )  # what the first training of a process leaves behind lies between the blocks of later ones
+    # what the first training of a process leaves behind lies between the blocks of later ones
+    peak(torch.compile)
     plain = peak(torch.compile)
     ours = peak(lambda m: torch.compile(m, backend="pygraph"))
     assert captures("forward") == captures("backward") == 0, backend.report()
@@ -215,9 +214,6 @@ def test_warming_up_takes_no_more_memory_than_compiling(indirection: str) -> Non
             opt.zero_grad()
         return torch.cuda.max_memory_reserved()
 
-    peak(
-        torch.compile
-    )  # what the first training of a process leaves behind lies between the blocks of later ones
     plain = peak(torch.compile)
     ours = peak(lambda m: torch.compile(m, backend="pygraph", options={"indirection": indirection}))
     print(f"peak {ours / 2**20:.0f} MiB, {plain / 2**20:.0f} MiB without graphs\n{backend.report()}")
