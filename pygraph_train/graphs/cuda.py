@@ -131,6 +131,15 @@ class CudaEngine:
         with expandable_segments(), torch.cuda.use_mem_pool(shared.lasting, self.device):
             yield
 
+    @contextmanager
+    def growing_memory(self) -> Iterator[None]:
+        """See `graphs.engine.Engine.growing_memory`."""
+        try:
+            with expandable_segments():
+                yield
+        finally:  # blocks of such a segment serve no allocation outside of this context
+            torch.cuda.empty_cache()
+
     def _in_common(self) -> _Shared:
         if self._shared is None:
             raise RuntimeError("this engine was closed")
