@@ -134,11 +134,9 @@ class CudaEngine:
     @contextmanager
     def growing_memory(self) -> Iterator[None]:
         """See `graphs.engine.Engine.growing_memory`."""
-        try:
-            with expandable_segments():
-                yield
-        finally:  # blocks of such a segment serve no allocation outside of this context
-            torch.cuda.empty_cache()
+        with expandable_segments():
+            yield
+        torch.cuda.empty_cache()  # blocks of such a segment serve no allocation outside of this context
 
     def _in_common(self) -> _Shared:
         if self._shared is None:
