@@ -16,6 +16,7 @@ from pygraph_train.regions.absent import Absent, Backward, has_several_gradients
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
+from pygraph_train.regions.exponents import fix_exponents
 from pygraph_train.regions.histories import without_unused_histories
 from pygraph_train.regions.idle import handing_through
 from pygraph_train.regions.options import BackendOptions
@@ -83,6 +84,7 @@ def compile_graph(
             return as_eager(gm).forward
         return compile_with_inductor(gm, example_inputs, None, options.inductor)
     start_untraced()
+    fix_exponents(gm)
     number = next(_numbers)
     if (idle := handing_through(gm)) is not None:
         note(RegionRecord(f"function {number}", "function", None, "plain", "it computes nothing"))

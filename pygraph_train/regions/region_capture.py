@@ -55,6 +55,7 @@ class RegionCapture:
         source: outputs of a forward's graph that this one reads.
         spares: it leaves them alone, for another backward that reads them; else it frees them.
         watched: look at the strides of what is read in place, because no guard does.
+        static: inputs that are tensors of a module, as a rule.
 
     Attributes:
         consumes: outputs of another graph that this one reads and frees.
@@ -74,6 +75,7 @@ class RegionCapture:
         source: Occupant | None,
         spares: bool = False,
         watched: bool = False,
+        static: frozenset[int] = frozenset(),
     ) -> None:
         inputs, buffers, served = work.inputs, work.buffers, work.served
         self.graph = work.graph
@@ -87,6 +89,15 @@ class RegionCapture:
             itemgetter(*self.fixed) if len(self.fixed) > 1 else lambda given: [given[i] for i in self.fixed]
         )
         self.addresses = [inputs[i].data_ptr() for i in self.fixed]
+        # weak: whose they are may go
+        self._owned = [
+            (i, weakref.ref(inputs[i]), at)
+            for i, at in zip(self.fixed, self.addresses, strict=True)
+            if i in static and i not in settled and at
+        ]
+        # tells the graphs of layers apart
+        self._telling = self._owned[0][0] if self._owned else None
+        self._told = self._owned[0][2] if self._owned else 0
         self._laid_out = [i for i in self.fixed if watched and inputs[i].dim() > 1]
         self._layouts = [inputs[i].stride() for i in self._laid_out]
         self.settled = tuple(settled)
@@ -215,6 +226,8 @@ class RegionCapture:
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether every input that the graph reads in place is where it was."""
+        if self._telling is not None and inputs[self._telling].data_ptr() != self._told:
+            return False
         if list(map(_address, self._pick_fixed(inputs))) != self.addresses:
             return False
         if self._laid_out and self.laid_out_anew(inputs):
@@ -227,6 +240,14 @@ class RegionCapture:
         return moved | {
             i for i, s in zip(self.settled, self._strides, strict=True) if inputs[i].stride() != s
         }
+
+    def is_of_others(self, inputs: Sequence[Any]) -> bool:
+        """Whether it reads tensors of another module: they are where they were, and others come in their place."""
+        others = [(tensor(), at) for i, tensor, at in self._owned if inputs[i].data_ptr() != at]
+        given = {id(inputs[i]) for i, _, _ in self._owned}
+        return bool(others) and all(
+            t is not None and id(t) not in given and t.data_ptr() == at for t, at in others
+        )
 
     def laid_out_anew(self, inputs: Sequence[Any]) -> bool:
         """Whether something that the graph reads in place has other strides, which no guard of Dynamo's saw."""
