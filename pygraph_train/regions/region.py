@@ -40,9 +40,7 @@ __all__ = ["Region", "RegionSpec"]
 logger = logging.getLogger(__name__)
 
 MAX_VERSIONS = 4  # graphs of one region for the same shapes, for different things alive in the pool
-MOST_VERSIONS = (
-    64  # of them, where further ones are called for again and again: by layers that share a region
-)
+MOST_VERSIONS = 64  # of them, where runs find none free again and again, and for layers that share a region
 CROWDED = 8  # runs that none of them could make before there is a further one
 SHAPES = 1024  # sets of shapes remembered
 NUMBERS = 32  # values of the numbers that a region computes with, and no graph for any of them
