@@ -16,7 +16,7 @@ from pygraph_train.regions.arena import Occupant
 from pygraph_train.regions.blocks import Block, block_of
 from pygraph_train.regions.recording import Recorded
 from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
-from pygraph_train.torch_private.memory import borrow_memory, copy_all, reinterpret_tensor
+from pygraph_train.torch_private.memory import borrow_memory, copy_all, reinterpret_tensor, storages
 
 __all__ = ["Handing", "RegionCapture"]
 
@@ -89,15 +89,15 @@ class RegionCapture:
             itemgetter(*self.fixed) if len(self.fixed) > 1 else lambda given: [given[i] for i in self.fixed]
         )
         self.addresses = [inputs[i].data_ptr() for i in self.fixed]
-        # weak: whose they are may go
-        self._owned = [
-            (i, weakref.ref(inputs[i]), at)
+        owned = [
+            (i, at)
             for i, at in zip(self.fixed, self.addresses, strict=True)
-            if i in static and i not in settled and at
+            if at and i in static and i not in settled and inputs[i].layout is torch.strided
         ]
+        self._owned = dict(zip((i for i, _ in owned), storages([inputs[i] for i, _ in owned]), strict=True))
         # tells the graphs of layers apart
-        self._telling = self._owned[0][0] if self._owned else None
-        self._told = self._owned[0][2] if self._owned else 0
+        self._telling: int | None = owned[0][0] if owned else None
+        self._told = owned[0][1] if owned else 0
         self._laid_out = [i for i in self.fixed if watched and inputs[i].dim() > 1]
         self._layouts = [inputs[i].stride() for i in self._laid_out]
         self.settled = tuple(settled)
@@ -243,11 +243,10 @@ class RegionCapture:
 
     def is_of_others(self, inputs: Sequence[Any]) -> bool:
         """Whether it reads tensors of another module: they are where they were, and others come in their place."""
-        others = [(tensor(), at) for i, tensor, at in self._owned if inputs[i].data_ptr() != at]
-        given = {id(inputs[i]) for i, _, _ in self._owned}
-        return bool(others) and all(
-            t is not None and id(t) not in given and t.data_ptr() == at for t, at in others
-        )
+        given = dict(zip(self._owned, storages([inputs[i] for i in self._owned]), strict=True))
+        others = [memory for i, memory in self._owned.items() if memory != given[i]]
+        here = set(given.values())
+        return bool(others) and not any(memory.expired() or memory in here for memory in others)
 
     def laid_out_anew(self, inputs: Sequence[Any]) -> bool:
         """Whether something that the graph reads in place has other strides, which no guard of Dynamo's saw."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "borrow_memory",
@@ -100,7 +103,7 @@ def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return borrow
 
 
-def storages(values: Sequence[Any]) -> list[Hashable]:
+def storages(values: Sequence[Any]) -> list[StorageWeakRef]:
     """What tells whether tensors share memory. It keeps none alive, but its place is not taken. (2.11, 2.13)"""
     from torch.multiprocessing.reductions import StorageWeakRef
 
