@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +43,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
     "an ordered dict": (lambda: OrderedDict(other=1.0), of_a_dict, put),
     "several dicts": (lambda: ChainMap({}, {}), of_a_dict, put_beneath),
     "an object": (SimpleNamespace, of_an_object, give),
-    "a module": (lambda: nn.Linear(2, 2), of_an_object, give),
+    "a module of torch": (lambda: nn.Linear(2, 2), of_an_object, give),
+    "a class": (lambda: type("Options", (), {}), of_an_object, give),
+    "a module of Python": (lambda: ModuleType("options"), of_an_object, give),
 }
 
 

@@ -22,12 +22,13 @@ __all__ = ["mends"]
 def mends() -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value): changes of Dynamo while the library traces."""
     from torch._dynamo.variables.dicts import ConstDictVariable
-    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+    from torch._dynamo.variables.misc import PythonModuleVariable
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
-    item = "getitem_const_raise_exception_if_absent"
+    owners = (UserDefinedObjectVariable, UserDefinedClassVariable, PythonModuleVariable)
     return (
-        (ConstDictVariable, item, Around(_guarding_keys)),
-        (UserDefinedObjectVariable, "var_getattr", Around(_guarding_names)),
+        (ConstDictVariable, "getitem_const_raise_exception_if_absent", Around(_guarding_keys)),
+        *((owner, "var_getattr", Around(_guarding_names)) for owner in owners),
     )
 
 

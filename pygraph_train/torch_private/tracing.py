@@ -82,8 +82,9 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
     mends = [
         *(mend for part in (host_numbers, copies, function_classes) for mend in part.mends()),
         *checkpoints.mends(regions=regions),
-        *(mend for part in (texts, absent_names) for mend in part.mends()),
+        *texts.mends(),
         *_mends(),
+        *absent_names.mends(),
         *_quiet(),
         _forgetful(),
         _with_places(),
