@@ -768,6 +768,27 @@ def test_optimizer_step_replaced_in_mid_run():
     assert any("counted" in f.reason for f in report.fallbacks), str(report)
 
 
+def test_optimizer_step_replaced_on_the_class_in_mid_run(monkeypatch):
+    """By a library that patches all optimizers of a kind: from then on the optimizer runs outside of the graph."""
+    original, calls = torch.optim.AdamW.step, []
+
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    def prepare(model, optimizer):
+        calls.clear()
+        monkeypatch.setattr(torch.optim.AdamW, "step", original)
+
+    def between(model, index):
+        if index == 20:
+            monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+
+    report = train(loss_of, prepare=prepare, between=between, observe=lambda model: len(calls), replays=14)
+    assert report.steps_replayed >= 14, str(report)
+    assert any("counted" in f.reason for f in report.fallbacks), str(report)
+
+
 # -- 5. verification -----------------------------------------------------------------------------------------
 
 

@@ -345,6 +345,35 @@ def test_replaced_step_is_named_but_the_schedulers_counter_is_fine() -> None:
     assert "my_step (" in prep.reason
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_was_replaced_on_the_class_is_named(
+    monkeypatch: pytest.MonkeyPatch, scheduled: bool
+) -> None:
+    original = torch.optim.AdamW.step
+
+    def counted(self: Any, closure: Any = None) -> Any:
+        return original(self, closure)
+
+    _, first = two_groups(FUSED_CPU["adamw"])
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    _, second = two_groups(FUSED_CPU["adamw"])  # torch wraps the step of the class here
+    if scheduled:
+        StepLR(second, 1)
+    for optimizer in (first, second):
+        prep = OptimizerPreparation(optimizer, emulated=True)
+        assert prep.reason is not None
+        assert "counted (" in prep.reason
+
+
+def test_a_step_replaced_after_a_scheduler_was_made_is_not_called_by_anybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, optimizer = two_groups(FUSED_CPU["adamw"])
+    StepLR(optimizer, 1)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+    assert OptimizerPreparation(optimizer, emulated=True).reason is None
+
+
 # Signatures and state
 
 

@@ -22,6 +22,7 @@ from pygraph_train.regions.passes.draft import in_one_line, user_line
 from pygraph_train.torch_private.aot import BuildRegion, CompileKernels, TracedGraph
 from pygraph_train.torch_private.autocast import share_casts
 from pygraph_train.torch_private.dynamo import dynamo_restart
+from pygraph_train.torch_private.patched_functions import call_originals
 from pygraph_train.torch_private.results import gets_other_memory, layout, offset, results_are_misplaced
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recurrent import recurrent_networks
@@ -88,6 +89,7 @@ def compile_truly(
     """
     if any(map(is_lazy, example_inputs)):
         raise Unfit("an input is conjugated or negated lazily (call its resolve_conj or resolve_neg)")
+    call_originals(gm)
     share_casts(gm)
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     replacements = _replacements(gm, inputs)

@@ -45,9 +45,29 @@ def runs_step_hooks(optimizer: Any) -> bool:
 
 
 def optimizer_step_override(optimizer: torch.optim.Optimizer) -> Any:
-    """What someone put over `optimizer.step`, but for the schedulers' call counter (torch 2.11, 2.13)."""
+    """What someone put over `optimizer.step`, but for the schedulers' call counter (torch 2.11, 2.13).
+
+    On the object, or on its class where that is one of torch's. Hot path.
+    """
     step = vars(optimizer).get("step")
-    return None if step is None or getattr(step, "_wrapped_by_lr_sched", False) else step
+    kind: Any = type(optimizer)
+    of_class = kind.step
+    if step is not None:
+        if not getattr(step, "_wrapped_by_lr_sched", False):
+            return step
+        of_class = step.__wrapped__  # what a later change of the class does not reach
+    return of_class if _is_put_over(kind, of_class) else None
+
+
+@functools.cache
+def _is_put_over(kind: Any, step: Any) -> bool:
+    owner = next(cls for cls in kind.__mro__ if "step" in vars(cls))
+    if owner.__module__.partition(".")[0] != "torch":  # an optimizer of somebody else has a step of its own
+        return False
+    while getattr(step, "__code__", None) is _hooked_step():
+        step = step.__wrapped__
+    module: str = getattr(step, "__globals__", {}).get("__name__", "")
+    return module.partition(".")[0] != "torch"
 
 
 def count_optimizer_step(optimizer: Any) -> None:

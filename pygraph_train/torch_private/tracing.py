@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pygraph_train.torch_private import (
+    absent_names,
     autocast,
     checkpoints,
     copies,
@@ -79,12 +80,11 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
     settings["invalidate_compile_context_weakrefs"] = True  # `torch.utils.swap_tensors` refuses what has any
     changes = [(config, name, value) for name, value in settings.items()]
     mends = [
-        *host_numbers.mends(),
-        *copies.mends(),
-        *function_classes.mends(),
+        *(mend for part in (host_numbers, copies, function_classes) for mend in part.mends()),
         *checkpoints.mends(regions=regions),
         *texts.mends(),
         *_mends(),
+        *absent_names.mends(),
         *_quiet(),
         _forgetful(),
         _with_places(),

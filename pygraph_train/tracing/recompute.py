@@ -22,6 +22,7 @@ from pygraph_train.torch_private.dynamo import (
     without_grad_mode,
     writes_to_inputs,
 )
+from pygraph_train.torch_private.patched_functions import call_originals
 from pygraph_train.tracing.reasons import line_of
 
 __all__ = [
@@ -42,10 +43,11 @@ CHANGED_AGAIN = (
 
 
 def as_eager(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Let checkpoints, custom functions and `x.data = y` do what they do in plain Python.
+    """Let checkpoints, custom functions, `x.data = y` and replaced functions do what they do in plain Python.
 
     Changes the graph and returns it.
     """
+    call_originals(graph)
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:

@@ -1,0 +1,62 @@
+"""Guards for keys and attributes that a step asked for and that were not there. (2.11, 2.13)
+
+`try: scale = options["scale"]` and `except KeyError: scale = 1.0` depends on a key that is absent. Dynamo sets a guard
+for an absent key where `in` and `get` ask for it, and for an absent attribute where `hasattr` and `getattr` with a
+default do. Where the answer is an exception it sets none, and a trace would hold after the key has come.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pygraph_train.torch_private.changes import Around
+
+__all__ = ["mends"]
+
+
+@functools.cache
+def mends() -> tuple[tuple[Any, str, Any], ...]:
+    """(owner, attribute, value): changes of Dynamo while the library traces."""
+    from torch._dynamo.variables.dicts import ConstDictVariable
+    from torch._dynamo.variables.misc import PythonModuleVariable
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
+
+    owners = (UserDefinedObjectVariable, UserDefinedClassVariable, PythonModuleVariable)
+    return (
+        (ConstDictVariable, "getitem_const_raise_exception_if_absent", Around(_guarding_keys)),
+        *((owner, "var_getattr", Around(_guarding_names)) for owner in owners),
+    )
+
+
+def _guarding_keys(getitem: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self: Any, tx: Any, key: Any) -> Any:
+        if key not in self:
+            self.install_dict_contains_guard(tx, [key])
+        return getitem(self, tx, key)
+
+    return guarded
+
+
+def _guarding_names(var_getattr: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.exc import ObservedAttributeError
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    def guard_of(source: Any, name: str) -> Any:
+        if torch.__version__ >= "2.13":  # compares versions, not text
+            return source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name))
+        return AttrSource(source, name).make_guard(GuardBuilder.HASATTR)
+
+    def guarded(self: Any, tx: Any, name: str) -> Any:
+        try:
+            return var_getattr(self, tx, name)
+        except ObservedAttributeError:
+            if self.source is not None:
+                install_guard(guard_of(self.source, name))
+            raise
+
+    return guarded
