@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo.funcname_cache
+import torch._dynamo.guards
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
@@ -57,3 +60,24 @@ def test_versions_are_not_read_again_for_each_call() -> None:
             replayed(layers)
         counts.append(read.call_count)
     assert counts[0] == counts[1]
+
+
+def test_no_file_is_read_for_names_in_logs_that_are_off() -> None:
+    names = torch._dynamo.funcname_cache.cache
+    with mock.patch.dict(names, clear=True):
+        replayed(2)
+        assert not names
+        log = torch._dynamo.symbolic_convert.trace_call_log
+        level = log.level
+        log.setLevel(logging.DEBUG)
+        try:
+            replayed(2)
+        finally:
+            log.setLevel(level)
+        assert __file__ in names
+
+
+def test_guards_are_not_timed_for_a_log() -> None:
+    with mock.patch.object(torch._dynamo.guards, "profile_guard_manager", return_value=0.0) as timed:
+        replayed(2)
+    assert not timed.called

@@ -13,6 +13,7 @@ import torch
 
 from pygraph_train.torch_private import (
     autocast,
+    beside_tracing,
     checkpoints,
     copies,
     function_classes,
@@ -85,7 +86,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         *checkpoints.mends(regions=regions),
         *texts.mends(),
         *_mends(),
-        *_quiet(),
+        *beside_tracing.left_out(),
         _forgetful(),
         _with_places(),
     ]
@@ -115,27 +116,6 @@ def _forgetful() -> tuple[Any, str, Any]:
             forget_notes([guards, (context, "tensor_to_context"), *tables])
 
     return DynamoTracerOutput, "__init__", make
-
-
-@functools.cache
-def _quiet() -> tuple[tuple[Any, str, Any], ...]:
-    """Dynamo without its advice on graph breaks, for loops that never asked for it: the report has that. (2.11, 2.13)
-
-    What it warns of only once it has not warned of then, and does when the user's own code is compiled.
-    """
-    import torch._dynamo.utils as utils
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    warn_once = utils.warn_once
-
-    def warn(msg: str, stacklevel: int = 1) -> None:
-        if not msg.startswith("Dynamo does not know how to trace"):
-            warn_once(msg, stacklevel + 1)
-
-    return (
-        (utils, "warn_once", warn),
-        (TensorVariable, "_warn_capture_scalar_outputs", staticmethod(lambda: None)),
-    )
 
 
 def _with_places() -> tuple[Any, str, Any]:
