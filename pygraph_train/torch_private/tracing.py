@@ -26,6 +26,7 @@ from pygraph_train.torch_private.changes import Around, no_bounded_deques
 from pygraph_train.torch_private.compiling import as_in_plain_python
 from pygraph_train.torch_private.cudnn_dropout import generators_apart
 from pygraph_train.torch_private.guards import with_place
+from pygraph_train.torch_private.late_imports import tools_wait
 
 __all__ = [
     "dynamo_region_config",
@@ -87,6 +88,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         *texts.mends(),
         *_mends(),
         *beside_tracing.left_out(),
+        *tools_wait(),
         _forgetful(),
         _with_places(),
     ]
