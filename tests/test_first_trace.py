@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo.convert_frame
 import torch._dynamo.funcname_cache
 import torch._dynamo.guards
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from pygraph_train import GraphedStep
+from pygraph_train.torch_private.beside_tracing import old_objects_wait
 
 pytestmark = pytest.mark.quick
 
@@ -81,3 +84,48 @@ def test_guards_are_not_timed_for_a_log() -> None:
     with mock.patch.object(torch._dynamo.guards, "profile_guard_manager", return_value=0.0) as timed:
         replayed(2)
     assert not timed.called
+
+
+def test_the_garbage_collector_looks_at_new_objects_only_while_a_step_is_traced() -> None:
+    thresholds: list[tuple[int, ...]] = []
+    compile_frame = torch._dynamo.convert_frame.compile_frame
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        thresholds.append(gc.get_threshold())
+        return compile_frame(*args, **kwargs)
+
+    before = gc.get_threshold()
+    with mock.patch.object(torch._dynamo.convert_frame, "compile_frame", seen):
+        replayed(2)
+    assert thresholds and all(third > 1 << 20 for _, _, third in thresholds)
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.passes_without_graphs("the garbage collector only")
+def test_what_is_kept_from_the_garbage_collector_stays_so() -> None:
+    looks: list[int] = []
+
+    def looked(phase: str, info: dict[str, int]) -> None:
+        looks.append(info["generation"]) if phase == "start" else None
+
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.callbacks.append(looked)
+    try:
+        gc.unfreeze()  # what all tests keep from it
+        gc.set_threshold(300, 2, 2)
+        with old_objects_wait():
+            kept = [[i] for i in range(100_000)]
+        assert looks and 2 not in looks, "young objects only"
+        assert gc.get_threshold() == (300, 2, 2) and gc.get_count()[2] == 0
+        gc.freeze()
+        with old_objects_wait():
+            assert kept
+        assert gc.get_freeze_count() >= len(kept), "somebody has taken them away from the collector"
+        gc.set_threshold(0)
+        with old_objects_wait():
+            assert gc.get_threshold()[0] == 0, "nor does it begin where it is off"
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        gc.set_threshold(*before)
+        gc.callbacks.remove(looked)

@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["left_out"]
+__all__ = ["left_out", "old_objects_wait"]
+
+_YOUNG = 20_000
+"""Objects that are made before the garbage collector looks at new ones, while Dynamo traces."""
+
+_FROZEN = 1000
+"""As many objects at least are taken away from the collector for good where somebody does so. Python has some."""
+
+
+@contextmanager
+def old_objects_wait() -> Iterator[None]:
+    """Around a trace: the garbage collector looks at new objects only, and at many together.
+
+    A trace makes so many objects that last that the collector looks at all that the process has more than once: half a
+    million, most of them of what libraries have imported. No step of the training is made meanwhile.
+
+    Afterwards the count of looks at younger objects begins anew, which the next look at all of them waits for: a
+    capture takes one first, and the steps until then need none.
+    """
+    first, second, third = gc.get_threshold()
+    if first:  # 0: it looks at nothing by itself
+        gc.set_threshold(max(first, _YOUNG), second, 1 << 30)
+    try:
+        yield
+    finally:
+        if first:
+            gc.set_threshold(first, second, third)
+            if gc.get_freeze_count() < _FROZEN:
+                gc.freeze()  # the two together move all objects to the oldest ones
+                gc.unfreeze()
 
 
 @functools.cache
