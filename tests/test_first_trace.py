@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch._dynamo.convert_frame
 import torch._dynamo.funcname_cache
 import torch._dynamo.guards
@@ -78,6 +79,25 @@ def test_no_file_is_read_for_names_in_logs_that_are_off() -> None:
         finally:
             log.setLevel(level)
         assert __file__ in names
+
+
+def test_whether_dynamo_is_verbose_is_not_looked_up_for_each_instruction() -> None:
+    kind = type(torch._dynamo.config)
+    look_up, names, counts = kind.__getattr__, list[str](), list[int]()
+
+    def noted(self: Any, name: str) -> Any:
+        names.append(name)
+        return look_up(self, name)
+
+    with mock.patch.object(kind, "__getattr__", noted):
+        for layers in (2, 6):
+            names.clear()
+            replayed(layers)
+            counts.append(names.count("verbose"))
+    assert 0 < counts[0] == counts[1]
+    assert "verbose" not in vars(torch._dynamo.config)
+    with torch._dynamo.config.patch(verbose=True):
+        assert torch._dynamo.config.verbose
 
 
 def test_guards_are_not_timed_for_a_log() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["left_out", "old_objects_wait"]
+__all__ = ["left_out", "old_objects_wait", "read_once"]
 
 _YOUNG = 20_000
 """Objects that are made before the garbage collector looks at new ones, while Dynamo traces."""
@@ -39,6 +39,22 @@ def old_objects_wait() -> Iterator[None]:
             if gc.get_freeze_count() < _FROZEN:
                 gc.freeze()  # the two together move all objects to the oldest ones
                 gc.unfreeze()
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Around a trace: Dynamo finds at once whether it is to be verbose, which it asks for each instruction.
+
+    torch looks each setting up with a function of Python.
+    """
+    import torch._dynamo.config as config
+
+    found = vars(config)
+    found["verbose"] = config.verbose
+    try:
+        yield
+    finally:
+        found.pop("verbose", None)
 
 
 @functools.cache

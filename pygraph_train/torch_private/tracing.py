@@ -309,7 +309,7 @@ def _tracer() -> tuple[Any, str, Any]:
     trace = CatchErrorsWrapper.__call__
 
     def traced(self: Any, *args: Any) -> Any:
-        with generators_apart(), beside_tracing.old_objects_wait():
+        with generators_apart(), beside_tracing.old_objects_wait(), beside_tracing.read_once():
             return trace(self, *args)
 
     return CatchErrorsWrapper, "__call__", traced
