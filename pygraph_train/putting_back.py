@@ -15,7 +15,7 @@ from pygraph_train.torch_private.sharding import local_tensor
 __all__ = ["HostCopy", "ScratchState", "copy_in_parts"]
 
 _PART = 16 << 20
-"""Bytes of a large tensor that are copied to the host at a time."""
+"""Bytes that are copied to the host at a time."""
 
 
 class ScratchState:
@@ -74,32 +74,57 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies in memory that is not pinned.
 
     The driver copies to such memory by one thread, which has to wait for each page of it: 1.5 GB take two seconds. So
-    it copies parts of large tensors to pinned memory, and all cores copy them on.
+    it copies parts of tensors, and as many small ones as there is room for, to pinned memory, and all cores copy them
+    on.
     """
-    values, between = [], None
-    for tensor in tensors:
-        if tensor.device.type != "cuda" or tensor.nbytes < _PART or not tensor.is_contiguous():
-            values.append(tensor.to("cpu", copy=True))
-            continue
-        if between is None:
-            between = torch.empty(_PART, dtype=torch.uint8, pin_memory=True)
-        values.append(torch.empty_like(tensor, device="cpu"))
-        copy_in_parts(values[-1], tensor, between)
+    between_them = [t.device.type == "cuda" and t.is_contiguous() for t in tensors]
+    values = [
+        torch.empty_like(t, device="cpu") if goes else t.to("cpu", copy=True)
+        for t, goes in zip(tensors, between_them, strict=True)
+    ]
+    if any(between_them):
+        pairs = [pair for *pair, goes in zip(values, tensors, between_them, strict=True) if goes]
+        targets, sources = zip(*pairs, strict=True)
+        size = min(_PART, sum(_rounded(source.nbytes) for source in sources))
+        copy_in_parts(targets, sources, torch.empty(size, dtype=torch.uint8, pin_memory=True))
     return values
 
 
 @torch.no_grad()
-def copy_in_parts(target: torch.Tensor, source: torch.Tensor, between: torch.Tensor) -> None:
-    """Copy a tensor part by part.
+def copy_in_parts(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], between: torch.Tensor
+) -> None:
+    """Copy tensors part by part.
 
     Args:
-        target, source: contiguous, of one shape and dtype.
-        between: uint8, of the bytes of a part at most.
+        targets, sources: contiguous, two of one shape and dtype at a time. The sources are on one device.
+        between: uint8, of the bytes that are copied together at most, and of one element at least.
     """
-    size = between.nbytes // source.itemsize
-    for theirs, ours in zip(source.view(-1).split(size), target.view(-1).split(size), strict=True):
-        part = between[: theirs.nbytes].view(theirs.dtype)
-        part.copy_(theirs, non_blocking=True)
-        if source.device.type == "cuda":
-            torch.cuda.current_stream(source.device).synchronize()
-        ours.copy_(part)
+    arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+    used = 0
+    for target, source in zip(targets, sources, strict=True):
+        size = between.nbytes // source.itemsize
+        for theirs, ours in zip(source.view(-1).split(size), target.view(-1).split(size), strict=True):
+            if used + theirs.nbytes > between.nbytes:
+                _arrive(arriving, source.device)
+                used = 0
+            part = between[used : used + theirs.nbytes].view(theirs.dtype)
+            part.copy_(theirs, non_blocking=True)
+            arriving.append((ours, part))
+            used = _rounded(used + theirs.nbytes)
+    if arriving:
+        _arrive(arriving, sources[0].device)
+
+
+def _arrive(parts: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
+    """Wait for copies from the device, copy them on and empty the list."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    for target, part in parts:
+        target.copy_(part)
+    parts.clear()
+
+
+def _rounded(size: int) -> int:
+    """Bytes until the next tensor may begin, whatever its dtype is."""
+    return -(-size // 16) * 16

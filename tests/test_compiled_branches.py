@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import importlib
 import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from training import CONFIG, Diary, Net, PlainStep, adamw, batches, both, line_of, loss_of, sgd
 
 from pygraph_train import GraphedStep
-from pygraph_train.problems import NotLegal
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.program import plain_call
 from pygraph_train.tracing.reproducing import ReproducingTrace
@@ -140,6 +141,43 @@ def test_only_the_file_that_cannot_be_traced_takes_the_branch_of_compiled_code(
 
     assert torch.equal(trace(step, (x,), {}), x * 2)
     assert trace.problem is None and trace.branches.compiled is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_file_that_is_known_to_store_is_traced_once(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stores_things.py").write_text(
+        "import contextvars, torch\n\n"
+        f"class {'CompileableContextVar' if known else 'Other'}:\n"
+        "    variable = contextvars.ContextVar('stored')\n"
+        "    def put(self):\n"
+        "        if not torch.compiler.is_compiling():\n"
+        "            self.variable.set(1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("stores_things")
+    monkeypatch.delitem(sys.modules, "stores_things")
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", module)
+    stores = (module.CompileableContextVar if known else module.Other)()
+    trace, x, given_up = Trace(CPU), torch.ones(3), 0
+
+    def step(x: Tensor) -> Tensor:
+        stores.put()
+        return x * 2
+
+    look = trace._is_worth_another_look
+
+    def counted(refused: Problem) -> bool:
+        nonlocal given_up
+        given_up += 1
+        return look(refused)
+
+    monkeypatch.setattr(trace, "_is_worth_another_look", counted)
+    assert not trace.branches.taken
+    assert torch.equal(trace(step, (x,), {}), x * 2)
+    assert given_up == (not known)
+    assert trace.branches.taken and trace.branches.compiled is None and trace.problem is None
 
 
 def is_tracing() -> bool:
@@ -279,7 +317,7 @@ def test_no_step_before_the_first_replay_runs_the_branch_of_compiled_code(reads:
 def test_on_cuda_the_graph_of_compiled_code_is_for_captures_alone(asks: bool) -> None:
     """Where the function has plain training's branches in it, the steps of the warm-up run it as well."""
     trace = ReproducingTrace(CPU)
-    trace.branches.taken = asks
+    trace.branches.compiled = "masks.py:1" if asks else None
     variant: Any = SimpleNamespace(trace=trace, compiled=None, arm=SimpleNamespace(compiled=False))
     capturing = object.__new__(Capturing)
     capturing._training = cast(Any, SimpleNamespace(engine=SimpleNamespace(name="cuda")))

@@ -14,7 +14,7 @@ from replays import text_of
 from torch import Tensor, nn
 from training import Diary, Net, adamw, batches, both, loss_of, sgd
 
-from pygraph_train import GraphedStep
+from pygraph_train import GraphedStep, putting_back
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.graphs.memory import fingerprints
@@ -515,5 +515,18 @@ def test_what_eager_steps_left_goes_before_compiled_kernels_run(
 def test_a_copy_in_parts_is_a_copy(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     source = torch.randn(shape).mul(9).to(dtype)
     target = torch.empty_like(source)
-    copy_in_parts(target, source, torch.empty(64, dtype=torch.uint8))
+    copy_in_parts([target], [source], torch.empty(64, dtype=torch.uint8))
     assert torch.equal(target, source)
+
+
+def test_small_tensors_of_several_kinds_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = (torch.bool, torch.float64, torch.uint8, torch.complex64, torch.bfloat16, torch.float32)
+    sources = [torch.randn(n).mul(9).to(dtype) for n in (1, 0, 3, 40, 7) for dtype in dtypes]
+    targets = [torch.empty_like(source) for source in sources]
+    waits: list[int] = []
+    arrive = putting_back._arrive
+    monkeypatch.setattr(putting_back, "_arrive", lambda *args: [waits.append(1), arrive(*args)])
+    copy_in_parts(targets, sources, torch.empty(256, dtype=torch.uint8))
+    assert all(map(torch.equal, targets, sources))
+    held = sum(-(-source.nbytes // 16) * 16 for source in sources)
+    assert held / 256 <= len(waits) < len(sources) / 2

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pygraph_train.torch_private.late_imports import networkx_waits
+from pygraph_train.torch_private.late_imports import minifier_waits, networkx_waits
 
 __all__ = [
     "CHECKPOINT",
@@ -65,7 +65,8 @@ def through_dynamo(
 ) -> Callable[..., Any]:
     """`torch.compile` with these options, and without what it would read from the disk for nothing. (2.11, 2.13)"""
     networkx_waits()
-    compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
+    with minifier_waits():
+        compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
     return compiled
 
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import importlib
+import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["networkx_waits"]
+import torch
+
+__all__ = ["minifier_waits", "networkx_waits", "tools_wait"]
 
 _LATE = "networkx"
+
+_OF_LOCAL_MAP = "torch.distributed.tensor.experimental._func_map"
 
 _USERS = tuple(
     f"torch._functorch._activation_checkpointing.{name}"
@@ -42,6 +49,110 @@ def networkx_waits() -> None:
                 importlib.import_module(name)
     finally:
         sys.meta_path.remove(finder)
+
+
+@contextlib.contextmanager
+def minifier_waits() -> Iterator[None]:
+    """Inside, `torch.compile` imports what makes small programs of failing ones only where it was asked for.
+
+    That is Dynamo's minifier (`TORCHDYNAMO_REPRO_AFTER`). It comes with the code generators of Inductor, which a trace
+    that runs with eager kernels has no use for. (2.11, 2.13)
+    """
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    stock = eval_frame.get_compiler_fn
+
+    def made(backend: Any) -> Any:
+        return stock(backend) if backend is None or isinstance(backend, str) else _Backend(backend, stock)
+
+    eval_frame.get_compiler_fn = made
+    try:
+        yield
+    finally:
+        eval_frame.get_compiler_fn = stock
+
+
+class _Backend:
+    """A backend as Dynamo takes it, without the minifier.
+
+    Args:
+        backend: called with a graph and its inputs.
+        with_minifier: makes a backend as Dynamo takes it, where the minifier is wanted.
+    """
+
+    def __init__(self, backend: Callable[..., Any], with_minifier: Callable[[Any], Any]) -> None:
+        functools.update_wrapper(self, backend)
+        self._torchdynamo_orig_backend = backend
+        self._with_minifier = with_minifier
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        import torch._dynamo.config as config
+
+        backend = self._torchdynamo_orig_backend
+        if config.repro_after is not None:
+            backend = self._with_minifier(backend)
+        return backend(graph, inputs, **options)
+
+
+@functools.cache
+def tools_wait() -> tuple[tuple[Any, str, Any], ...]:
+    """(owner, attribute, value): what Dynamo gets while it traces, so that it imports what the trace has a use for.
+
+    Otherwise each first trace imports the caches and code generators of Inductor, AOTAutograd, all backends and context
+    parallelism: hundreds of milliseconds, and more where nobody has read these files yet. (2.11, 2.13)
+    """
+    import torch._dynamo.graph_region_tracker as graph_region_tracker
+    import torch._dynamo.output_graph as output_graph
+    import torch.fx.experimental.symbolic_shapes as symbolic_shapes
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.higher_order_ops import LocalMapWrappedHigherOrderVariable as LocalMap
+
+    pickler, throw, is_it = (
+        graph_region_tracker.InputPickler,
+        InstructionTranslator._throw_if_in_functorch,
+        LocalMap.should_wrap_in_hop,
+    )
+
+    class Pickler:
+        """Compares nodes where Dynamo looks for repeated regions, which it does where its settings say so."""
+
+        @functools.cached_property
+        def dumps(self) -> Any:
+            return pickler().dumps
+
+    def throw_in_functorch(self: Any) -> None:
+        # which backend is the eager one matters inside of vmap and the like only
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            throw(self)
+
+    def is_local_map(cls: type, value: Any) -> bool:
+        return _OF_LOCAL_MAP in sys.modules and is_it(value)
+
+    return (
+        (output_graph, "uninteresting_files", _files_of_torch),
+        (symbolic_shapes, "uninteresting_files", _files_of_torch),
+        (graph_region_tracker, "InputPickler", Pickler),
+        (InstructionTranslator, "_throw_if_in_functorch", throw_in_functorch),
+        (LocalMap, "should_wrap_in_hop", classmethod(is_local_map)),
+    )
+
+
+@functools.cache
+def _files_of_torch() -> set[str]:
+    """Files whose lines Dynamo does not tell of. It imports two of them for their names."""
+    import torch._dynamo.guards as guards
+
+    specs = [importlib.util.find_spec(f"torch.{name}") for name in _PLUMBING]
+    operators = Path(torch.__file__).with_name("_higher_order_ops").glob("*.py")
+    files = {spec.origin for spec in specs if spec is not None and spec.origin is not None}
+    return {*files, *map(str, operators), torch.__file__, "<string>", *guards.uninteresting_files()}
+
+
+_PLUMBING = (
+    *("_compile", "_dynamo.eval_frame", "_inductor.sizevars", "_library.custom_ops", "_library.fake_impl"),
+    *("_logging._internal", "_logging.structured", "_subclasses.fake_tensor", "_subclasses.meta_utils"),
+    *("export._trace", "fx._symbolic_trace", "fx.interpreter", "fx.experimental.recording"),
+    *("fx.experimental.sym_node", "fx.experimental.symbolic_shapes"),
+)
 
 
 class _Finder(MetaPathFinder):

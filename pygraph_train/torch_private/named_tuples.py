@@ -12,10 +12,13 @@ __all__ = ["as_plain"]
 
 _COMPARISONS = frozenset(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 
+_MENDED = torch.__version__ >= "2.13"
+"""Compares versions, not text. To read both takes longer than Dynamo takes for most of the calls that it traces."""
+
 
 def as_plain(fn: Any, args: Sequence[Any]) -> Sequence[Any]:
     """The arguments of a function of Python's, with plain tuples where it compares named ones as plain ones."""
-    if torch.__version__ >= "2.13" or fn not in _COMPARISONS:  # compares versions, not text
+    if _MENDED or fn not in _COMPARISONS:
         return args
     from torch._dynamo.variables.lists import TupleVariable
     from torch._dynamo.variables.user_defined import UserDefinedTupleVariable

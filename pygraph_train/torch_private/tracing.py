@@ -14,6 +14,7 @@ import torch
 from pygraph_train.torch_private import (
     absent_names,
     autocast,
+    beside_tracing,
     checkpoints,
     copies,
     function_classes,
@@ -26,6 +27,7 @@ from pygraph_train.torch_private.changes import Around, no_bounded_deques
 from pygraph_train.torch_private.compiling import as_in_plain_python
 from pygraph_train.torch_private.cudnn_dropout import generators_apart
 from pygraph_train.torch_private.guards import with_place
+from pygraph_train.torch_private.late_imports import tools_wait
 
 __all__ = [
     "dynamo_region_config",
@@ -85,7 +87,8 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         *texts.mends(),
         *_mends(),
         *absent_names.mends(),
-        *_quiet(),
+        *beside_tracing.left_out(),
+        *tools_wait(),
         _forgetful(),
         _with_places(),
     ]
@@ -115,27 +118,6 @@ def _forgetful() -> tuple[Any, str, Any]:
             forget_notes([guards, (context, "tensor_to_context"), *tables])
 
     return DynamoTracerOutput, "__init__", make
-
-
-@functools.cache
-def _quiet() -> tuple[tuple[Any, str, Any], ...]:
-    """Dynamo without its advice on graph breaks, for loops that never asked for it: the report has that. (2.11, 2.13)
-
-    What it warns of only once it has not warned of then, and does when the user's own code is compiled.
-    """
-    import torch._dynamo.utils as utils
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    warn_once = utils.warn_once
-
-    def warn(msg: str, stacklevel: int = 1) -> None:
-        if not msg.startswith("Dynamo does not know how to trace"):
-            warn_once(msg, stacklevel + 1)
-
-    return (
-        (utils, "warn_once", warn),
-        (TensorVariable, "_warn_capture_scalar_outputs", staticmethod(lambda: None)),
-    )
 
 
 def _with_places() -> tuple[Any, str, Any]:
@@ -327,7 +309,7 @@ def _tracer() -> tuple[Any, str, Any]:
     trace = CatchErrorsWrapper.__call__
 
     def traced(self: Any, *args: Any) -> Any:
-        with generators_apart():
+        with generators_apart(), beside_tracing.old_objects_wait(), beside_tracing.read_once():
             return trace(self, *args)
 
     return CatchErrorsWrapper, "__call__", traced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,9 @@ __all__ = ["Branches"]
 _STORES = "class `ContextVar`"
 """In the reason of a break where something is stored, which computes nothing."""
 
+_STORING = "transformers.utils.output_capturing", "CompileableContextVar"
+"""A module that is known to ask for no other reason, where it has this class. A first trace would find that out."""
+
 
 class Branches:
     """Those of plain training at first. What cannot be traced then takes those of compiled code.
@@ -24,17 +28,20 @@ class Branches:
 
     Attributes:
         compiled: where the function asked, if it takes the branch of compiled code, which may compute something else.
-        taken: whether it takes any branch of compiled code in the place of plain training's.
     """
 
     def __init__(self, *, plain: bool) -> None:
         self.compiled: str | None = None
-        self.taken = False
         self._makes_steps = self._traced = False
         self._plain = plain
         self._asked: list[str] = []
-        self._as_compiled: set[str] = set()  # files whose questions are answered as in compiled code
+        self._as_compiled = _files_that_store()  # their questions are answered as in compiled code
         self._refused: Problem | None = None  # in the way of plain training's branches
+
+    @property
+    def taken(self) -> bool:
+        """Whether it takes any branch of compiled code in the place of plain training's."""
+        return self.compiled is not None or any(file_of(place) in self._as_compiled for place in self._asked)
 
     def changes(self) -> list[tuple[Any, str, Any]]:
         """Changes of Dynamo while it traces."""
@@ -57,7 +64,6 @@ class Branches:
             self._plain, computes, asked = False, True, self._asked
         if computes:
             self.compiled, self._refused = asked[-1], self.in_the_way(refused)
-        self.taken = True
         self._asked.clear()
         return True
 
@@ -84,3 +90,10 @@ class Branches:
     def in_the_way(self, refused: Problem) -> Problem:
         """Why there is no trace: an exception on branches that plain training does not take is no reason."""
         return self._refused if self._refused is not None and RAISES in refused.reason else refused
+
+
+def _files_that_store() -> set[str]:
+    """Files whose questions decide where something is stored."""
+    module = sys.modules.get(_STORING[0])
+    file = getattr(module, "__file__", None)
+    return {file} if file is not None and hasattr(module, _STORING[1]) else set()

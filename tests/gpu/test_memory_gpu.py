@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pygraph_train import GraphedStep
+from pygraph_train.putting_back import HostCopy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,3 +81,16 @@ def test_steps_before_compilation_leave_no_holes_in_memory() -> None:
     assert not any(
         segment["is_expandable"] and not segment["allocated_size"] for segment in torch.cuda.memory_snapshot()
     )
+
+
+def test_tensors_of_all_sizes_come_back_from_the_host_as_they_were() -> None:
+    sizes = [(), (0,), (7,), (768, 2304), (5 << 20,), (1000, 33), (1,)]
+    kinds = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    tensors = [torch.randn(size, device="cuda").mul(9).to(kind) for size in sizes for kind in kinds]
+    tensors.append(torch.randn(300, 200, device="cuda").t())  # not contiguous
+    before = [tensor.clone() for tensor in tensors]
+    kept = HostCopy(tensors[0].device, tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    kept.restore()
+    assert all(map(torch.equal, tensors, before))
