@@ -290,34 +290,6 @@ def test_steps_whose_saved_tensors_wait_on_the_host_are_plain_steps(
     assert moved[16] > 0, "the first step with the library has copied what it saved"
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_steps_before_compilation_leave_no_holes_in_memory(
-    saved: Watched, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
-    """Blocks that come back from the host fit into other holes than those that they have left."""
-    saved.in_warm_up = waits
-    inside: list[bool] = []
-    watched = saved.__class__.__call__
-
-    @contextmanager
-    def growing(self: EmulatedEngine) -> Iterator[None]:
-        inside.append(True)
-        yield
-        inside.append(False)
-
-    seen: list[bool] = []
-
-    def called(self: Watched, forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-        seen.append(bool(inside) and inside[-1])
-        return watched(self, forward, inputs)
-
-    monkeypatch.setattr(EmulatedEngine, "growing_memory", growing)
-    monkeypatch.setattr(Watched, "__call__", called)
-    waited(saved, Net, warmup_steps=3)
-    assert len(seen) >= 3 and seen[:3] == [waits] * 3
-    assert not inside or not inside[-1]
-
-
 LATEST: ContextVar[torch.Size] = ContextVar("LATEST")
 
 

@@ -131,13 +131,6 @@ class CudaEngine:
         with expandable_segments(), torch.cuda.use_mem_pool(shared.lasting, self.device):
             yield
 
-    @contextmanager
-    def growing_memory(self) -> Iterator[None]:
-        """See `graphs.engine.Engine.growing_memory`."""
-        with expandable_segments():
-            yield
-        torch.cuda.empty_cache()  # blocks of such a segment serve no allocation outside of this context
-
     def _in_common(self) -> _Shared:
         if self._shared is None:
             raise RuntimeError("this engine was closed")

@@ -119,10 +119,6 @@ class EmulatedEngine:
         """Nothing to do: memory is not kept in segments."""
         return nullcontext()
 
-    def growing_memory(self) -> AbstractContextManager[None]:
-        """Nothing to do: memory is not kept in segments."""
-        return nullcontext()
-
     def synchronize(self) -> None:
         """Nothing to wait for."""
 

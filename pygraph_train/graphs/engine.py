@@ -177,12 +177,6 @@ class Engine(Protocol):
     def lasting_memory(self) -> AbstractContextManager[None]:
         """Context for allocating tensors that stay: they share no segment with what comes and goes."""
 
-    def growing_memory(self) -> AbstractContextManager[None]:
-        """Context in which memory is reserved in pieces that grow, so that no holes are left between blocks.
-
-        What is free at its end is handed back to the device.
-        """
-
     def synchronize(self) -> None:
         """Wait until the device has done everything that was enqueued."""
 

@@ -208,7 +208,7 @@ class Capturing:
         gradients.isolate()
         put_back, take_back = program.scaling.notes(), undoing(flattened((args, kwargs))[1])
         try:
-            with training.engine.growing_memory(), training.clock.compiling(prepared):
+            with training.clock.compiling(prepared):
                 result = self.timed(step, variant, run)
         except BaseException as error:
             problem = compiler_problem(error) if isinstance(error, Exception) else None

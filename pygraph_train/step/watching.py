@@ -58,7 +58,6 @@ class Watching:
             self._maker.warm_up(fresh=step.position.fresh),
             training.clock.ungraphed(traced=first or waits),
             saved.waiting() if saved is not None and waits else nullcontext(),
-            training.engine.growing_memory() if waits else nullcontext(),
         ):
             result = run(self._watched(variant, waits=waits))
         if first and variant.family is not None:
