@@ -27,7 +27,6 @@ from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_devi
 from benchmarks.fallback_loops import LOOPS, SIZES, Case, measurable, settled
 from benchmarks.fallback_states import STATES
 from benchmarks.record import DASH, print_table, write_json
-from pygraph_train.step.compile_wait import declared_price
 
 
 def measure(loop: str, state: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -35,9 +34,8 @@ def measure(loop: str, state: str, args: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"loop": loop, "state": state, "error": None}
     torch._dynamo.reset()
     gc.collect()
-    try:
-        # Trainers print reports, and loops that wait for Inductor have not fallen back
-        with STATES[state].declared(), declared_price(0.0), contextlib.redirect_stdout(io.StringIO()):
+    try:  # Trainers print reports
+        with STATES[state].declared(), contextlib.redirect_stdout(io.StringIO()):
             row.update(_measure(loop, state, args))
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"[:2000]

@@ -333,7 +333,7 @@ _SETTLES = ("lightning", "transformers-trainer", "transformers-callback")
 
 def measurable(loop: str, state: State) -> bool:
     """Whether a loop knows a state."""
-    return not (state.whole and loop in _PHASES_APART)
+    return not (state.whole if loop in _PHASES_APART else state.apart)
 
 
 def settled(loop: str, case: Case) -> tuple[Window, Any]:

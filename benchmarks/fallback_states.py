@@ -11,6 +11,7 @@ from unittest import mock
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, WHOLE, Arm
 from pygraph_train.step import launch_bound
+from pygraph_train.step.compile_wait import declared_price
 
 __all__ = ["STATES", "State"]
 
@@ -29,6 +30,8 @@ class State:
         waits: whether the device is declared never to wait for the host.
         other_shape: whether windows are made of batches of another shape than the first steps.
         whole: whether only loops with one graph of the whole step know the state.
+        apart: whether only loops whose phases have graphs of their own know the state.
+        price: seconds that compiling is declared to take.
     """
 
     what: str
@@ -39,11 +42,14 @@ class State:
     waits: bool = False
     other_shape: bool = False
     whole: bool = False
+    apart: bool = False
+    price: float = 0.0
 
     @contextlib.contextmanager
     def declared(self) -> Iterator[None]:
-        """Inside, times are those that the state declares."""
+        """Inside, times and prices are those that the state declares."""
         with contextlib.ExitStack() as patches:
+            patches.enter_context(declared_price(self.price))
             if self.waits:
                 patches.enter_context(mock.patch.object(launch_bound, "_SHARE", 2.0))
                 always = staticmethod(lambda config, engine: True)
@@ -88,6 +94,13 @@ STATES = {
         seconds=_only_whole_steps_win,
         other_shape=True,
         whole=True,
+    ),
+    "waiting": State(
+        "compiling forward and backward has not paid yet, and no graph can hold the optimizer",
+        model="plain",
+        update=False,
+        apart=True,
+        price=1e9,
     ),
     "off": State("engine='off' is set, or there is no device", model="plain", options={"engine": "off"}),
 }
