@@ -164,8 +164,8 @@ def _in_accelerate(
     from pygraph_train import Accelerator, PyGraph
 
     compile: Any = True if arm == "accelerate-compiled" else "auto"
-    plugin = PyGraph(engine="cuda" if device == "cuda" else "emulated", compile=compile)
-    plugins = [] if arm == "accelerate-eager" else [plugin]
+    plain = arm == "accelerate-eager"
+    plugins = [] if plain else [PyGraph(engine="cuda" if device == "cuda" else "emulated", compile=compile)]
     accelerator: Any = Accelerator(cpu=device == "cpu", plugins=plugins)
     prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
 
@@ -176,7 +176,7 @@ def _in_accelerate(
         prepared_optimizer.zero_grad()
         return loss.detach()
 
-    return step, (lambda: plugin.report().to_dict()) if plugins else dict
+    return step, dict if plain else (lambda: plugins[0].report().to_dict())
 
 
 @contextlib.contextmanager
