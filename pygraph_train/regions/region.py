@@ -40,8 +40,6 @@ __all__ = ["Region", "RegionSpec"]
 logger = logging.getLogger(__name__)
 
 MAX_VERSIONS = 4  # graphs of one region for the same shapes, for different things alive in the pool
-MOST_VERSIONS = 64  # of them, where runs find none free again and again, and for layers that share a region
-CROWDED = 8  # runs that none of them could make before there is a further one
 SHAPES = 1024  # sets of shapes remembered
 NUMBERS = 32  # values of the numbers that a region computes with, and no graph for any of them
 BLOCKED = 32  # runs in a row that no version could make, before they make room for others
@@ -83,7 +81,7 @@ class RegionSpec:
 class _Key:
     """What a region remembers of one set of shapes that came back."""
 
-    __slots__ = ("blocked", "captures", "crowded", "evicted", "misses", "paid", "runs", "shapes")
+    __slots__ = ("blocked", "captures", "evicted", "misses", "paid", "runs", "shapes")
 
     def __init__(self, shapes: tuple[Any, ...], runs: int) -> None:
         self.shapes = shapes
@@ -92,7 +90,6 @@ class _Key:
         self.evicted = 0  # so often its graphs went to make room for others
         self.misses = 0
         self.blocked = 0  # runs in a row that no graph could make
-        self.crowded = 0  # runs, since the last capture, that as many graphs as there may be could not make
         self.captures: list[RegionCapture] = []
 
 
@@ -228,8 +225,7 @@ class Region:
         self.measurements.changing |= bool(self._keys) or len(self._sightings) > 1
         measuring = self._pair.way == "graph" and self.measurements.looking
         if self.spec.phase == "backward" and not self.alone:
-            # of several forwards that are under way, the last one may have been the only one without a graph
-            fed = self.fed or self._source(inputs) is not None
+            fed = self.fed
             if not measuring:
                 return fed and self._remember(shapes, 0)
         else:
@@ -380,8 +376,8 @@ class Region:
         if self._outputs_in_the_way(blocked) or self._gradients_in_the_way(blocked):
             return False
         fed = self.spec.phase == "backward" and not self.alone
-        near = self._of_same_source(key, inputs, spares) if fed else self._of_same_place(key, inputs, blocked)
-        if blocked and len(near) >= MAX_VERSIONS and not (self._is_crowded(key, near) and not fed):
+        near = self._of_same_source(key, inputs, spares) if fed else key.captures
+        if blocked and len(near) >= MAX_VERSIONS:
             self._free_the_way(blocked)
             key.blocked += 1
             if key.blocked > BLOCKED:  # what its versions were made for does not come back
@@ -405,21 +401,6 @@ class Region:
                 return False
             return self._source_is_owned(inputs, spares)
         return bool(blocked) or key.paid or self._pays(key)
-
-    def _is_crowded(self, key: _Key, near: list[RegionCapture]) -> bool:
-        """Whether more runs than graphs are under way again and again: that many layers share this region."""
-        key.crowded += 1
-        return key.crowded > CROWDED and len(near) < MOST_VERSIONS
-
-    def _of_same_place(self, key: _Key, inputs: list[Any], blocked: list[Occupant]) -> list[RegionCapture]:
-        """Graphs that read these inputs where they are; where there are none, those that did until they moved.
-
-        Not those of other layers, which share this region and have parameters of their own.
-        """
-        if blocked:
-            return [capture for capture in key.captures if capture.fits(inputs)]
-        mine = [capture for capture in key.captures if not capture.is_of_others(inputs)]
-        return mine if mine or len(key.captures) < MOST_VERSIONS else key.captures
 
     def _pays(self, key: _Key) -> bool:
         """Whether shapes without a graph came back often enough for one."""
@@ -499,8 +480,7 @@ class Region:
                 return False
             self._moving |= moved
         key.misses = 0
-        gone = near if last.source is None else key.captures
-        self._close(key, [capture for capture in gone if capture.spares is last.spares])
+        self._close(key, [capture for capture in key.captures if capture.spares is last.spares])
         return True
 
     def _follows(self, before: Callable[[], Occupant | None] | None, i: int, tensor: torch.Tensor) -> bool:
@@ -525,13 +505,12 @@ class Region:
     def _source(self, inputs: list[Any]) -> RegionCapture | None:
         """The forward's graph that saved these inputs."""
         forward = self._pair.forward
-        captures = [] if forward is None else forward._captures()
-        if not captures:
+        if forward is None or forward.last is None:
             return None
         keys = {storage_key(t.untyped_storage()) for t in inputs if isinstance(t, torch.Tensor)}
-        for capture in captures:
+        for capture in forward._captures():
             tensors = capture.occupant.tensors
-            if capture.occupant.in_use_by(keys) or (not tensors and forward and capture is forward.last):
+            if capture.occupant.in_use_by(keys) or (not tensors and capture is forward.last):
                 return capture
         return None
 
@@ -597,7 +576,6 @@ class Region:
                 source=read,
                 spares=spares,
                 watched=self._watched,
-                static=self.spec.static,
             )
             for occupant in capture.occupants:
                 occupant.owner = self
@@ -605,7 +583,7 @@ class Region:
                 capture.point(prefer is not None, for_good=True)
             arena.add(capture.occupants)
             key.captures.append(capture)
-            key.paid, key.crowded, key.blocked = True, 0, 0
+            key.paid = True
             now = self.measurements.clock()
             seconds, capture.seconds = now - started, now - begun
             self.measurements.adopt(key.shapes)

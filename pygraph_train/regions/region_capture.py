@@ -16,7 +16,7 @@ from pygraph_train.regions.arena import Occupant
 from pygraph_train.regions.blocks import Block, block_of
 from pygraph_train.regions.recording import Recorded
 from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
-from pygraph_train.torch_private.memory import borrow_memory, copy_all, reinterpret_tensor, storages
+from pygraph_train.torch_private.memory import borrow_memory, copy_all, reinterpret_tensor
 
 __all__ = ["Handing", "RegionCapture"]
 
@@ -55,7 +55,6 @@ class RegionCapture:
         source: outputs of a forward's graph that this one reads.
         spares: it leaves them alone, for another backward that reads them; else it frees them.
         watched: look at the strides of what is read in place, because no guard does.
-        static: inputs that are tensors of a module, as a rule.
 
     Attributes:
         consumes: outputs of another graph that this one reads and frees.
@@ -75,7 +74,6 @@ class RegionCapture:
         source: Occupant | None,
         spares: bool = False,
         watched: bool = False,
-        static: frozenset[int] = frozenset(),
     ) -> None:
         inputs, buffers, served = work.inputs, work.buffers, work.served
         self.graph = work.graph
@@ -89,15 +87,6 @@ class RegionCapture:
             itemgetter(*self.fixed) if len(self.fixed) > 1 else lambda given: [given[i] for i in self.fixed]
         )
         self.addresses = [inputs[i].data_ptr() for i in self.fixed]
-        owned = [
-            (i, at)
-            for i, at in zip(self.fixed, self.addresses, strict=True)
-            if at and i in static and i not in settled and inputs[i].layout is torch.strided
-        ]
-        self._owned = dict(zip((i for i, _ in owned), storages([inputs[i] for i, _ in owned]), strict=True))
-        # tells the graphs of layers apart
-        self._telling: int | None = owned[0][0] if owned else None
-        self._told = owned[0][1] if owned else 0
         self._laid_out = [i for i in self.fixed if watched and inputs[i].dim() > 1]
         self._layouts = [inputs[i].stride() for i in self._laid_out]
         self.settled = tuple(settled)
@@ -226,8 +215,6 @@ class RegionCapture:
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether every input that the graph reads in place is where it was."""
-        if self._telling is not None and inputs[self._telling].data_ptr() != self._told:
-            return False
         if list(map(_address, self._pick_fixed(inputs))) != self.addresses:
             return False
         if self._laid_out and self.laid_out_anew(inputs):
@@ -240,13 +227,6 @@ class RegionCapture:
         return moved | {
             i for i, s in zip(self.settled, self._strides, strict=True) if inputs[i].stride() != s
         }
-
-    def is_of_others(self, inputs: Sequence[Any]) -> bool:
-        """Whether it reads tensors of another module: they are where they were, and others come in their place."""
-        given = dict(zip(self._owned, storages([inputs[i] for i in self._owned]), strict=True))
-        others = [memory for i, memory in self._owned.items() if memory != given[i]]
-        here = set(given.values())
-        return bool(others) and not any(memory.expired() or memory in here for memory in others)
 
     def laid_out_anew(self, inputs: Sequence[Any]) -> bool:
         """Whether something that the graph reads in place has other strides, which no guard of Dynamo's saw."""

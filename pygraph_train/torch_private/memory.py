@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "borrow_memory",
@@ -103,7 +100,7 @@ def borrower(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return borrow
 
 
-def storages(values: Sequence[Any]) -> list[StorageWeakRef]:
+def storages(values: Sequence[Any]) -> list[Hashable]:
     """What tells whether tensors share memory. It keeps none alive, but its place is not taken. (2.11, 2.13)"""
     from torch.multiprocessing.reductions import StorageWeakRef
 
