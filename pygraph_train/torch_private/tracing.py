@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from pygraph_train.torch_private import (
-    absent_names,
     autocast,
     checkpoints,
     copies,
     function_classes,
     host_numbers,
+    lacking_guards,
     second_derivatives,
     switches,
     texts,
@@ -84,7 +84,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         *checkpoints.mends(regions=regions),
         *texts.mends(),
         *_mends(),
-        *absent_names.mends(),
+        *lacking_guards.mends(),
         *_quiet(),
         _forgetful(),
         _with_places(),
