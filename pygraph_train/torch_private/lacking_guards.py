@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from pygraph_train.torch_private import absent_names, attribute_dicts
+from pygraph_train.torch_private import absent_names, attribute_dicts, cached_calls
 
 __all__ = ["mends"]
 
@@ -13,4 +13,4 @@ __all__ = ["mends"]
 @functools.cache
 def mends() -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value): changes of Dynamo while the library traces."""
-    return (*absent_names.mends(), *attribute_dicts.mends())
+    return (*absent_names.mends(), *attribute_dicts.mends(), *cached_calls.mends())
