@@ -18,6 +18,7 @@ from pygraph_train.torch_private import (
     function_classes,
     host_numbers,
     lacking_guards,
+    quiet,
     second_derivatives,
     switches,
     texts,
@@ -85,7 +86,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         *texts.mends(),
         *_mends(),
         *lacking_guards.mends(),
-        *_quiet(),
+        *quiet.mends(),
         _forgetful(),
         _with_places(),
     ]
@@ -115,27 +116,6 @@ def _forgetful() -> tuple[Any, str, Any]:
             forget_notes([guards, (context, "tensor_to_context"), *tables])
 
     return DynamoTracerOutput, "__init__", make
-
-
-@functools.cache
-def _quiet() -> tuple[tuple[Any, str, Any], ...]:
-    """Dynamo without its advice on graph breaks, for loops that never asked for it: the report has that. (2.11, 2.13)
-
-    What it warns of only once it has not warned of then, and does when the user's own code is compiled.
-    """
-    import torch._dynamo.utils as utils
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    warn_once = utils.warn_once
-
-    def warn(msg: str, stacklevel: int = 1) -> None:
-        if not msg.startswith("Dynamo does not know how to trace"):
-            warn_once(msg, stacklevel + 1)
-
-    return (
-        (utils, "warn_once", warn),
-        (TensorVariable, "_warn_capture_scalar_outputs", staticmethod(lambda: None)),
-    )
 
 
 def _with_places() -> tuple[Any, str, Any]:
