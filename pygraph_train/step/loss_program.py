@@ -236,6 +236,11 @@ class LossProgram(StepOfLoss):
         """Whether backward and update are those of torch: nothing is scaled or clipped."""
         return type(self) is LossProgram and self._max_grad_norm is None and not self.scaling.on
 
+    @property
+    def clips(self) -> bool:
+        """See `StepProgram`."""
+        return self._max_grad_norm is not None
+
     def function(self) -> Callable[..., Any]:
         return self._step_fn
 
