@@ -76,4 +76,28 @@ def test_a_replaced_function_is_called_in_each_step(
         report = both(script, never="the function is called on every step")
     else:
         report = both(script, replays=10)
-    assert any("is replaced by counted" in f.reason for f in report.fallbacks), str(report)
+    assert any(" is counted (" in f.reason for f in report.fallbacks), str(report)
+
+
+def test_a_zero_grad_of_the_optimizers_own_class_is_called_in_each_step() -> None:
+    def script(diary: Diary) -> None:
+        calls: list[bool] = []
+
+        class Own(torch.optim.AdamW):
+            def zero_grad(self, set_to_none: bool = True) -> None:
+                calls.append(True)
+                super().zero_grad(set_to_none)
+
+        model = Net()
+        optimizer = Own(model.parameters(), lr=0.01, fused=True)
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(model(x), y)
+
+        step = diary.step(loss, model=model, optimizer=optimizer)
+        for x, y in batches(20):
+            diary.write("loss", step(x, y))
+            diary.write("calls", len(calls))
+        diary.write_state(model, optimizer)
+
+    both(script, refused="zero_grad of Own is zero_grad (")

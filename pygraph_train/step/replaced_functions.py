@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from pygraph_train.step.program import StepProgram
 __all__ = ["ReplacedFunctions"]
 
 _OURS = ("torch", "pygraph_train")
+_WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
+"""Packages whose optimizers pass `zero_grad` on to that of torch."""
 
 
 class ReplacedFunctions:
@@ -58,8 +59,8 @@ class ReplacedFunctions:
                 return _told(name, function)
         optimizer = self._program.optimizer
         for one, zero_grad in zip(getattr(optimizer, "members", (optimizer,)), zero_grads, strict=False):
-            if _is_put_over(zero_grad, type(one)):
-                return _told(f"{type(one).__name__}.zero_grad", zero_grad)
+            if _is_foreign(zero_grad, _WRAPPERS):
+                return _told(f"zero_grad of {type(one).__name__}", zero_grad)
         return None
 
 
@@ -67,22 +68,19 @@ def _told(name: str, function: Callable[..., Any]) -> Problem:
     function = getattr(function, "__func__", function)
     called = getattr(function, "__code__", function)
     own = getattr(called, "co_name", None) or getattr(type(function), "__name__", "something")
+    where = defined_at(function) or "of somebody else"
     return Problem(
-        f"{name} is replaced by {own} ({defined_at(function) or 'of somebody else'}), which a replay would not call",
-        fix=f"Put {name} back before the training",
+        f"in the place of torch's, {name} is {own} ({where}), which a replay would not call",
+        fix="Leave it as it is in torch, or do its work outside of the step",
     )
 
 
-def _is_foreign(function: Any) -> bool:
-    """Whether the code of a function is neither torch's nor pygraph-train's. `functools.wraps` does not hide it."""
+def _is_foreign(function: Any, known: tuple[str, ...] = ()) -> bool:
+    """Whether the code of a function is neither torch's nor pygraph-train's. `functools.wraps` does not hide it.
+
+    Args:
+        known: further packages that it may be of.
+    """
     function = getattr(function, "__func__", function)
     module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-    return module.partition(".")[0] not in _OURS
-
-
-def _is_put_over(zero_grad: Any, kind: type) -> bool:
-    """Whether a `zero_grad` was put over the one of torch. A class of somebody else may have one of its own."""
-    if not isinstance(zero_grad, MethodType) or zero_grad.__func__ is not getattr(kind, "zero_grad", None):
-        return _is_foreign(zero_grad)
-    owner = next(cls for cls in kind.__mro__ if "zero_grad" in vars(cls))
-    return owner.__module__.partition(".")[0] in _OURS and _is_foreign(zero_grad)
+    return module.partition(".")[0] not in (*_OURS, *known)
