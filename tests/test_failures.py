@@ -197,7 +197,6 @@ def test_an_exception_anywhere_in_a_step_leaves_what_plain_training_leaves(where
         ({"losss": 1}, r"a dict with the keys \['losss'\]"),
         ({"loss": None}, "a dict"),
         (torch.ones(2, requires_grad=True), r"shape \(2,\)"),
-        (torch.ones(()), "requires_grad=False"),
     ],
 )
 @pytest.mark.parametrize("late", [0, 3, 12])
@@ -213,6 +212,30 @@ def test_step_fn_must_return_a_loss(result, described, late):
             step(batch, index == late)
     assert index == late
     assert step.report().steps_replayed >= late - 8
+
+
+@pytest.mark.parametrize("late", [0, 3, 16])
+@pytest.mark.parametrize("what", ["a loss without a gradient", "a frozen model"])
+def test_a_loss_that_requires_no_gradient_raises_what_it_raises_in_a_plain_loop(late, what):
+    def training(diary: Diary) -> None:
+        model = Net()
+        optimizer = adamw(model)
+
+        def step_fn(batch: Any, bad: bool) -> Any:
+            loss = loss_of(model)(batch)
+            return loss.detach() if bad else loss
+
+        step = diary.step(step_fn, model=model, optimizer=optimizer)
+        for index, batch in enumerate(batches(30)):
+            if what == "a frozen model":
+                model.requires_grad_(index != late)
+            try:
+                diary.write("loss", step(batch, index == late and what != "a frozen model"))
+            except Exception as error:
+                diary.write("raised", (type(error).__name__, str(error)))
+        diary.write_state(model, optimizer)
+
+    both(training, replays=8)
 
 
 def test_engine_cuda_without_a_gpu():

@@ -109,7 +109,10 @@ def test_what_is_no_loss_is_told():
     for batch in batches(40):
         step(batch)
     assert step._rest == math.inf
-    for value[0] in (1, 2, 3):
+    value[0] = 1
+    with pytest.raises(RuntimeError, match="does not require grad"):  # as in a plain loop
+        step(batch)
+    for value[0] in (2, 3):
         with pytest.raises(TypeError, match="must return the loss"):
             step(batch)
     value[0] = 0

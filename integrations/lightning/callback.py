@@ -588,6 +588,11 @@ class _LightningProgram(StepOfLoss):
     def backward(self, loss: Tensor) -> None:
         self.model.backward(self.scaling.scale(loss))
 
+    @property
+    def clips(self) -> bool:
+        """See `StepProgram`."""
+        return bool(self._trainer.gradient_clip_val)
+
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         assert self.optimizer is not None
         self.scaling.unscale(in_kernels=in_kernels)

@@ -236,6 +236,11 @@ class LossProgram(StepOfLoss):
         """Whether backward and update are those of torch: nothing is scaled or clipped."""
         return type(self) is LossProgram and self._max_grad_norm is None and not self.scaling.on
 
+    @property
+    def clips(self) -> bool:
+        """See `StepProgram`."""
+        return self._max_grad_norm is not None
+
     def function(self) -> Callable[..., Any]:
         return self._step_fn
 
@@ -256,6 +261,8 @@ class LossProgram(StepOfLoss):
 
     def _loss_of(self, result: Any) -> tuple[Tensor, Any]:
         loss = result.get("loss") if type(result) is not Tensor and isinstance(result, Mapping) else result
+        if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.requires_grad:
+            torch.autograd.backward(loss)  # raises what it raises in a plain loop
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
             raise TypeError(
                 "step_fn must return the loss, a 0-dim tensor that requires grad, or a dict with it under "

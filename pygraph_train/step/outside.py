@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from pygraph_train.problems import Problem
 from pygraph_train.step.program import StepProgram
+from pygraph_train.step.replaced_functions import ReplacedFunctions
 from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
 from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
 from pygraph_train.tracing.refusals import (
@@ -70,6 +71,7 @@ class Outside:
         self.for_good = False
         self._program = program
         self._global_hooks = global_module_hook_tables()
+        self._replaced = ReplacedFunctions(program)
         self._initialized = False
 
     def why_plain(self) -> Problem | None:
@@ -80,6 +82,9 @@ class Outside:
         watcher = what_watches()
         if watcher is not None:
             return watcher
+        replaced = self._replaced.problem()
+        if replaced is not None:
+            return replaced
         return None if self._initialized else self._uninitialized()
 
     def _uninitialized(self) -> Problem | None:

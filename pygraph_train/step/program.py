@@ -47,6 +47,10 @@ class StepProgram(UpdateProgram, Protocol):
     `update` do nothing; gradients are what they were when the step began."""
 
     @property
+    def clips(self) -> bool:
+        """Whether `torch.nn.utils.clip_grad_norm_` is called for each update."""
+
+    @property
     def gives_gradients(self) -> bool:
         """Whether tensors of the batch may require a gradient: one backward adds to it, and nothing else reads it."""
 
@@ -96,6 +100,11 @@ class StepOfLoss:
     device: torch.device
     replication: Replication
     recorder: str | tuple[str, ...] | None
+
+    @property
+    def clips(self) -> bool:
+        """See `StepProgram`."""
+        return False
 
     @property
     def gives_gradients(self) -> bool:

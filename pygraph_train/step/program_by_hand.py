@@ -45,6 +45,7 @@ class ProgramByHand:
 
     recorder: str | tuple[str, ...] | None
     empties_first: bool = False
+    clips: bool = False
     by_hand: bool = True
     gives_gradients: bool = False
 

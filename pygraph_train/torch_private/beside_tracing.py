@@ -66,7 +66,6 @@ def left_out() -> tuple[tuple[Any, str, Any], ...]:
     return (
         (guards, "profile_guard_manager", _no_time),
         (symbolic_convert, "get_funcname", _named_for_logs(vars(symbolic_convert)["get_funcname"])),
-        *_quiet(),
     )
 
 
@@ -89,23 +88,3 @@ def _named_for_logs(name_of: Callable[[str, int], str | None]) -> Callable[[str,
         return name_of(filename, line) if on else None
 
     return named
-
-
-def _quiet() -> tuple[tuple[Any, str, Any], ...]:
-    """Dynamo without its advice on graph breaks, for loops that never asked for it: the report has that. (2.11, 2.13)
-
-    What it warns of only once it has not warned of then, and does when the user's own code is compiled.
-    """
-    import torch._dynamo.utils as utils
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    warn_once = utils.warn_once
-
-    def warn(msg: str, stacklevel: int = 1) -> None:
-        if not msg.startswith("Dynamo does not know how to trace"):
-            warn_once(msg, stacklevel + 1)
-
-    return (
-        (utils, "warn_once", warn),
-        (TensorVariable, "_warn_capture_scalar_outputs", staticmethod(lambda: None)),
-    )

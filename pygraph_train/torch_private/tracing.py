@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from pygraph_train.torch_private import (
-    absent_names,
     autocast,
     beside_tracing,
     checkpoints,
     copies,
     function_classes,
     host_numbers,
+    lacking_guards,
+    quiet,
     second_derivatives,
     switches,
     texts,
@@ -86,7 +87,8 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         *checkpoints.mends(regions=regions),
         *texts.mends(),
         *_mends(),
-        *absent_names.mends(),
+        *lacking_guards.mends(),
+        *quiet.mends(),
         *beside_tracing.left_out(),
         *tools_wait(),
         _forgetful(),

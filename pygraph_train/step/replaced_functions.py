@@ -1,0 +1,86 @@
+"""Functions of torch that the user's loop would call in each step, and that somebody has replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pygraph_train.problems import Problem, defined_at
+from pygraph_train.step.program import StepProgram
+
+__all__ = ["ReplacedFunctions"]
+
+_OURS = ("torch", "pygraph_train")
+_WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
+"""Packages whose optimizers pass `zero_grad` on to that of torch."""
+
+
+class ReplacedFunctions:
+    """Looks for replacements: in the place of these functions a replay runs kernels.
+
+    Args:
+        program: the step. It calls `zero_grad` of its optimizer, and clips with `clip_grad_norm_` where it says so.
+    """
+
+    def __init__(self, program: StepProgram) -> None:
+        self._program = program
+        self._seen: tuple[Any, ...] = ()
+        self._problem: Problem | None = None
+
+    def problem(self) -> Problem | None:
+        """Which one is replaced now. Hot path."""
+        program = self._program
+        optimizer = None if program.by_hand else program.optimizer
+        present = (
+            torch.Tensor.backward,
+            torch.autograd.backward,
+            torch.nn.utils.clip_grad_norm_ if program.clips else None,
+            *(
+                ()
+                if optimizer is None
+                else [one.zero_grad for one in getattr(optimizer, "members", (optimizer,))]
+            ),
+        )
+        if present != self._seen:
+            self._seen = present
+            self._problem = self._look(*present)
+        return self._problem
+
+    def _look(self, of_tensors: Any, of_autograd: Any, clip: Any, *zero_grads: Any) -> Problem | None:
+        found = {
+            "torch.Tensor.backward": of_tensors,
+            "torch.autograd.backward": of_autograd,
+            "torch.nn.utils.clip_grad_norm_": clip,
+        }
+        for name, function in found.items():
+            if function is not None and _is_foreign(function):
+                return _told(name, function)
+        optimizer = self._program.optimizer
+        for one, zero_grad in zip(getattr(optimizer, "members", (optimizer,)), zero_grads, strict=False):
+            if _is_foreign(zero_grad, _WRAPPERS):
+                return _told(f"zero_grad of {type(one).__name__}", zero_grad)
+        return None
+
+
+def _told(name: str, function: Callable[..., Any]) -> Problem:
+    function = getattr(function, "__func__", function)
+    called = getattr(function, "__code__", function)
+    own = getattr(called, "co_name", None) or getattr(type(function), "__name__", "something")
+    where = defined_at(function) or "of somebody else"
+    return Problem(
+        f"in the place of torch's, {name} is {own} ({where}), which a replay would not call",
+        fix="Leave it as it is in torch, or do its work outside of the step",
+    )
+
+
+def _is_foreign(function: Any, known: tuple[str, ...] = ()) -> bool:
+    """Whether the code of a function is neither torch's nor pygraph-train's. `functools.wraps` does not hide it.
+
+    Args:
+        known: further packages that it may be of.
+    """
+    function = getattr(function, "__func__", function)
+    module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
+    return module.partition(".")[0] not in (*_OURS, *known)

@@ -1,0 +1,161 @@
+"""Functions under `functools.lru_cache` in what is traced. (2.11, 2.13)
+
+Dynamo goes into the function itself, as if it had no cache. A trace would compute anew what plain Python has computed
+once, and would not read what somebody has written to a cached tensor. Here the function is called for the trace, as
+plain Python does. What it returns is read as any other object that is there already, and a guard asks the function
+before each step whether it still returns the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pygraph_train.random_state import HostRandomState
+from pygraph_train.torch_private.changes import Around
+
+__all__ = ["mends"]
+
+
+@functools.cache
+def mends() -> tuple[tuple[Any, str, Any], ...]:
+    """(owner, attribute, value): changes of Dynamo while the library traces."""
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+
+    return ((WrapperUserFunctionVariable, "call_function", Around(_asking_caches)),)
+
+
+def _asking_caches(call_function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        function, given = self.wrapper_obj, [*self.self_args(), *args]
+        if not isinstance(function, functools._lru_cache_wrapper) or _is_of_a_library(function):
+            return call_function(self, tx, args, kwargs)
+        values = [_value(tx, argument) for argument in given]
+        named = {name: _value(tx, argument) for name, argument in kwargs.items()}
+        if _UNKNOWN in (*map(id, values), *map(id, named.values())):
+            return call_function(self, tx, args, kwargs)
+        result = _call(functools.partial(function, *values, **named))
+        _guard_identity(self)
+        for argument in (*given, *kwargs.values()):
+            _guard_argument(argument)
+        return _read(tx, result, functools.partial(function, *values, **named))
+
+    return called
+
+
+def _is_of_a_library(function: Any) -> bool:
+    """Libraries whose cached functions return numbers and recipes that follow from their arguments alone."""
+    module = f"{function.__module__ or ''}."
+    return module.startswith(("torch.", "einops.", "transformers.utils."))
+
+
+_NOTHING = object()
+_UNKNOWN = id(_NOTHING)
+
+
+def _value(tx: Any, argument: Any) -> Any:
+    """What plain Python would call the function with."""
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    argument = argument.realize()
+    if argument.is_tensor():
+        _refuse("gets a tensor, and goes by which tensor it is")
+    if isinstance(argument, UserDefinedObjectVariable):
+        if argument.source is None or tx.output.side_effects.has_pending_mutation(argument):
+            _refuse("gets an object that the step has made or changed")
+        return argument.value
+    try:
+        return argument.as_python_constant()
+    except NotImplementedError:
+        return _NOTHING
+
+
+def _guard_identity(self: Any) -> None:
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, TypeSource
+
+    source, given = self.source, self.self_args()
+    if given:  # a method: the object makes a new one for each call
+        owner = given[0].source
+        source = owner and AttrSource(TypeSource(owner), self.wrapper_obj.__name__)
+    if source is not None:
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _guard_argument(argument: Any) -> None:
+    """Caches tell objects apart by their own equality, mostly by which they are."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    argument = argument.realize()
+    if isinstance(argument, UserDefinedObjectVariable):
+        source: Any = argument.source
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _call(call: Any) -> Any:
+    """Calls the function, as plain Python does here. Draws nothing."""
+    before, cached = HostRandomState(), call.func.cache_info().currsize
+    result = call()
+    drawn = before.moved(HostRandomState())
+    if drawn:  # plain Python draws this in the step, where it stands
+        before.restore()
+        if cached == 0:
+            call.func.cache_clear()
+        _refuse("draws random numbers")
+    if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
+        _refuse("returns a tensor with a history of its own")
+    return result
+
+
+def _refuse(why: str) -> None:
+    from torch._dynamo.exc import unimplemented
+
+    unimplemented(
+        gb_type="function under functools.lru_cache",
+        context="",
+        explanation=f"The step calls a function under functools.lru_cache, which {why}.",
+        hints=[],
+    )
+
+
+def _read(tx: Any, result: Any, call: Any) -> Any:
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.source import GlobalSource
+    from torch._dynamo.variables.base import VariableTracker
+
+    answer = GlobalSource(tx.output.install_global("__answer", _Answer(call, result)))
+    install_guard(answer.make_guard(_still_given))
+    if result is None or type(result) in _PLAIN:
+        return VariableTracker.build(tx, result)  # no number that is read anew: there the guard would go
+    source = GlobalSource(tx.output.install_global_by_id("__cached", result))
+    return VariableTracker.build(tx, result, source)
+
+
+class _Answer:
+    """What a function gave. No number or string: Dynamo looks at none of these in a dict that stays as it was."""
+
+    def __init__(self, call: Any, result: Any) -> None:
+        self.call, self._result = call, result
+
+    def is_given(self) -> bool:
+        """Whether the function returns the same object, or an equal number or string."""
+        now, result = self.call(), self._result
+        return now is result or (type(now) is type(result) and type(now) in _PLAIN and now == result)
+
+
+def _still_given(builder: Any, guard: Any) -> None:
+    """A guard."""
+    from torch._dynamo.guards import get_verbose_code_parts
+
+    name = builder.get(guard).call.func.__name__
+    code = f"the cache of {name} holds what it held"
+    parts = get_verbose_code_parts(code, guard)
+    builder.get_guard_manager(guard).add_lambda_guard(_Answer.is_given, parts, guard.user_stack)
+
+
+_PLAIN = (int, float, bool, complex, str, bytes)

@@ -1,0 +1,140 @@
+"""Steps that call functions under `functools.lru_cache`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from training import Diary, Net, adamw, batches, both
+
+
+def train(
+    weight: Callable[[Any], Any], between: Callable[[int], None], diary: Diary, count: int = 32
+) -> None:
+    model = Net()
+    optimizer = adamw(model)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return (nn.functional.cross_entropy(model(x), y, reduction="none") * weight(model)).mean()
+
+    step = diary.step(loss, model=model, optimizer=optimizer)
+    for index, (x, y) in enumerate(batches(count)):
+        between(index)
+        diary.write("loss", step(x, y))
+    diary.write_state(model, optimizer)
+
+
+def test_a_cached_tensor_is_read_after_it_was_written_to_or_made_anew() -> None:
+    def script(diary: Diary) -> None:
+        scale = [1.0]
+
+        @functools.lru_cache
+        def weights(rows: int) -> Tensor:
+            return torch.full((rows,), scale[0])
+
+        def between(index: int) -> None:
+            if index == 12:
+                scale[0] = 3.0
+                weights.cache_clear()
+            elif index == 20:
+                weights(1).mul_(2)
+
+        train(lambda model: weights(1), between, diary)
+
+    both(script, replays=18, plan="{F B O}")
+
+
+def test_a_cache_goes_on_with_what_it_holds() -> None:
+    def script(diary: Diary) -> None:
+        scale = [1.0]
+
+        @functools.cache
+        def factor(name: str) -> float:
+            return scale[0]
+
+        def between(index: int) -> None:
+            scale[0] = 1.0 if index < 12 else 2.0
+            if index == 20:
+                factor.cache_clear()
+
+        train(lambda model: factor("loss"), between, diary)
+
+    both(script, replays=18, plan="{F B O}")
+
+
+def test_a_cached_draw_is_drawn_once() -> None:
+    def script(diary: Diary) -> None:
+        @functools.lru_cache
+        def noise(rows: int) -> Tensor:
+            return torch.rand(rows)
+
+        train(lambda model: torch.rand(1) + noise(1), lambda index: None, diary)
+
+    both(script, replays=1)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.scale = 1.0
+
+    @functools.lru_cache  # noqa: B019
+    def weights(self, rows: int) -> Tensor:
+        return torch.full((rows,), self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.weights(1)
+
+
+def test_a_method_may_be_cached() -> None:
+    def script(diary: Diary) -> None:
+        scaled = Cached()
+
+        def between(index: int) -> None:
+            scaled.scale = 1.0 if index < 12 else 2.0
+            if index == 20:
+                Cached.weights.cache_clear()
+
+        train(lambda model: scaled.weights(1), between, diary)
+
+    both(script, replays=18, plan="{F B O}")
+
+
+def test_what_the_loop_asks_a_cache_for_is_what_the_step_got() -> None:
+    def script(diary: Diary) -> None:
+        calls: list[int] = []
+
+        @functools.lru_cache
+        def weights(rows: int) -> Tensor:
+            calls.append(rows)
+            return torch.ones(rows)
+
+        def between(index: int) -> None:
+            diary.write("calls", len(calls))
+
+        train(lambda model: weights(1), between, diary)
+        diary.write("calls", len(calls))
+
+    both(script, replays=20, plan="{F B O}")
+
+
+def test_a_cache_that_tells_tensors_apart_is_asked_in_each_step() -> None:
+    def script(diary: Diary) -> None:
+        @functools.lru_cache
+        def norm(weight: Tensor) -> Tensor:
+            return weight.detach().norm()
+
+        def of(model: Any) -> Tensor:
+            return norm(next(model.parameters()))
+
+        def between(index: int) -> None:
+            if index == 12:
+                norm.cache_clear()
+
+        train(of, between, diary)
+
+    both(script, replays=1)

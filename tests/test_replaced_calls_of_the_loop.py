@@ -1,0 +1,103 @@
+"""Functions of torch that the library calls in the place of the user's loop, and that somebody has replaced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import Diary, Net, adamw, batches, both
+
+OWNERS: dict[str, tuple[Any, str]] = {
+    "backward of tensors": (Tensor, "backward"),
+    "backward of autograd": (torch.autograd, "backward"),
+    "zero_grad of optimizers": (torch.optim.Optimizer, "zero_grad"),
+    "zero_grad of one optimizer": (None, "zero_grad"),
+    "clipping": (torch.nn.utils, "clip_grad_norm_"),
+}
+
+
+def counting(original: Callable[..., Any], calls: list[int], wrapped: bool) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    return functools.wraps(original)(counted) if wrapped else counted
+
+
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize(("first", "last"), [(0, 45), (15, 30)])
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.quick
+def test_a_replaced_function_is_called_in_each_step(
+    name: str, first: int, last: int, manual: bool, wrapped: bool
+) -> None:
+    if manual and name in ("clipping", "zero_grad of one optimizer", "zero_grad of optimizers"):
+        pytest.skip("the step's own function calls it")
+
+    def script(diary: Diary) -> None:
+        model, calls = Net(), list[int]()
+        optimizer = adamw(model)
+        owner, attribute = OWNERS[name]
+        owner = optimizer if owner is None else owner
+        original = getattr(owner, attribute)
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(model(x), y)
+
+        def by_hand(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            found = loss(x, y)
+            found.backward()
+            optimizer.step()
+            return found.detach()
+
+        options = {"manual_optimization": True} if manual else {"max_grad_norm": 0.1}
+        step = diary.step(by_hand if manual else loss, model=model, optimizer=optimizer, **options)
+        try:
+            for index, (x, y) in enumerate(batches(45)):
+                if index == first:
+                    setattr(owner, attribute, counting(original, calls, wrapped))
+                if index == last:
+                    setattr(owner, attribute, original)
+                diary.write("loss", step(x, y))
+                diary.write("calls", len(calls))
+        finally:
+            setattr(owner, attribute, original)
+            if owner is optimizer:
+                del optimizer.zero_grad
+        diary.write_state(model, optimizer)
+
+    if first == 0:
+        report = both(script, never="the function is called on every step")
+    else:
+        report = both(script, replays=10)
+    assert any(" is counted (" in f.reason for f in report.fallbacks), str(report)
+
+
+def test_a_zero_grad_of_the_optimizers_own_class_is_called_in_each_step() -> None:
+    def script(diary: Diary) -> None:
+        calls: list[bool] = []
+
+        class Own(torch.optim.AdamW):
+            def zero_grad(self, set_to_none: bool = True) -> None:
+                calls.append(True)
+                super().zero_grad(set_to_none)
+
+        model = Net()
+        optimizer = Own(model.parameters(), lr=0.01, fused=True)
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(model(x), y)
+
+        step = diary.step(loss, model=model, optimizer=optimizer)
+        for x, y in batches(20):
+            diary.write("loss", step(x, y))
+            diary.write("calls", len(calls))
+        diary.write_state(model, optimizer)
+
+    both(script, refused="zero_grad of Own is zero_grad (")
