@@ -14,9 +14,6 @@ __all__ = ["left_out", "old_objects_wait", "read_once"]
 _YOUNG = 20_000
 """Objects that are made before the garbage collector looks at new ones, while Dynamo traces."""
 
-_FROZEN = 1000
-"""As many objects at least are taken away from the collector for good where somebody does so. Python has some."""
-
 
 @contextmanager
 def old_objects_wait() -> Iterator[None]:
@@ -24,9 +21,6 @@ def old_objects_wait() -> Iterator[None]:
 
     A trace makes so many objects that last that the collector looks at all that the process has more than once: half a
     million, most of them of what libraries have imported. No step of the training is made meanwhile.
-
-    Afterwards the count of looks at younger objects begins anew, which the next look at all of them waits for: a
-    capture takes one first, and the steps until then need none.
     """
     first, second, third = gc.get_threshold()
     if first:  # 0: it looks at nothing by itself
@@ -36,9 +30,6 @@ def old_objects_wait() -> Iterator[None]:
     finally:
         if first:
             gc.set_threshold(first, second, third)
-            if gc.get_freeze_count() < _FROZEN:
-                gc.freeze()  # the two together move all objects to the oldest ones
-                gc.unfreeze()
 
 
 @contextmanager
