@@ -72,7 +72,7 @@ def test_a_replaced_function_is_called_in_each_step(
                 del optimizer.zero_grad
         diary.write_state(model, optimizer)
 
-    if first == 0:
+    if first == 0 and "zero_grad" not in name:  # which steps with regions call
         report = both(script, never="the function is called on every step")
     else:
         report = both(script, replays=10)
@@ -100,4 +100,5 @@ def test_a_zero_grad_of_the_optimizers_own_class_is_called_in_each_step() -> Non
             diary.write("calls", len(calls))
         diary.write_state(model, optimizer)
 
-    both(script, refused="zero_grad of Own is zero_grad (")
+    report = both(script, replays=10)  # of regions
+    assert any("zero_grad of Own is zero_grad (" in row.reason for row in report.fallbacks), str(report)

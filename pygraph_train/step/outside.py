@@ -87,6 +87,10 @@ class Outside:
             return replaced
         return None if self._initialized else self._uninitialized()
 
+    def why_no_whole_step(self) -> Problem | None:
+        """Why no graph can hold forward and backward of this step together, while regions can. Hot path."""
+        return self._replaced.problem_of_optimizers()
+
     def _uninitialized(self) -> Problem | None:
         problem = uninitialized(self._program.model)
         self._initialized = problem is None

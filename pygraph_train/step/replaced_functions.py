@@ -28,27 +28,30 @@ class ReplacedFunctions:
         self._program = program
         self._seen: tuple[Any, ...] = ()
         self._problem: Problem | None = None
+        self._seen_of_optimizers: list[Any] = []
+        self._problem_of_optimizers: Problem | None = None
 
     def problem(self) -> Problem | None:
-        """Which one is replaced now. Hot path."""
-        program = self._program
-        optimizer = None if program.by_hand else program.optimizer
-        present = (
-            torch.Tensor.backward,
-            torch.autograd.backward,
-            torch.nn.utils.clip_grad_norm_ if program.clips else None,
-            *(
-                ()
-                if optimizer is None
-                else [one.zero_grad for one in getattr(optimizer, "members", (optimizer,))]
-            ),
-        )
+        """Which one is replaced now, `zero_grad` apart. Hot path."""
+        clip = torch.nn.utils.clip_grad_norm_ if self._program.clips else None
+        present = torch.Tensor.backward, torch.autograd.backward, clip
         if present != self._seen:
             self._seen = present
             self._problem = self._look(*present)
         return self._problem
 
-    def _look(self, of_tensors: Any, of_autograd: Any, clip: Any, *zero_grads: Any) -> Problem | None:
+    def problem_of_optimizers(self) -> Problem | None:
+        """Whether `zero_grad` is replaced, which steps with regions call. Hot path."""
+        optimizer = None if self._program.by_hand else self._program.optimizer
+        if optimizer is None:
+            return None
+        present = [one.zero_grad for one in getattr(optimizer, "members", (optimizer,))]
+        if present != self._seen_of_optimizers:
+            self._seen_of_optimizers = present
+            self._problem_of_optimizers = self._look_at_optimizers(present)
+        return self._problem_of_optimizers
+
+    def _look(self, of_tensors: Any, of_autograd: Any, clip: Any) -> Problem | None:
         found = {
             "torch.Tensor.backward": of_tensors,
             "torch.autograd.backward": of_autograd,
@@ -57,6 +60,9 @@ class ReplacedFunctions:
         for name, function in found.items():
             if function is not None and _is_foreign(function):
                 return _told(name, function)
+        return None
+
+    def _look_at_optimizers(self, zero_grads: list[Any]) -> Problem | None:
         optimizer = self._program.optimizer
         for one, zero_grad in zip(getattr(optimizer, "members", (optimizer,)), zero_grads, strict=False):
             if _is_foreign(zero_grad, _WRAPPERS):

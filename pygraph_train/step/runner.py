@@ -123,12 +123,12 @@ class StepRunner:
         """
         if (together := self._together) is not None:
             run = together.voted_first(run, lambda: self._refusing.off)
-            if together.ended is not None and self._refusing.off is None:
-                self._refusing.run(together.ended)
+            self._refusing.whole_steps(together.ended)
         if (problem := self._outside.why_plain()) is not None:
             self._refusing.plain_step(problem, for_good=self._outside.for_good)
         if problem is not None or self._refusing.stopped:
             return Ran(self._ungraphed.plainly(run))
+        self._refusing.whole_steps(self._outside.why_no_whole_step())
         if self._launch_bound is not None:
             if together is not None:
                 together.waits_for_host(self._launch_bound.open)
