@@ -171,10 +171,11 @@ class Refusing:
             self._updates.close()
         self._training.note(problem, asked=asked)
 
-    def whole_steps(self, problem: Problem | None) -> None:
-        """The same, where there is a reason and none was found before. Hot path."""
-        if problem is not None and self.off is None:
+    def refuses(self, problem: Problem | None) -> bool:
+        """Whether there is a reason against graphs of forward and backward, from now on. Hot path."""
+        if problem is not None:
             self.run(problem)
+        return problem is not None
 
     def plain_step(self, problem: Problem, *, for_good: bool) -> None:
         """The present step has to run as it is, and with `for_good` all that follow."""

@@ -123,12 +123,12 @@ class StepRunner:
         """
         if (together := self._together) is not None:
             run = together.voted_first(run, lambda: self._refusing.off)
-            self._refusing.whole_steps(together.ended)
+            if together.ended is not None and self._refusing.off is None:
+                self._refusing.run(together.ended)
         if (problem := self._outside.why_plain()) is not None:
             self._refusing.plain_step(problem, for_good=self._outside.for_good)
         if problem is not None or self._refusing.stopped:
             return Ran(self._ungraphed.plainly(run))
-        self._refusing.whole_steps(self._outside.why_no_whole_step())
         if self._launch_bound is not None:
             if together is not None:
                 together.waits_for_host(self._launch_bound.open)
@@ -137,7 +137,7 @@ class StepRunner:
                     self._signatures.sees(key_of(*(flat or flattened((args, kwargs)))))
                 return Ran(self._launch_bound.run(lambda: self._ungraphed.plainly(run)))
             self._launch_bound, self._tried_from = None, self._training.step
-        if self._refusing.off is not None:
+        if self._refusing.off is not None or self._refusing.refuses(self._outside.why_no_whole_step()):
             return Ran(self._ungraphed.with_the_best_plan(step, run))
         structure, leaves = flat or flattened((args, kwargs))
         key = key_of(structure, leaves)
