@@ -45,7 +45,8 @@ threading.Thread(target=tick, daemon=True).start()
 if fault == "begins another":
     another = [sys.executable, __file__.replace("child", "another"), path]
     subprocess.Popen(another, start_new_session=True)
-    time.sleep(0.3)
+    while not os.path.exists(path) or "another beside" not in open(path).read():
+        time.sleep(0.01)
 if fault == "raises":
     raise ValueError("a contender that raises")
 if fault == "hangs":
