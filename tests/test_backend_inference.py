@@ -305,8 +305,18 @@ def test_under_autocast(calls: list[Any]) -> None:
                 assert torch.is_autocast_enabled("cpu") is (step % 3 > 0)
         return values
 
-    same_as_plain(body, Plain, without_graphs=True, least=20)
-    assert len(calls) >= 24
+    class Exact(Plain):
+        """A part of it is not cast, wherever it is called."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                exact = self.first(x)
+            return self.last(exact) * exact.sum()
+
+    for kind in (Plain, Exact):
+        calls.clear()
+        same_as_plain(body, kind, without_graphs=True, least=20)
+        assert len(calls) >= 24
 
 
 def test_in_inference_mode(calls: list[Any]) -> None:
