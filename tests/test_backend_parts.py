@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from pygraph_train.regions.arena import Arena, Occupant
+from pygraph_train.regions.blocks import Block
 from pygraph_train.regions.measurements import Cost, Measurements, choose
 from pygraph_train.regions.pair import WORTH_POINTING, Pair
 from pygraph_train.regions.recording import _Repeatable, record
@@ -282,6 +284,60 @@ def test_an_old_pool_goes_when_its_last_tensor_does_also_when_nothing_is_capture
     assert engine.gone == [1]
     arena.in_the_way((new,), None)
     assert engine.gone == [1]
+
+
+def test_what_a_graph_leaves_alone_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is alive does not matter then, and to find out costs the host a microsecond for each graph."""
+    engine: Any = _CountsPools()
+    arena = Arena(engine)
+    alive, asked = Occupant.alive, []
+
+    def noted(occupant: Occupant) -> bool:
+        asked.append(occupant)
+        return alive(occupant)
+
+    monkeypatch.setattr(Occupant, "alive", noted)
+    others = [_occupant() for _ in range(3)]
+    blocks = frozenset(b for other in others[:2] for b in other.blocks)
+    reader = _occupant(keeps=blocks)
+    arena.add((*others, reader))
+    held = [_replayed(arena, other) for other in others]
+
+    assert arena.in_the_way((reader,), None) == [others[2]]
+    assert asked == others
+    held.clear()
+    asked.clear()
+    assert not arena.in_the_way((reader,), None) and asked == [others[2]]
+    asked.clear()
+    assert not arena.in_the_way((reader,), None) and not asked
+    own = _replayed(arena, reader)
+    assert arena.in_the_way((reader,), None) == [reader]
+    assert arena.in_the_way((others[1],), reader) == [], "it reads that, and nobody else does again"
+    del own
+    assert not arena.in_the_way((reader,), None)
+
+    own = _replayed(arena, others[0])
+    arena.remove((others[0],))
+    memory = weakref.ref(others[0].tensors[0])
+    asked.clear()
+    assert not arena.in_the_way((reader,), None) and asked == [others[0]], "its memory has to go when it can"
+    del own
+    others.clear()
+    asked.clear()
+    assert not arena.in_the_way((reader,), None)
+    asked.clear()
+    assert memory() is None
+
+
+def _occupant(keeps: frozenset[Block] = frozenset(), pool: int = 0) -> Occupant:
+    return Occupant({0: torch.randn(4)}, frozenset(), frozenset(), keeps, pool)
+
+
+def _replayed(arena: Arena, occupant: Occupant) -> torch.Tensor:
+    """An output of its graph, which somebody holds."""
+    occupant.tidy()
+    arena.ran((occupant,), None)
+    return occupant.tensors[0].detach()
 
 
 def test_an_output_at_the_place_of_what_was_freed_is_no_part_of_it() -> None:

@@ -64,6 +64,8 @@ class Occupant:
             hundreds of new ones would take the host longer than the rest of a replay.
         sentinel: the output of which every run gets an object of its own, if one tells for all.
         single: the outputs of which every run gets objects of its own.
+        mark: what other graphs know these outputs by, while the graph of these is open.
+        left_alone: marks of outputs of other graphs that replays leave alone, as far as it was asked.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Occupant:
         self._returned = [i for i in tensors if i in returned]
         self.keeps = keeps
         self.pool = pool
+        self.mark = object()
+        self.left_alone: set[object] = set()
         self.owned = True
         self._owner: Callable[[], object] = lambda: None
         self._watch_all = False  # hooks may keep some of what is saved and replace others
@@ -274,18 +278,19 @@ class Arena:
             occupants: outputs of the graph that is to run; it keeps the same for all of them.
             consumed: outputs of another graph that this one reads, and that nobody reads again.
         """
-        blocking = []
-        active = []
-        for other in self._active:
-            if other is consumed:
-                active.append(other)
-            elif other.alive():
-                active.append(other)
-                if other in occupants or not self._spares(occupants[0], other):
-                    blocking.append(other)
-        self._active = active
         if self._retired:
+            self._active = [other for other in self._active if other is consumed or other.alive()]
             self._release_pools()
+        asking = occupants[0]
+        left_alone = asking.left_alone
+        blocking = []
+        for other in [o for o in self._active if o.mark not in left_alone and o is not consumed]:
+            if not other.alive():
+                self._active.remove(other)
+            elif other in occupants or not self._spares(asking, other):
+                blocking.append(other)
+            elif other in self._occupants:
+                left_alone.add(other.mark)
         return blocking
 
     def _spares(self, occupant: Occupant, other: Occupant) -> bool:
@@ -349,6 +354,8 @@ class Arena:
     def remove(self, occupants: tuple[Occupant, ...]) -> None:
         """The graph was closed. What it handed out stays guarded until it is dead."""
         self._occupants = [o for o in self._occupants if o not in occupants]
+        for occupant in occupants:
+            occupant.mark = object()  # whoever leaves it alone lets go of it all the same, when it is dead
 
     def owners(self) -> set[object]:
         """The regions of all open graphs."""

@@ -33,7 +33,7 @@ from pygraph_train.torch_private.dispatch import autocast_enabled, no_autocast
 from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.torch_private.memory import no_view, storage_key
 
-__all__ = ["Direct"]
+__all__ = ["Direct", "Seen", "run_uncast"]
 
 _version = attrgetter("_version")
 _LOOKS = 3  # calls that are watched before a function counts as one that needs AOTAutograd's runtime
@@ -166,7 +166,7 @@ class _Regions(torch.autograd.Function, metaclass=_Boxed):
         for i in route.detached:
             inputs[i] = inputs[i].detach()
         checked = [inputs[i] for i in route.checked]
-        outputs = _run(route.forward, inputs)
+        outputs = run_uncast(route.forward, inputs)
         saved = outputs[route.returns :]
         for i in route.shared:
             saved[i] = saved[i].detach()
@@ -231,7 +231,7 @@ def _differentiated(
     others: Callable[[list[Any]], Any] | None,
 ) -> Sequence[Any]:
     run = route.backward if others is None else functools.partial(route.backward.run_others, others)
-    outputs = _run(run, inputs)
+    outputs = run_uncast(run, inputs)
     route.zeros.look(outputs)
     return pick([None, *outputs])
 
@@ -239,7 +239,7 @@ def _differentiated(
 _apply: Any = super(torch.autograd.Function, _Regions).apply  # below what functorch adds
 
 
-def _run(region: Callable[[list[Any]], Any], inputs: list[Any]) -> list[Any]:
+def run_uncast(region: Callable[[list[Any]], Any], inputs: list[Any]) -> list[Any]:
     """A region's own kernels have their types already."""
     if not autocast_enabled():
         return list(region(inputs))

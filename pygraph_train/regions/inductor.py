@@ -16,6 +16,7 @@ from pygraph_train.regions.absent import Absent, Backward, has_several_gradients
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
+from pygraph_train.regions.direct_inference import DirectInference
 from pygraph_train.regions.exponents import fix_exponents
 from pygraph_train.regions.histories import without_unused_histories
 from pygraph_train.regions.idle import handing_through
@@ -41,6 +42,7 @@ from pygraph_train.torch_private.aot import (
     dynamic_results,
     forget_strides_of_last_outputs,
     grad_mode_changed,
+    runs_graph_only,
     saved_and_checked,
     suggest_memory_format,
 )
@@ -131,7 +133,9 @@ def _compile_regions(
     for arena in list(_arenas.values()):
         arena.give_back_leftovers()
     compiled = noting(without_second_wrapper(compiled), pair.absent)
-    return Direct(compiled, pair) if pair.direct and pair.forward is not None else compiled
+    if not pair.direct or pair.forward is None:
+        return compiled
+    return Direct(compiled, pair) if pair.forward.spec.phase == "forward" else DirectInference(compiled, pair)
 
 
 def _with_absent(build: BuildRegion, absent: Absent, exact: Pair | None = None) -> BuildRegion:
@@ -286,7 +290,7 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair
     else:
         pair.outputs = tuple(map(str, outputs))
         pair.dynamic = dynamic_results()
-        pair.direct &= phase == "forward" and not grad_mode_changed()
+        pair.direct &= not grad_mode_changed() if phase == "forward" else runs_graph_only()
         seen = {_memory(node) for node in outputs[:saved_from]} - {None}
         saved = [_memory(node) for node in outputs[saved_from:]]
         pair.shared = tuple(i for i, memory in enumerate(saved) if memory in seen)

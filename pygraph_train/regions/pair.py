@@ -104,7 +104,7 @@ class Pair:
         shared: of what the forward saves, by position, that which lies in memory of the caller's outputs.
         donates: whether the backward writes over what the forward saved (AOTAutograd's donated buffers).
         absent: which gradients are not there when others are not.
-        direct: whether nothing comes between the caller and the regions (see `direct.Direct`), as far as known.
+        direct: whether nothing comes between the caller and the regions (see `direct`), as far as known.
     """
 
     def __init__(

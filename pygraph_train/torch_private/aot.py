@@ -23,6 +23,7 @@ __all__ = [
     "forget_strides_of_last_outputs",
     "grad_mode_changed",
     "mark_dynamic",
+    "runs_graph_only",
     "saved_and_checked",
     "saved_for_backward",
     "suggest_memory_format",
@@ -90,6 +91,23 @@ def dynamic_results() -> tuple[tuple[int, set[int]], ...]:
     metadata = _forward_metadata()
     infos = metadata.output_info if metadata is not None else ()
     return tuple((i, info.dynamic_dims) for i, info in enumerate(infos) if info.dynamic_dims)
+
+
+def runs_graph_only() -> bool:
+    """Whether the runtime of what is compiled now, without gradients, only runs its graph. (2.11, 2.13)
+
+    Otherwise it writes to inputs, makes results that are views anew, changes the grad mode, or puts effects in order.
+    That it gives the graph other inputs, as for subclasses, and takes other results from it, shows in them. It always
+    switches off gradients and autocast around the graph, and calls `mark_dynamic` for `dynamic_results`.
+    """
+    metadata = _forward_metadata()
+    if metadata is None or any(
+        info.mutates_data or info.mutates_metadata or info.mutates_storage_metadata
+        for info in metadata.input_info
+    ):
+        return False
+    views = metadata.num_outputs_aliased or metadata.num_intermediate_bases
+    return not (views or metadata.tokens or metadata.grad_enabled_mutation is not None)
 
 
 def mark_dynamic(tensor: torch.Tensor, dims: set[int]) -> None:

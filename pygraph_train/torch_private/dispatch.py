@@ -33,6 +33,7 @@ __all__ = [
     "packet_name",
     "replaces_memory",
     "schema",
+    "set_grad_mode",
     "symbols_of",
     "writes_arguments",
     "written_by_schema",
@@ -190,6 +191,11 @@ def symbols_of(values: Iterable[Any]) -> set[Any]:
 def autocast_enabled() -> bool:
     """Whether operations are cast, on any device, in this thread. (2.11, 2.13)"""
     return torch._C._is_any_autocast_enabled()
+
+
+def set_grad_mode(on: bool) -> None:
+    """What `torch.set_grad_enabled` does, which takes longer. (2.11, 2.13)"""
+    torch._C._set_grad_enabled(on)
 
 
 def no_autocast() -> AbstractContextManager[Any]:
