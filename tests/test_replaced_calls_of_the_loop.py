@@ -20,21 +20,32 @@ OWNERS: dict[str, tuple[Any, str]] = {
 }
 
 
-def counting(original: Callable[..., Any], calls: list[int], wrapped: bool) -> Callable[..., Any]:
+KINDS: dict[str, Callable[..., Any]] = {
+    "plain": lambda original: lambda counted: counted,
+    "wrapped": functools.wraps,
+    "without gradients": lambda original: torch.no_grad(),
+    "not compiled": lambda original: torch.compiler.disable,
+}
+
+
+def counting(original: Callable[..., Any], calls: list[int], kind: str) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return original(*args, **kwargs)
 
-    return functools.wraps(original)(counted) if wrapped else counted
+    made: Callable[..., Any] = KINDS[kind](original)(counted)
+    return made
 
 
 @pytest.mark.parametrize("name", OWNERS)
-@pytest.mark.parametrize(("first", "last"), [(0, 45), (15, 30)])
 @pytest.mark.parametrize("manual", [False, True])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("first", "last", "kind"),
+    [*((0, 45, kind) for kind in ("plain", "wrapped")), *((15, 30, kind) for kind in KINDS)],
+)
 @pytest.mark.quick
 def test_a_replaced_function_is_called_in_each_step(
-    name: str, first: int, last: int, manual: bool, wrapped: bool
+    name: str, first: int, last: int, manual: bool, kind: str
 ) -> None:
     if manual and name in ("clipping", "zero_grad of one optimizer", "zero_grad of optimizers"):
         pytest.skip("the step's own function calls it")
@@ -61,7 +72,7 @@ def test_a_replaced_function_is_called_in_each_step(
         try:
             for index, (x, y) in enumerate(batches(45)):
                 if index == first:
-                    setattr(owner, attribute, counting(original, calls, wrapped))
+                    setattr(owner, attribute, counting(original, calls, kind))
                 if index == last:
                     setattr(owner, attribute, original)
                 diary.write("loss", step(x, y))

@@ -9,6 +9,7 @@ import torch
 
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.program import StepProgram
+from pygraph_train.torch_private.packages import layers_of
 
 __all__ = ["ReplacedFunctions"]
 
@@ -58,20 +59,19 @@ class ReplacedFunctions:
             "torch.nn.utils.clip_grad_norm_": clip,
         }
         for name, function in found.items():
-            if function is not None and _is_foreign(function):
-                return _told(name, function)
+            if function is not None and (foreign := _foreign(function)) is not None:
+                return _told(name, foreign)
         return None
 
     def _look_at_optimizers(self, zero_grads: list[Any]) -> Problem | None:
         optimizer = self._program.optimizer
         for one, zero_grad in zip(getattr(optimizer, "members", (optimizer,)), zero_grads, strict=False):
-            if _is_foreign(zero_grad, _WRAPPERS):
-                return _told(f"zero_grad of {type(one).__name__}", zero_grad)
+            if (foreign := _foreign(zero_grad, _WRAPPERS)) is not None:
+                return _told(f"zero_grad of {type(one).__name__}", foreign)
         return None
 
 
 def _told(name: str, function: Callable[..., Any]) -> Problem:
-    function = getattr(function, "__func__", function)
     called = getattr(function, "__code__", function)
     own = getattr(called, "co_name", None) or getattr(type(function), "__name__", "something")
     where = defined_at(function) or "of somebody else"
@@ -81,12 +81,13 @@ def _told(name: str, function: Callable[..., Any]) -> Problem:
     )
 
 
-def _is_foreign(function: Any, known: tuple[str, ...] = ()) -> bool:
-    """Whether the code of a function is neither torch's nor pygraph-train's. `functools.wraps` does not hide it.
+def _foreign(function: Any, known: tuple[str, ...] = ()) -> Any:
+    """The code of a function that is neither torch's nor pygraph-train's, None where there is none.
+
+    Neither `functools.wraps` hides it, nor do decorators of torch.
 
     Args:
         known: further packages that it may be of.
     """
-    function = getattr(function, "__func__", function)
-    module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-    return module.partition(".")[0] not in (*_OURS, *known)
+    ours = (*_OURS, *known)
+    return next((layer for layer, package in layers_of(function) if package not in ours), None)
