@@ -113,3 +113,78 @@ def test_a_zero_grad_of_the_optimizers_own_class_is_called_in_each_step() -> Non
 
     report = both(script, replays=10)  # of regions
     assert any("zero_grad of Own is zero_grad (" in row.reason for row in report.fallbacks), str(report)
+
+
+@pytest.mark.parametrize("set_grad_none", [True, False])
+def test_fused_optimizers_have_a_zero_grad_that_does_as_torch(set_grad_none: bool) -> None:
+    class Fused(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+            self.set_grad_none = set_grad_none
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-0.1)
+
+        def zero_grad(self) -> None:
+            """Replaced below."""
+
+    module: dict[str, Any] = {"__name__": "apex.optimizers.fused_adam"}
+    exec(
+        "def zero_grad(self):\n"
+        "    for p in self.param_groups[0]['params']:\n"
+        "        if self.set_grad_none or p.grad is None:\n"
+        "            p.grad = None\n"
+        "        else:\n"
+        "            p.grad.zero_()\n",
+        module,
+    )
+    Fused.zero_grad = module["zero_grad"]  # type: ignore[method-assign]
+
+    def script(diary: Diary) -> None:
+        model = Net()
+        optimizer = Fused(model.parameters())
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(model(x), y)
+
+        step = diary.step(loss, model=model, optimizer=optimizer)
+        for x, y in batches(20):
+            diary.write("loss", step(x, y))
+        diary.write_state(model)
+
+    report = both(script, replays=10)
+    assert any("zero_grad of Fused" in row.reason for row in report.fallbacks) is not set_grad_none, str(
+        report
+    )
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_gradients_become_what_the_own_zero_grad_makes_of_them_by_default(several: bool) -> None:
+    """The second head is left out in the middle: with gradients of zero its momentum moves it on."""
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = False) -> None:
+            super().zero_grad(set_to_none)
+
+    def script(diary: Diary) -> None:
+        heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+        groups = [[heads[0]], [heads[1]]] if several else [[*heads]]
+        optimizers: Any = [
+            Own([p for head in group for p in head.parameters()], lr=0.1, momentum=0.9, fused=True)
+            for group in groups
+        ]
+        both_heads = [True]
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            out = heads[0](x) + heads[1](x) if both_heads[0] else heads[0](x)
+            return nn.functional.cross_entropy(out, y)
+
+        step = diary.step(loss, model=heads, optimizer=optimizers if several else optimizers[0])
+        for index, (x, y) in enumerate(batches(30)):
+            both_heads[0] = not 10 <= index < 20
+            diary.write("loss", step(x, y))
+        diary.write_state(heads, *optimizers)
+
+    both(script, replays=1)
