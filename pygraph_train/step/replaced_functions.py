@@ -16,6 +16,8 @@ __all__ = ["ReplacedFunctions"]
 _OURS = ("torch", "pygraph_train")
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
 """Packages whose optimizers pass `zero_grad` on to that of torch."""
+_FUSED = ("apex.optimizers.", "deepspeed.ops.", "transformer_engine.pytorch.optimizers.")
+"""Modules of optimizers whose own `zero_grad` does what torch's does, where they are made with their defaults."""
 
 
 class ReplacedFunctions:
@@ -66,9 +68,20 @@ class ReplacedFunctions:
     def _look_at_optimizers(self, zero_grads: list[Any]) -> Problem | None:
         optimizer = self._program.optimizer
         for one, zero_grad in zip(getattr(optimizer, "members", (optimizer,)), zero_grads, strict=False):
+            if _does_as_torch(one, zero_grad):
+                continue
             if (foreign := _foreign(zero_grad, _WRAPPERS)) is not None:
                 return _told(f"zero_grad of {type(one).__name__}", foreign)
         return None
+
+
+def _does_as_torch(optimizer: Any, zero_grad: Any) -> bool:
+    """Whether gradients become None, which a replay does: not with `set_grad_none=False` or other gradients."""
+    module = getattr(getattr(zero_grad, "__func__", None), "__globals__", {}).get("__name__") or ""
+    changed = getattr(optimizer, "set_grad_none", None) is False or getattr(
+        optimizer, "use_decoupled_grad", False
+    )
+    return module.startswith(_FUSED) and not changed
 
 
 def _told(name: str, function: Callable[..., Any]) -> Problem:
