@@ -188,3 +188,42 @@ def test_gradients_become_what_the_own_zero_grad_makes_of_them_by_default(severa
         diary.write_state(heads, *optimizers)
 
     both(script, replays=1)
+
+
+class CountingScaler(torch.amp.GradScaler):
+    """Notes how often it was asked to update its scale."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__("cpu", init_scale=64.0)
+        self.calls = calls
+
+    def update(self, new_scale: Any = None) -> None:
+        self.calls.append(1)
+        super().update(new_scale)
+
+
+@pytest.mark.parametrize("name", ["scale", "step", "update", "_unscale_grads_", "of its class"])
+def test_a_replaced_method_of_the_scaler_is_called_in_each_step(name: str) -> None:
+    def script(diary: Diary) -> None:
+        model, calls = Net(), list[int]()
+        optimizer = adamw(model)
+        by_class = name == "of its class"
+        scaler = CountingScaler(calls) if by_class else torch.amp.GradScaler("cpu", init_scale=64.0)
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(model(x), y)
+
+        step = diary.step(loss, model=model, optimizer=optimizer, scaler=scaler, max_grad_norm=0.1)
+        for index, (x, y) in enumerate(batches(30)):
+            if index == 15 and not by_class:
+                setattr(scaler, name, counting(getattr(scaler, name), calls, "plain"))
+            diary.write("loss", step(x, y))
+            diary.write("calls", len(calls))
+        diary.write("scale", scaler.get_scale())
+        diary.write_state(model, optimizer)
+
+    if name == "of its class":
+        report = both(script, never="of the GradScaler is update")
+    else:
+        report = both(script, replays=10)
+    assert any("of the GradScaler is" in row.reason for row in report.fallbacks), str(report)

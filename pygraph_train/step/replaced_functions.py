@@ -37,7 +37,7 @@ class ReplacedFunctions:
     def problem(self) -> Problem | None:
         """Which one is replaced now, `zero_grad` apart. Hot path."""
         clip = torch.nn.utils.clip_grad_norm_ if self._program.clips else None
-        present = torch.Tensor.backward, torch.autograd.backward, clip
+        present = torch.Tensor.backward, torch.autograd.backward, clip, *self._program.scaling.methods
         if present != self._seen:
             self._seen = present
             self._problem = self._look(*present)
@@ -54,11 +54,12 @@ class ReplacedFunctions:
             self._problem_of_optimizers = self._look_at_optimizers(present)
         return self._problem_of_optimizers
 
-    def _look(self, of_tensors: Any, of_autograd: Any, clip: Any) -> Problem | None:
+    def _look(self, of_tensors: Any, of_autograd: Any, clip: Any, *of_scaler: Any) -> Problem | None:
         found = {
             "torch.Tensor.backward": of_tensors,
             "torch.autograd.backward": of_autograd,
             "torch.nn.utils.clip_grad_norm_": clip,
+            **{f"{getattr(one, '__name__', 'a method')} of the GradScaler": one for one in of_scaler},
         }
         for name, function in found.items():
             if function is not None and (foreign := _foreign(function)) is not None:

@@ -21,6 +21,7 @@ __all__ = [
     "put_scaler_notes_back",
     "restore_optimizer_private_attributes",
     "runs_step_hooks",
+    "scaler_methods",
     "scaler_notes",
     "scaler_tensors",
     "scaler_unscaled",
@@ -123,6 +124,12 @@ def fused_adagrad_on_cuda() -> bool:
     # The version that brought the CUDA kernel also made Adagrad take GradScaler's tensors.
     optimizer = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)], fused=True)
     return step_supports_amp_scaling(optimizer)
+
+
+def scaler_methods(scaler: torch.amp.GradScaler) -> tuple[Any, ...]:
+    """What a loop calls of a scaler, and what these call for each optimizer (torch 2.11, 2.13). Hot path."""
+    own: Any = scaler
+    return own.scale, own.unscale_, own.step, own.update, own._unscale_grads_, own._maybe_opt_step
 
 
 def scaler_notes(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
