@@ -226,4 +226,25 @@ def test_a_replaced_method_of_the_scaler_is_called_in_each_step(name: str) -> No
         report = both(script, never="of the GradScaler is update")
     else:
         report = both(script, replays=10)
-    assert any("of the GradScaler is" in row.reason for row in report.fallbacks), str(report)
+    called = "update" if name == "of its class" else name
+    assert any(f"{called} of the GradScaler is" in row.reason for row in report.fallbacks), str(report)
+
+
+def test_a_zero_grad_of_the_model_empties_what_the_optimizer_does_not_have() -> None:
+    def script(diary: Diary) -> None:
+        model, scale = Net(), nn.Parameter(torch.ones(3))
+        optimizer = adamw(model)
+        model.scale = scale
+        optimizer.zero_grad = model.zero_grad  # type: ignore[method-assign]
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(model(x) * scale, y)
+
+        step = diary.step(loss, model=model, optimizer=optimizer)
+        for x, y in batches(20):
+            diary.write("loss", step(x, y))
+            diary.write("gradient", scale.grad)
+        diary.write_state(model, optimizer)
+
+    report = both(script, replays=10)  # of regions
+    assert any("zero_grad of AdamW is zero_grad (" in row.reason for row in report.fallbacks), str(report)

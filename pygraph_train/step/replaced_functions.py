@@ -9,6 +9,7 @@ import torch
 
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.program import StepProgram
+from pygraph_train.torch_private.optim import SCALER_METHODS
 from pygraph_train.torch_private.packages import layers_of
 
 __all__ = ["ReplacedFunctions"]
@@ -59,7 +60,9 @@ class ReplacedFunctions:
             "torch.Tensor.backward": of_tensors,
             "torch.autograd.backward": of_autograd,
             "torch.nn.utils.clip_grad_norm_": clip,
-            **{f"{getattr(one, '__name__', 'a method')} of the GradScaler": one for one in of_scaler},
+            **{
+                f"{name} of the GradScaler": one for name, one in zip(SCALER_METHODS, of_scaler, strict=False)
+            },
         }
         for name, function in found.items():
             if function is not None and (foreign := _foreign(function)) is not None:
@@ -71,7 +74,9 @@ class ReplacedFunctions:
         for one, zero_grad in zip(getattr(optimizer, "members", (optimizer,)), zero_grads, strict=False):
             if _does_as_torch(one, zero_grad):
                 continue
-            if (foreign := _foreign(zero_grad, _WRAPPERS)) is not None:
+            of_model = isinstance(getattr(zero_grad, "__self__", None), torch.nn.Module)
+            foreign = zero_grad if of_model else _foreign(zero_grad, _WRAPPERS)
+            if foreign is not None:
                 return _told(f"zero_grad of {type(one).__name__}", foreign)
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from pygraph_train.torch_private.packages import layers_of
 
 __all__ = [
+    "SCALER_METHODS",
     "count_optimizer_step",
     "fused_adagrad_on_cuda",
     "optimizer_private_attributes",
@@ -126,10 +128,11 @@ def fused_adagrad_on_cuda() -> bool:
     return step_supports_amp_scaling(optimizer)
 
 
-def scaler_methods(scaler: torch.amp.GradScaler) -> tuple[Any, ...]:
-    """What a loop calls of a scaler, and what these call for each optimizer (torch 2.11, 2.13). Hot path."""
-    own: Any = scaler
-    return own.scale, own.unscale_, own.step, own.update, own._unscale_grads_, own._maybe_opt_step
+SCALER_METHODS = ("scale", "unscale_", "step", "update", "_unscale_grads_", "_maybe_opt_step")
+"""What a loop calls of a scaler, and what these call for each optimizer (torch 2.11, 2.13)."""
+
+scaler_methods: Callable[[torch.amp.GradScaler], tuple[Any, ...]] = operator.attrgetter(*SCALER_METHODS)
+"""The methods with these names, as they are now. Hot path."""
 
 
 def scaler_notes(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
