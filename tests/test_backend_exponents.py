@@ -24,7 +24,13 @@ def _of_keyword(x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.pow(x, exponent=n)
 
 
-@pytest.mark.parametrize("power", [lambda x, n: x**n, torch.pow, lambda x, n: x.pow(n + 1), _of_keyword])
+def _of_keywords(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.pow(input=x, exponent=n)
+
+
+@pytest.mark.parametrize(
+    "power", [lambda x, n: x**n, torch.pow, lambda x, n: x.pow(n + 1), _of_keyword, _of_keywords]
+)
 def test_an_exponent_that_changes_has_a_graph_for_each_value(power: Any) -> None:
     def body(model: nn.Module, call: Any, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
         losses = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from training import Diary, Net, adamw, batches, both
@@ -136,5 +137,116 @@ def test_a_cache_that_tells_tensors_apart_is_asked_in_each_step() -> None:
                 norm.cache_clear()
 
         train(of, between, diary)
+
+    both(script, replays=1)
+
+
+def test_a_cached_function_sees_what_it_sees_in_a_plain_loop() -> None:
+    def script(diary: Diary) -> None:
+        @functools.lru_cache
+        def seen() -> tuple[str, bool]:
+            return str(torch.get_default_device()), torch.compiler.is_compiling()
+
+        torch.set_default_device("cpu:0")
+        try:
+            train(lambda model: len(seen()), lambda index: None, diary)
+            diary.write("seen", seen())
+        finally:
+            torch.set_default_device(None)
+
+    both(script, replays=18, plan="{F B O}")
+
+
+@pytest.mark.parametrize("room", [None, 1])
+def test_equal_numbers_are_the_same_answer(room: int | None) -> None:
+    def script(diary: Diary) -> None:
+        @functools.lru_cache(maxsize=room)
+        def factors(n: int) -> tuple[float, tuple[int]]:
+            return n / 2, (n,)
+
+        train(lambda model: factors(1)[0] + factors(2)[1][0], lambda index: None, diary)
+
+    both(script, replays=18, plan="{F B O}")
+
+
+def test_tensors_that_a_cache_has_no_room_for_are_made_in_each_step() -> None:
+    def script(diary: Diary) -> None:
+        @functools.lru_cache(maxsize=1)
+        def weights(rows: int) -> Tensor:
+            return torch.full((1,), float(rows))
+
+        train(lambda model: weights(1) + weights(2), lambda index: None, diary)
+
+    both(script, replays=1)
+
+
+@pytest.mark.parametrize("argument", [3, [3]], ids=["value", "no key"])
+def test_what_a_cached_function_raises_is_raised_in_each_step(argument: Any) -> None:
+    def script(diary: Diary) -> None:
+        @functools.lru_cache
+        def checked(rows: Any) -> int:
+            raise ValueError
+
+        def weight(model: Any) -> int:
+            try:
+                return checked(argument)
+            except ValueError:
+                return 2
+            except TypeError:
+                return 3
+
+        train(weight, lambda index: None, diary)
+
+    both(script, replays=1)
+
+
+class Size(NamedTuple):
+    rows: int
+    scale: float
+
+
+def test_a_cache_may_be_asked_for_a_named_tuple() -> None:
+    def script(diary: Diary) -> None:
+        @functools.lru_cache
+        def weights(size: Size) -> Tensor:
+            return torch.full((size.rows,), size.scale)
+
+        train(lambda model: weights(Size(1, 2.0)), lambda index: None, diary)
+
+    both(script, replays=18, plan="{F B O}")
+
+
+MADE: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "new": (lambda weight: weight * 2, True),
+    "the same": (lambda weight: weight.float(), False),
+    "of its memory": (lambda weight: weight.detach(), False),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_cache_has_no_answer_for_tensors_that_a_step_makes(kind: str) -> None:
+    make, graphed = MADE[kind]
+
+    def script(diary: Diary) -> None:
+        @functools.lru_cache(maxsize=1)
+        def norm(weight: Tensor) -> Tensor:
+            return weight.detach().norm()
+
+        train(lambda model: norm(make(next(model.parameters()))), lambda index: None, diary)
+
+    both(script, replays=18 if graphed else 1, plan="{F B O}" if graphed else None)
+
+
+def test_a_cache_that_is_asked_twice_for_a_tensor_gives_one_answer() -> None:
+    def script(diary: Diary) -> None:
+        @functools.lru_cache(maxsize=1)
+        def norm(weight: Tensor) -> Tensor:
+            return weight.detach().norm()
+
+        def weight(model: Any) -> Tensor:
+            made = next(model.parameters()) * 2
+            return norm(made).mul_(2) + norm(made)
+
+        train(weight, lambda index: None, diary)
 
     both(script, replays=1)

@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import timeit
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -42,7 +43,7 @@ from pygraph_train.optimizers.kernels import (
     supported_class,
 )
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.torch_private.optim import fused_adagrad_on_cuda
+from pygraph_train.torch_private.optim import fused_adagrad_on_cuda, optimizer_step_override
 
 pytestmark = pytest.mark.quick
 
@@ -346,8 +347,9 @@ def test_replaced_step_is_named_but_the_schedulers_counter_is_fine() -> None:
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("decorated", [False, True])
 def test_a_step_that_was_replaced_on_the_class_is_named(
-    monkeypatch: pytest.MonkeyPatch, scheduled: bool
+    monkeypatch: pytest.MonkeyPatch, scheduled: bool, decorated: bool
 ) -> None:
     original = torch.optim.AdamW.step
 
@@ -355,7 +357,7 @@ def test_a_step_that_was_replaced_on_the_class_is_named(
         return original(self, closure)
 
     _, first = two_groups(FUSED_CPU["adamw"])
-    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    monkeypatch.setattr(torch.optim.AdamW, "step", torch.no_grad()(counted) if decorated else counted)
     _, second = two_groups(FUSED_CPU["adamw"])  # torch wraps the step of the class here
     if scheduled:
         StepLR(second, 1)
@@ -372,6 +374,24 @@ def test_a_step_replaced_after_a_scheduler_was_made_is_not_called_by_anybody(
     StepLR(optimizer, 1)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
     assert OptimizerPreparation(optimizer, emulated=True).reason is None
+
+
+def test_a_step_put_over_that_of_an_own_class_before_a_scheduler_was_made_is_named() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            """Do nothing."""
+
+    optimizer = Own([Tensor([1.0])], lr=0.1)
+    StepLR(optimizer, 1)
+    assert optimizer_step_override(optimizer) is None
+
+    def counted(self: Any, closure: Any = None) -> Any:
+        return Own.step(self, closure)
+
+    optimizer = Own([Tensor([1.0])], lr=0.1)
+    optimizer.step = types.MethodType(counted, optimizer)  # type: ignore[method-assign]
+    StepLR(optimizer, 1)
+    assert optimizer_step_override(optimizer) is counted
 
 
 # Signatures and state

@@ -38,10 +38,10 @@ class OptimizerSet:
         """The state of all members, by parameter: a new dict."""
         return {p: own for optimizer in self.members for p, own in optimizer.state.items()}
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Empty the gradients of all members."""
+    def zero_grad(self) -> None:
+        """Empty the gradients of all members, as each does it by default."""
         for optimizer in self.members:
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad()
 
     def step(self) -> None:
         """Make a step of each member, in order."""

@@ -26,7 +26,8 @@ def fix_exponents(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.target not in (_METHODS if node.op == "call_method" else _POWERS):
             continue
-        base, exponent = (_value(x) for x in [*node.args, node.kwargs.get("exponent")][:2])
+        given = {**dict(zip(("input", "exponent"), node.args, strict=False)), **node.kwargs}
+        base, exponent = _value(given.get("input")), _value(given.get("exponent"))
         if isinstance(base, torch.Tensor) and base.requires_grad and isinstance(exponent, torch.SymInt):
             int(exponent)
 

@@ -165,7 +165,7 @@ class LossSteps:
             return detached_results(program.function()(*args, **kwargs))
         optimizer = program.optimizer
         if optimizer is not None and not self._pending:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
         loss, result = program.forward(plain_call, args, kwargs)
         if program.nothing_but_steps:
             loss.backward()
@@ -342,7 +342,7 @@ class LossProgram(StepOfLoss):
     ) -> Any:
         """The whole step without a graph; `update` makes its optimizer phase."""
         if self.optimizer is not None and position.fresh:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
         with self.replication.micro_batch(sync=position.sync):
             loss, result = self.forward(call, args, kwargs)
             self.backward(loss)

@@ -9,12 +9,16 @@ import torch
 
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.program import StepProgram
+from pygraph_train.torch_private.optim import SCALER_METHODS
+from pygraph_train.torch_private.packages import layers_of
 
 __all__ = ["ReplacedFunctions"]
 
 _OURS = ("torch", "pygraph_train")
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
 """Packages whose optimizers pass `zero_grad` on to that of torch."""
+_FUSED = ("apex.optimizers.", "deepspeed.ops.", "transformer_engine.pytorch.optimizers.")
+"""Modules of optimizers whose own `zero_grad` does what torch's does, where they are made with their defaults."""
 
 
 class ReplacedFunctions:
@@ -34,7 +38,7 @@ class ReplacedFunctions:
     def problem(self) -> Problem | None:
         """Which one is replaced now, `zero_grad` apart. Hot path."""
         clip = torch.nn.utils.clip_grad_norm_ if self._program.clips else None
-        present = torch.Tensor.backward, torch.autograd.backward, clip
+        present = torch.Tensor.backward, torch.autograd.backward, clip, *self._program.scaling.methods
         if present != self._seen:
             self._seen = present
             self._problem = self._look(*present)
@@ -51,27 +55,42 @@ class ReplacedFunctions:
             self._problem_of_optimizers = self._look_at_optimizers(present)
         return self._problem_of_optimizers
 
-    def _look(self, of_tensors: Any, of_autograd: Any, clip: Any) -> Problem | None:
+    def _look(self, of_tensors: Any, of_autograd: Any, clip: Any, *of_scaler: Any) -> Problem | None:
         found = {
             "torch.Tensor.backward": of_tensors,
             "torch.autograd.backward": of_autograd,
             "torch.nn.utils.clip_grad_norm_": clip,
+            **{
+                f"{name} of the GradScaler": one for name, one in zip(SCALER_METHODS, of_scaler, strict=False)
+            },
         }
         for name, function in found.items():
-            if function is not None and _is_foreign(function):
-                return _told(name, function)
+            if function is not None and (foreign := _foreign(function)) is not None:
+                return _told(name, foreign)
         return None
 
     def _look_at_optimizers(self, zero_grads: list[Any]) -> Problem | None:
         optimizer = self._program.optimizer
         for one, zero_grad in zip(getattr(optimizer, "members", (optimizer,)), zero_grads, strict=False):
-            if _is_foreign(zero_grad, _WRAPPERS):
-                return _told(f"zero_grad of {type(one).__name__}", zero_grad)
+            if _does_as_torch(one, zero_grad):
+                continue
+            of_model = isinstance(getattr(zero_grad, "__self__", None), torch.nn.Module)
+            foreign = zero_grad if of_model else _foreign(zero_grad, _WRAPPERS)
+            if foreign is not None:
+                return _told(f"zero_grad of {type(one).__name__}", foreign)
         return None
 
 
+def _does_as_torch(optimizer: Any, zero_grad: Any) -> bool:
+    """Whether gradients become None, which a replay does: not with `set_grad_none=False` or other gradients."""
+    module = getattr(getattr(zero_grad, "__func__", None), "__globals__", {}).get("__name__") or ""
+    changed = getattr(optimizer, "set_grad_none", None) is False or getattr(
+        optimizer, "use_decoupled_grad", False
+    )
+    return module.startswith(_FUSED) and not changed
+
+
 def _told(name: str, function: Callable[..., Any]) -> Problem:
-    function = getattr(function, "__func__", function)
     called = getattr(function, "__code__", function)
     own = getattr(called, "co_name", None) or getattr(type(function), "__name__", "something")
     where = defined_at(function) or "of somebody else"
@@ -81,12 +100,13 @@ def _told(name: str, function: Callable[..., Any]) -> Problem:
     )
 
 
-def _is_foreign(function: Any, known: tuple[str, ...] = ()) -> bool:
-    """Whether the code of a function is neither torch's nor pygraph-train's. `functools.wraps` does not hide it.
+def _foreign(function: Any, known: tuple[str, ...] = ()) -> Any:
+    """The code of a function that is neither torch's nor pygraph-train's, None where there is none.
+
+    Neither `functools.wraps` hides it, nor do decorators of torch.
 
     Args:
         known: further packages that it may be of.
     """
-    function = getattr(function, "__func__", function)
-    module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-    return module.partition(".")[0] not in (*_OURS, *known)
+    ours = (*_OURS, *known)
+    return next((layer for layer, package in layers_of(function) if package not in ours), None)

@@ -12,37 +12,48 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.compiling import called_plainly
 
 __all__ = ["mends"]
 
 
 @functools.cache
-def mends() -> tuple[tuple[Any, str, Any], ...]:
-    """(owner, attribute, value): changes of Dynamo while the library traces."""
+def mends(*, regions: bool) -> tuple[tuple[Any, str, Any], ...]:
+    """(owner, attribute, value): changes of Dynamo while the library traces.
+
+    Args:
+        regions: whether what is traced may be a part of a step.
+    """
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 
-    return ((WrapperUserFunctionVariable, "call_function", Around(_asking_caches)),)
+    return (
+        (WrapperUserFunctionVariable, "call_function", Around(functools.partial(_asking_caches, regions))),
+    )
 
 
-def _asking_caches(call_function: Callable[..., Any]) -> Callable[..., Any]:
+def _asking_caches(regions: bool, call_function: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         function, given = self.wrapper_obj, [*self.self_args(), *args]
         if not isinstance(function, functools._lru_cache_wrapper) or _is_of_a_library(function):
+            return call_function(self, tx, args, kwargs)
+        if not regions and _gets_new_tensors(tx, function, (*given, *kwargs.values())):
             return call_function(self, tx, args, kwargs)
         values = [_value(tx, argument) for argument in given]
         named = {name: _value(tx, argument) for name, argument in kwargs.items()}
         if _UNKNOWN in (*map(id, values), *map(id, named.values())):
             return call_function(self, tx, args, kwargs)
-        result = _call(functools.partial(function, *values, **named))
+        call = functools.partial(function, *values, **named)
+        result = _call(tx, call)
         _guard_identity(self)
         for argument in (*given, *kwargs.values()):
             _guard_argument(argument)
-        return _read(tx, result, functools.partial(function, *values, **named))
+        return _read(tx, result, call)
 
     return called
 
@@ -51,6 +62,39 @@ def _is_of_a_library(function: Any) -> bool:
     """Libraries whose cached functions return numbers and recipes that follow from their arguments alone."""
     module = f"{function.__module__ or ''}."
     return module.startswith(("torch.", "einops.", "transformers.utils."))
+
+
+def _gets_new_tensors(tx: Any, function: Any, arguments: Any) -> bool:
+    """Whether the cache never holds an answer: each step makes other tensors, and asks for each of them once.
+
+    Of a part of a step nobody knows that: the rest may ask again.
+    """
+    tensors = [argument for argument in (one.realize() for one in arguments) if argument.is_tensor()]
+    if not tensors:
+        return False
+    nodes = [argument.as_proxy().node for argument in tensors]
+    given = [node for node in tx.output.graph.nodes if node.op in ("placeholder", "get_attr")]
+    asked = _of_trace(tx, function, "tensors")
+    known = [*asked, *(node.meta.get("example_value") for node in given)]
+    made = [node.meta.get("example_value") for node in nodes]
+    if any(node in given or "dropout" in str(node.target) for node in nodes):
+        return False  # of `dropout` that drops nothing: it returns what it got, and a trace does not show it
+    if any(fake is None or _is_part_of(fake, known) for fake in made):
+        return False
+    asked.update(made)
+    return True
+
+
+def _is_part_of(tensor: Tensor, others: list[Any]) -> bool:
+    """Whether a tensor shares memory with others, as it does where `x.float()` returns `x`."""
+    aliases: Any = torch._C
+    return any(isinstance(one, Tensor) and aliases._is_alias_of(tensor, one) for one in others)
+
+
+def _of_trace(tx: Any, function: Any, kind: str) -> set[Any]:
+    """What this trace has asked the cache of a function for."""
+    asked: dict[Any, set[Any]] = vars(tx.output).setdefault("pygraph_asked_caches", {})
+    return asked.setdefault((function, kind), set())
 
 
 _NOTHING = object()
@@ -65,9 +109,12 @@ def _value(tx: Any, argument: Any) -> Any:
     if argument.is_tensor():
         _refuse("gets a tensor, and goes by which tensor it is")
     if isinstance(argument, UserDefinedObjectVariable):
-        if argument.source is None or tx.output.side_effects.has_pending_mutation(argument):
+        if argument.source is not None and not tx.output.side_effects.has_pending_mutation(argument):
+            return argument.value
+        try:
+            return argument.as_python_constant()  # a named tuple: a cache compares what is in it
+        except NotImplementedError:
             _refuse("gets an object that the step has made or changed")
-        return argument.value
     try:
         return argument.as_python_constant()
     except NotImplementedError:
@@ -92,15 +139,29 @@ def _guard_argument(argument: Any) -> None:
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
     argument = argument.realize()
-    if isinstance(argument, UserDefinedObjectVariable):
-        source: Any = argument.source
+    source: Any = argument.source
+    if source is not None and isinstance(argument, UserDefinedObjectVariable):
         install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
-def _call(call: Any) -> Any:
+def _call(tx: Any, call: Any) -> Any:
     """Calls the function, as plain Python does here. Draws nothing."""
+    from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr as modes
+
     before, cached = HostRandomState(), call.func.cache_info().currsize
-    result = call()
+    try:
+        with (
+            called_plainly(),
+            modes.temp_restore_stack(),
+        ):  # `torch.set_default_device` is one, and a trace takes them all away
+            result = call()
+    except Exception as error:
+        _refuse(f"raises {type(error).__name__}")
+    asked = _of_trace(tx, call.func, "values")
+    asked.add((call.args, frozenset(call.keywords.items())))
+    room = call.func.cache_info().maxsize
+    if room is not None and len(asked) > room and not _is_plain(result):
+        _refuse("holds less than the step asks it for")
     drawn = before.moved(HostRandomState())
     if drawn:  # plain Python draws this in the step, where it stands
         before.restore()
@@ -143,9 +204,22 @@ class _Answer:
         self.call, self._result = call, result
 
     def is_given(self) -> bool:
-        """Whether the function returns the same object, or an equal number or string."""
-        now, result = self.call(), self._result
-        return now is result or (type(now) is type(result) and type(now) in _PLAIN and now == result)
+        """Whether the function returns the same object, or equal numbers or strings."""
+        return _is_same(self.call(), self._result)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if type(now) is tuple and type(before) is tuple:
+        return len(now) == len(before) and all(map(_is_same, now, before))
+    return type(now) is type(before) and type(now) in _PLAIN and bool(now == before)
+
+
+def _is_plain(result: Any) -> bool:
+    if type(result) is tuple:
+        return all(map(_is_plain, result))
+    return result is None or type(result) in _PLAIN
 
 
 def _still_given(builder: Any, guard: Any) -> None:

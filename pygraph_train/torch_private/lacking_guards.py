@@ -11,6 +11,10 @@ __all__ = ["mends"]
 
 
 @functools.cache
-def mends() -> tuple[tuple[Any, str, Any], ...]:
-    """(owner, attribute, value): changes of Dynamo while the library traces."""
-    return (*absent_names.mends(), *attribute_dicts.mends(), *cached_calls.mends())
+def mends(*, regions: bool) -> tuple[tuple[Any, str, Any], ...]:
+    """(owner, attribute, value): changes of Dynamo while the library traces.
+
+    Args:
+        regions: whether what is traced may be a part of a step.
+    """
+    return (*absent_names.mends(), *attribute_dicts.mends(), *cached_calls.mends(regions=regions))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from pygraph_train.torch_private.packages import layers_of
+
 __all__ = [
+    "SCALER_METHODS",
     "count_optimizer_step",
     "fused_adagrad_on_cuda",
     "optimizer_private_attributes",
@@ -19,6 +23,7 @@ __all__ = [
     "put_scaler_notes_back",
     "restore_optimizer_private_attributes",
     "runs_step_hooks",
+    "scaler_methods",
     "scaler_notes",
     "scaler_tensors",
     "scaler_unscaled",
@@ -51,23 +56,21 @@ def optimizer_step_override(optimizer: torch.optim.Optimizer) -> Any:
     """
     step = vars(optimizer).get("step")
     kind: Any = type(optimizer)
-    of_class = kind.step
+    called = of_class = kind.step
     if step is not None:
         if not getattr(step, "_wrapped_by_lr_sched", False):
             return step
-        of_class = step.__wrapped__  # what a later change of the class does not reach
-    return of_class if _is_put_over(kind, of_class) else None
+        called = step.__wrapped__  # what a later change of the class does not reach
+    return called if _is_put_over(kind, of_class, called) else None
 
 
 @functools.cache
-def _is_put_over(kind: Any, step: Any) -> bool:
+def _is_put_over(kind: Any, of_class: Any, called: Any) -> bool:
+    """Whether the optimizer calls another step than that of its class, or torch's is somebody else's."""
     owner = next(cls for cls in kind.__mro__ if "step" in vars(cls))
     if owner.__module__.partition(".")[0] != "torch":  # an optimizer of somebody else has a step of its own
-        return False
-    while getattr(step, "__code__", None) is _hooked_step():
-        step = step.__wrapped__
-    module: str = getattr(step, "__globals__", {}).get("__name__", "")
-    return module.partition(".")[0] != "torch"
+        return called is not of_class
+    return any(package != "torch" for _, package in layers_of(called))
 
 
 def count_optimizer_step(optimizer: Any) -> None:
@@ -123,6 +126,13 @@ def fused_adagrad_on_cuda() -> bool:
     # The version that brought the CUDA kernel also made Adagrad take GradScaler's tensors.
     optimizer = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)], fused=True)
     return step_supports_amp_scaling(optimizer)
+
+
+SCALER_METHODS = ("scale", "unscale_", "step", "update", "_unscale_grads_", "_maybe_opt_step")
+"""What a loop calls of a scaler, and what these call for each optimizer (torch 2.11, 2.13)."""
+
+scaler_methods: Callable[[torch.amp.GradScaler], tuple[Any, ...]] = operator.attrgetter(*SCALER_METHODS)
+"""The methods with these names, as they are now. Hot path."""
 
 
 def scaler_notes(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:

@@ -14,9 +14,12 @@ def mends() -> tuple[tuple[Any, str, Any], ...]:
     return (*_no_advice(), _no_pages())
 
 
+_ADVICE = ("Dynamo does not know how to trace", "Dynamo detected a call to a `functools.lru_cache`")
+
+
 @functools.cache
 def _no_advice() -> tuple[tuple[Any, str, Any], ...]:
-    """No advice on graph breaks.
+    """No advice on graph breaks and on caches.
 
     What Dynamo warns of only once it has not warned of then, and does when the user's own code is compiled.
     """
@@ -26,7 +29,7 @@ def _no_advice() -> tuple[tuple[Any, str, Any], ...]:
     warn_once = utils.warn_once
 
     def warn(msg: str, stacklevel: int = 1) -> None:
-        if not msg.startswith("Dynamo does not know how to trace"):
+        if not msg.startswith(_ADVICE):
             warn_once(msg, stacklevel + 1)
 
     return (

@@ -87,7 +87,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         *checkpoints.mends(regions=regions),
         *texts.mends(),
         *_mends(),
-        *lacking_guards.mends(),
+        *lacking_guards.mends(regions=regions),
         *quiet.mends(),
         *beside_tracing.left_out(),
         *tools_wait(),
