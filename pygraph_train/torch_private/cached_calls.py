@@ -9,13 +9,14 @@ before each step whether it still returns the same.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pygraph_train.random_state import HostRandomState
+from pygraph_train.random_state import GENERATORS, OF_DEVICES, HostRandomState
 from pygraph_train.torch_private.changes import Around
 
 __all__ = ["mends"]
@@ -97,15 +98,53 @@ def _guard_argument(argument: Any) -> None:
         install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
-def _call(call: Any) -> Any:
-    """Calls the function, as plain Python does here. Draws nothing."""
-    before, cached = HostRandomState(), call.func.cache_info().currsize
+class _Draws(Exception):
+    pass
+
+
+def _undrawn(call: Any) -> Any:
+    """Calls the function, as plain Python does here.
+
+    Raises:
+        _Draws: it draws random numbers. Plain Python draws them in the step, where the call stands. The generators are
+            put back, and the cache forgets what was drawn.
+    """
+    before, held = HostRandomState(_GENERATORS), call.func.cache_info().currsize
     result = call()
-    drawn = before.moved(HostRandomState())
-    if drawn:  # plain Python draws this in the step, where it stands
+    if before.moved(HostRandomState(_GENERATORS)):
         before.restore()
-        if cached == 0:
-            call.func.cache_clear()
+        _forget_newest(call.func, held)
+        raise _Draws
+    return result
+
+
+_GENERATORS = (*GENERATORS, OF_DEVICES)
+
+
+def _forget_newest(function: Any, held: int) -> None:
+    """Let a cache forget what it was given last.
+
+    Args:
+        held: how many results it held before.
+    """
+    if held == 0:
+        function.cache_clear()
+        return
+    # CPython shows it to the garbage collector: a dict in the order of what it was given. It may lose entries
+    for table in gc.get_referents(function):
+        if (
+            type(table) is dict
+            and table is not vars(function)
+            and len(table) == function.cache_info().currsize
+        ):
+            table.popitem()
+            return
+
+
+def _call(call: Any) -> Any:
+    try:
+        result = _undrawn(call)
+    except _Draws:
         _refuse("draws random numbers")
     if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
         _refuse("returns a tensor with a history of its own")
@@ -141,10 +180,18 @@ class _Answer:
 
     def __init__(self, call: Any, result: Any) -> None:
         self.call, self._result = call, result
+        self._info = call.func.cache_info()
 
     def is_given(self) -> bool:
-        """Whether the function returns the same object, or an equal number or string."""
-        now, result = self.call(), self._result
+        """Whether the function returns the same object, or an equal number or string. Draws nothing. Hot path."""
+        before, info = self._info, self.call.func.cache_info()
+        # it has been asked for nothing new, and was not cleared: it returns what it holds
+        kept = info.currsize > 0 and info.misses == before.misses and info.hits >= before.hits
+        try:
+            now = self.call() if kept else _undrawn(self.call)
+        except _Draws:
+            return False
+        self._info, result = self.call.func.cache_info(), self._result
         return now is result or (type(now) is type(result) and type(now) in _PLAIN and now == result)
 
 
