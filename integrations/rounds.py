@@ -12,6 +12,9 @@ __all__ = ["Rounds"]
 _ABSENT = 16
 """Steps of others, for each optimizer, after which one that makes none is not waited for."""
 
+_MOST_ABSENT = 256
+"""The same of one that came back each time. Each time it is waited for twice as long."""
+
 
 class Rounds:
     """One round of all optimizers that make steps is a training step, and ends with the last one of them.
@@ -30,6 +33,8 @@ class Rounds:
         """There are other optimizers than before, or something else looks after some of them."""
         self._last: weakref.ref[OptimizerGraph] | None = None
         self._complete = True  # no later one is absent
+        self._given_up: weakref.ref[OptimizerGraph] | None = None
+        self._patience = _ABSENT
         self._others = 0
 
     def ends_with(self, graph: OptimizerGraph) -> bool:
@@ -39,7 +44,7 @@ class Rounds:
             self._others = 0
             return True
         self._others += 1
-        if last is not None and self._complete and self._others <= _ABSENT * len(self._optimizers):
+        if last is not None and self._complete and self._others <= self._patience * len(self._optimizers):
             return False
         return self._last_is_another(graph, last)
 
@@ -51,7 +56,10 @@ class Rounds:
         if last is None or last not in there:
             last = there[-1]
         later = there.index(graph) > there.index(last)
-        if later or self._others > _ABSENT * len(there):
+        if later and self._given_up is not None and self._given_up() is graph:
+            self._patience = min(2 * self._patience, _MOST_ABSENT)  # it makes steps, and few
+        if later or self._others > self._patience * len(there):
+            self._given_up = self._given_up if later else weakref.ref(last)
             last = graph
             self._others = 0
         self._last, self._complete = weakref.ref(last), last is there[-1]

@@ -1,4 +1,4 @@
-"""The random numbers of the host: where its generators are, and code that leaves them where they were."""
+"""Random numbers: where the generators of the host and of devices are, and code that leaves them where they were."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["GENERATORS", "HostRandomState", "random_numbers_kept"]
+__all__ = ["GENERATORS", "OF_DEVICES", "HostRandomState", "random_numbers_kept"]
 
 GENERATORS = ("torch", "python", "numpy")
 """torch's default generator for the CPU, Python's `random`, NumPy's `numpy.random`."""
 
+OF_DEVICES = "cuda"
+"""torch's default generators for CUDA devices."""
+
 
 class HostRandomState:
-    """Where generators of the host are now.
+    """Where generators of the host are now, and those of devices where these are asked for.
 
     Args:
-        generators: which of `GENERATORS`.
+        generators: which of `GENERATORS` and `OF_DEVICES`.
     """
 
     __slots__ = ("_states",)
@@ -53,7 +56,15 @@ def _state_of(generator: str) -> Any:
         return np.random.get_state(legacy=False)  # a dict, also of a bit generator that the user has set
     import torch
 
+    if generator == OF_DEVICES:
+        return tuple(tuple(one.get_state().tolist()) for one in _of_devices())
     return torch.get_rng_state()
+
+
+def _of_devices() -> tuple[Any, ...]:
+    import torch
+
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
 def _put_back(generator: str, state: Any) -> None:
@@ -63,6 +74,11 @@ def _put_back(generator: str, state: Any) -> None:
         import numpy as np
 
         np.random.set_state(state)
+    elif generator == OF_DEVICES:
+        import torch
+
+        for one, its in zip(_of_devices(), state, strict=False):  # further ones have only begun to exist
+            one.set_state(torch.tensor(its, dtype=torch.uint8))
     else:
         import torch
 

@@ -6,10 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from training import Diary, Net, adamw, batches, both
+
+from pygraph_train.random_state import OF_DEVICES, HostRandomState
 
 
 def train(
@@ -75,6 +78,45 @@ def test_a_cached_draw_is_drawn_once() -> None:
         train(lambda model: torch.rand(1) + noise(1), lambda index: None, diary)
 
     both(script, replays=1)
+
+
+@pytest.mark.parametrize("cache", [functools.lru_cache, functools.cache, functools.lru_cache(maxsize=1)])
+@pytest.mark.parametrize("draw", [torch.rand, lambda rows: torch.from_numpy(np.random.rand(rows)).float()])
+def test_a_cached_draw_is_drawn_where_it_stands(
+    draw: Callable[[int], Tensor], cache: Callable[..., Any]
+) -> None:
+    """Neither when the library traces the step, nor when it asks whether the cache is as it was."""
+
+    def script(diary: Diary) -> None:
+        np.random.seed(0)
+        rows = [1]
+
+        @cache
+        def noise(rows: int) -> Tensor:
+            return draw(rows)
+
+        def between(index: int) -> None:
+            if index == 12:  # the cache holds another result already
+                rows[0] = 8
+            elif index == 20:
+                noise.cache_clear()
+
+        train(lambda model: torch.rand(1) + draw(1) + noise(rows[0]), between, diary, 40)
+
+    both(script, replays=20, plan="{F B O}")
+
+
+def test_random_numbers_of_devices_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU other generators stand for those of devices."""
+    generators = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    before = HostRandomState((OF_DEVICES,))
+    assert not before.moved(HostRandomState((OF_DEVICES,)))
+    drawn = torch.rand(2, generator=generators[1])
+    assert before.moved(HostRandomState((OF_DEVICES,))) == {OF_DEVICES}
+    before.restore()
+    assert torch.equal(torch.rand(2, generator=generators[1]), drawn)
 
 
 class Cached(nn.Module):

@@ -159,3 +159,13 @@ def test_what_is_gone_or_looked_after_by_others_ends_no_round(three: Any) -> Non
     made[0].suspended = True
     rounds.begin_anew()
     assert counted(rounds, *made * 10) == 0
+
+
+@pytest.mark.parametrize("often", [20, 40, 200])
+def test_one_that_makes_a_step_now_and_then_ends_each_round(
+    three: tuple[Rounds, list[Stepped]], often: int
+) -> None:
+    rounds, (a, _, c) = three
+    counted(rounds, *([*[a] * often, c] * 20))
+    assert [counted(rounds, *[a] * often, c) for _ in range(10)] == [1] * 10
+    assert not any(rounds.ends_with(a) for _ in range(often)) and rounds.ends_with(c)

@@ -594,6 +594,24 @@ def test_the_report_says_so(kind: str, machine: Machine, monkeypatch: pytest.Mon
     assert "a step takes 1 ms as you wrote it, and 3 ms as plan {F} {B} {O}." in report.headline()
 
 
+@LOOPS
+@pytest.mark.parametrize("best", [NOTHING, OPTIMIZER])
+def test_the_first_line_names_the_plan_that_was_chosen_at_once(
+    kind: str, best: Plan, machine: Machine
+) -> None:
+    """A loop may end right after its comparison, whose last steps ran with another plan."""
+    machine.best = best
+    named = []
+
+    def each(step: int, model: nn.Module, plugin: Any) -> None:
+        controllers = plugin.report().controllers if plugin is not None else []
+        if controllers and controllers[-1].settled:
+            named.append(plugin.report().running_plan)
+
+    getattr(Loops(steps=100, each=each), kind)()
+    assert len(named) > 20 and set(named) == {str(best)}, named
+
+
 def test_the_report_says_that_graphs_were_found_to_be_faster(machine: Machine, unknown: None) -> None:
     machine.best = SEPARATE
     report = Loops().accelerate()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pygraph_train.selection.arms import NOTHING, Phase, Plan
+from pygraph_train.selection.windows import Switch
 
 __all__ = ["Progress"]
 
@@ -52,6 +53,13 @@ class Progress:
         self._count_again()
         self._last = plan, updated
         self._count(plan, updated)
+
+    def decided(self, switch: Switch) -> None:
+        """Another plan runs from now on: steps of the comparison that chose it say no more which one does."""
+        if switch.before != switch.arm:
+            recent = self.recent
+            recent.clear()
+            recent.extend([switch.arm.plan] * 2)  # more than the step that ends just now
 
     @property
     def ended(self) -> Counter[tuple[Plan, bool]]:

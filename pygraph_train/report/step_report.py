@@ -209,6 +209,7 @@ class StepReport:
         """Note which arm runs from now on."""
         self.switches.append(switch)
         self.plan = str(switch.arm.plan)
+        self._progress.decided(switch)
 
     def note(self, text: str) -> None:
         """Note something worth knowing, once."""
@@ -345,7 +346,6 @@ class StepReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts: ready for JSON."""
-        memory = peak_memory_mib() if self.engine == "cuda" else {}
         total = Progress.of(part.progress() for part in self.parts())
         return {
             "engine": self.engine,
@@ -377,7 +377,7 @@ class StepReport:
             "fallbacks": [dataclasses.asdict(f) for f in self.fallbacks],
             "notes": list(self.notes),
             "regions": [dataclasses.asdict(r) for r in self.regions()],
-            **memory,
+            **(peak_memory_mib() if self.engine == "cuda" else {}),
         }
 
     def rows(self, *, verbose: bool = False) -> list[tuple[str, str]]:

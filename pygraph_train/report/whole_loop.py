@@ -25,11 +25,9 @@ def of_whole_loop(controller: Controller, *, measured: bool) -> str:
     other = first if best != first and first in times else min(plain or others, key=times.__getitem__)
     if not measured:
         return f"the loop was compared as a whole, and is faster {_how(best)} than {_how(other)}"
+    now = f"It runs {_how(best)}" if controller.settled else "It is being compared once more"
     here, there = f"{times[best] * 1e3:.3g} ms", f"{times[other] * 1e3:.3g} ms"
-    return (
-        f"the loop was compared as a whole: a step takes {here} {_how(best)}, and {there} {_how(other)}. It runs "
-        f"{_how(best)}"
-    )
+    return f"the loop was compared as a whole: a step takes {here} {_how(best)}, and {there} {_how(other)}. {now}"
 
 
 def _how(arm: Arm) -> str:

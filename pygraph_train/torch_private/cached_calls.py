@@ -9,6 +9,7 @@ before each step whether it still returns the same.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pygraph_train.random_state import HostRandomState
+from pygraph_train.random_state import GENERATORS, OF_DEVICES, HostRandomState
 from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.compiling import called_plainly
 
@@ -144,17 +145,64 @@ def _guard_argument(argument: Any) -> None:
         install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
+class _Draws(Exception):
+    pass
+
+
+def _undrawn(call: Any) -> Any:
+    """Calls the function, as plain Python does here.
+
+    Raises:
+        _Draws: it draws random numbers. Plain Python draws them in the step, where the call stands. The generators are
+            put back, and the cache forgets what was drawn.
+        Exception: of the function. The generators are put back.
+    """
+    before, held = HostRandomState(_GENERATORS), call.func.cache_info().currsize
+    try:
+        result = call()
+    except Exception:
+        before.restore()
+        raise
+    if before.moved(HostRandomState(_GENERATORS)):
+        before.restore()
+        _forget_newest(call.func, held)
+        raise _Draws
+    return result
+
+
+_GENERATORS = (*GENERATORS, OF_DEVICES)
+
+
+def _forget_newest(function: Any, held: int) -> None:
+    """Let a cache forget what it was given last.
+
+    Args:
+        held: how many results it held before.
+    """
+    if held == 0:
+        function.cache_clear()
+        return
+    # CPython shows it to the garbage collector: a dict in the order of what it was given. It may lose entries
+    for table in gc.get_referents(function):
+        if (
+            type(table) is dict
+            and table is not vars(function)
+            and len(table) == function.cache_info().currsize
+        ):
+            table.popitem()
+            return
+
+
 def _call(tx: Any, call: Any) -> Any:
     """Calls the function, as plain Python does here. Draws nothing."""
     from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr as modes
 
-    before, cached = HostRandomState(), call.func.cache_info().currsize
     try:
-        with (
-            called_plainly(),
-            modes.temp_restore_stack(),
-        ):  # `torch.set_default_device` is one, and a trace takes them all away
-            result = call()
+        # `torch.set_default_device` is a mode, and a trace takes them all away
+        with called_plainly(), modes.temp_restore_stack():
+            result = _undrawn(call)
+    except _Draws:
+        _refuse("draws random numbers")
     except Exception as error:
         _refuse(f"raises {type(error).__name__}")
     asked = _of_trace(tx, call.func, "values")
@@ -162,12 +210,6 @@ def _call(tx: Any, call: Any) -> Any:
     room = call.func.cache_info().maxsize
     if room is not None and len(asked) > room and not _is_plain(result):
         _refuse("holds less than the step asks it for")
-    drawn = before.moved(HostRandomState())
-    if drawn:  # plain Python draws this in the step, where it stands
-        before.restore()
-        if cached == 0:
-            call.func.cache_clear()
-        _refuse("draws random numbers")
     if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)):
         _refuse("returns a tensor with a history of its own")
     return result
@@ -202,10 +244,19 @@ class _Answer:
 
     def __init__(self, call: Any, result: Any) -> None:
         self.call, self._result = call, result
+        self._info = call.func.cache_info()
 
     def is_given(self) -> bool:
-        """Whether the function returns the same object, or equal numbers or strings."""
-        return _is_same(self.call(), self._result)
+        """Whether the function returns the same object, or equal numbers or strings. Draws nothing. Hot path."""
+        before, info = self._info, self.call.func.cache_info()
+        # it has been asked for nothing new, and was not cleared: it returns what it holds
+        kept = info.currsize > 0 and info.misses == before.misses and info.hits >= before.hits
+        try:
+            now = self.call() if kept else _undrawn(self.call)
+        except Exception:  # of the function as well: the step calls it, and meets it
+            return False
+        self._info = self.call.func.cache_info()
+        return _is_same(now, self._result)
 
 
 def _is_same(now: Any, before: Any) -> bool:

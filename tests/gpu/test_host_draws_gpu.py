@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -253,3 +254,17 @@ def test_models_of_transformers(name: str, layerdrop: float) -> None:
         [batch() for _ in range(STEPS)],
         whole=60 if layerdrop == 0.0 else 10,
     )
+
+
+def test_what_a_cache_holds_was_drawn_on_the_device_where_it_stands() -> None:
+    """After the dropout of the same step, and not when the step is traced or a guard looks."""
+
+    @functools.lru_cache
+    def noise(rows: int) -> Tensor:
+        return torch.rand(rows, device="cuda")
+
+    def make() -> nn.Module:
+        noise.cache_clear()
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+    both(make, lambda net, x: (net(x) * noise(4)).square().mean(), inputs(), whole=50)
