@@ -197,7 +197,8 @@ def test_fallback_cost(loop, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("state", [name for name in STATES if name != "refused"])
 def test_fallback_cost_in_other_states(state, tmp_path):
-    options = ("--windows", "1", "--steps", "5", "--states", state, "--loops", "graphed-step")
+    loop = "accelerate-loop" if STATES[state].apart else "graphed-step"
+    options = ("--windows", "1", "--steps", "5", "--states", state, "--loops", loop)
     record = run("benchmarks.fallback_cost", tmp_path / "fallback.json", *options)
     (row,) = record["rows"]
     plan = "F B {O}" if state == "update-alone" else "F B O"
