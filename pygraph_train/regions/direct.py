@@ -33,10 +33,10 @@ from pygraph_train.torch_private.dispatch import autocast_enabled, no_autocast
 from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.torch_private.memory import no_view, storage_key
 
-__all__ = ["Direct", "Seen", "run_uncast"]
+__all__ = ["LOOKS", "Direct", "run_uncast", "watched"]
 
 _version = attrgetter("_version")
-_LOOKS = 3  # calls that are watched before a function counts as one that needs AOTAutograd's runtime
+LOOKS = 3  # calls that are watched before a function counts as one that needs AOTAutograd's runtime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Direct:
     def __init__(self, compiled: Callable[..., Any], pair: Pair) -> None:
         self._compiled = compiled
         self._pair = pair
-        self._looks = _LOOKS
+        self._looks = LOOKS
         self._route: Route | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -122,15 +122,11 @@ class Direct:
 
     def _look(self, args: tuple[Any, ...]) -> Any:
         """Call the long way, and find out whether there is a short one."""
-        forward, seen = self._pair.forward, Seen()
+        forward = self._pair.forward
         if forward is None or type(forward) is not Region:
             self._looks = 0
             return self._compiled(*args)
-        forward.witness = seen
-        try:
-            result = self._compiled(*args)
-        finally:
-            forward.witness = None
+        result, seen = watched(forward, self._compiled, args)
         if self._pair.backward is not None:  # else it is compiled when it is needed
             self._looks -= 1
             self._route = _route(self._pair, args, seen, result) if self._pair.direct else None
@@ -148,6 +144,15 @@ class Seen:
         outputs = run(inputs)
         self.runs.append((given, list(outputs)))
         return outputs
+
+
+def watched(region: Region, compiled: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Seen]:
+    """The result of a call that goes the long way, and what its region was given and returned."""
+    region.witness = seen = Seen()
+    try:
+        return compiled(*args), seen
+    finally:
+        region.witness = None
 
 
 class _Boxed(type(torch.autograd.Function)):  # type: ignore[misc]

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from pygraph_train.regions.direct import Seen, run_uncast
+from pygraph_train.regions.direct import LOOKS, run_uncast, watched
 from pygraph_train.regions.pair import Pair
 from pygraph_train.regions.region import Region
 from pygraph_train.torch_private.aot import mark_dynamic
 from pygraph_train.torch_private.dispatch import set_grad_mode
 
 __all__ = ["DirectInference"]
-
-_LOOKS = 3  # calls that are watched before a function counts as one that needs AOTAutograd's runtime
 
 
 class DirectInference:
@@ -35,7 +33,7 @@ class DirectInference:
         self._compiled = compiled
         self._pair = pair
         self._dynamic = pair.dynamic
-        self._looks = _LOOKS
+        self._looks = LOOKS
         self._region: Region | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -49,16 +47,12 @@ class DirectInference:
 
     def _look(self, args: tuple[Any, ...]) -> Any:
         """Call the long way, and find out whether it is nothing but a run of the region."""
-        region, seen = self._pair.forward, Seen()
+        region = self._pair.forward
         if type(region) is not Region:
             self._looks = 0
             return self._compiled(*args)
         self._looks -= 1
-        region.witness = seen
-        try:
-            result = self._compiled(*args)
-        finally:
-            region.witness = None
+        result, seen = watched(region, self._compiled, args)
         if len(seen.runs) == 1:
             inputs, outputs = seen.runs[0]
             if _same(inputs, args) and isinstance(result, (list, tuple)) and _same(outputs, result):
