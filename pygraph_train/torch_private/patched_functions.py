@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 import re
@@ -46,8 +45,9 @@ def call_originals(graph: torch.fx.GraphModule) -> bool:
 
 def _call_of(node: torch.fx.Node) -> Callable[..., Any] | None:
     """What a node has to call in the place of what its name stands for. None where it may stay as it is."""
-    if node.op == "call_function" and _is_replaced(node.target):
-        return _past_modes(node.target)
+    target: Any = node.target
+    if node.op == "call_function" and _is_replaced(target):
+        return _past_modes(target)
     name = _method_of(node)
     if name is None:
         return None
@@ -59,9 +59,9 @@ def _call_of(node: torch.fx.Node) -> Callable[..., Any] | None:
     if original is not None and _is_from(node, function.__code__):
         if node.op == "call_method":
             return _past_modes(original)
-        if node.target is getattr:
+        if target is getattr:
             return _past_modes(lambda owner, name: original.__get__(owner))
-    return _past_modes(present if node.op == "call_method" else node.target)
+    return _past_modes(present if node.op == "call_method" else target)
 
 
 def _method_of(node: torch.fx.Node) -> str | None:
@@ -108,7 +108,6 @@ def _is_replaced(function: Any) -> bool:
     return getattr(place, function.__name__, function) is not function
 
 
-@functools.cache
 def _past_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     """What calls the function, and is not of torch: code of graphs holds such functions themselves."""
 
