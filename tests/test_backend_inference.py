@@ -17,22 +17,12 @@ from test_backend import (  # noqa: F401
     same_as_plain,
     update,
 )
+from test_backend_direct import Plain
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from pygraph_train import backend
 from pygraph_train.regions import direct_inference
-
-
-class Plain(nn.Module):
-    """Nothing that a graph cannot express."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.last(F.dropout(F.gelu(self.first(x)), 0.3, self.training)))
 
 
 @pytest.fixture(autouse=True)

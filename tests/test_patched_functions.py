@@ -34,13 +34,11 @@ class Classifier(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("name", ["relu", "dropout", "cross_entropy"])
-def test_a_replacement_is_applied_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Whole steps of the emulated engine are not replayed: its modes see the replacement, and a comparison says so."""
-    monkeypatch.setattr(functional, name, larger(getattr(functional, name)))
+def train(make: Callable[[], nn.Module]) -> None:
+    """Train with whole steps, and compare with plain training."""
 
     def script(diary: Diary) -> None:
-        model = Classifier()
+        model = make()
         optimizer = adamw(model)
         step = diary.step(
             lambda x, y: functional.cross_entropy(model(x), y), model=model, optimizer=optimizer
@@ -50,6 +48,14 @@ def test_a_replacement_is_applied_once(monkeypatch: pytest.MonkeyPatch, name: st
         diary.write_state(model, optimizer)
 
     both(script, replays=10)
+
+
+@pytest.mark.parametrize("name", ["relu", "dropout", "cross_entropy"])
+def test_a_replacement_is_applied_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whole steps of the emulated engine are not replayed: its modes see the replacement, and a comparison says so."""
+    monkeypatch.setattr(functional, name, larger(getattr(functional, name)))
+
+    train(Classifier)
 
 
 @pytest.mark.parametrize("engine", ["emulated", "off"])
@@ -126,17 +132,7 @@ def test_a_replaced_method_is_applied_once(monkeypatch: pytest.MonkeyPatch, name
     """Whole steps of the emulated engine are not replayed, as above, and parts of them are."""
     monkeypatch.setattr(Tensor, name, larger(getattr(Tensor, name)))
 
-    def script(diary: Diary) -> None:
-        model = Calls(lambda x: x.sum(1) + x.relu()[:, 0])
-        optimizer = adamw(model)
-        step = diary.step(
-            lambda x, y: functional.cross_entropy(model(x), y), model=model, optimizer=optimizer
-        )
-        for x, y in batches(30):
-            diary.write("loss", step(x, y))
-        diary.write_state(model, optimizer)
-
-    both(script, replays=10)
+    train(lambda: Calls(lambda x: x.sum(1) + x.relu()[:, 0]))
 
 
 METHODS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
