@@ -744,9 +744,12 @@ def train(fabric):
     if fabric.global_rank == 0:
         print("LOSSES", losses, flush=True)
     fabric.barrier()
-    torch.distributed.destroy_process_group()
-    # Threads of gloo may outlive the group, and abort a process that waits for the end of Python.
+    # A group of gloo may wait for ever, or abort the process, while it is freed: the process ends without that.
+    kept.append(script)
+    kept.append(model)
     Finalize(None, os._exit, args=(0,), exitpriority=-1)
+
+kept = []
 
 if __name__ == "__main__":
     for attach in (False, True):
