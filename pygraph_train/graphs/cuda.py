@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, Me
 from pygraph_train.graphs.garbage import Everything, Garbage
 from pygraph_train.graphs.in_parts import CapturedParts, GraphInParts
 from pygraph_train.graphs.nodes import driver
+from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 _abandoned: list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool]] = []
 
-_capture_lock = threading.Lock()  # CUDA allows one capture at a time in the caching allocator
+_one_capture = OneCapture()  # CUDA allows one capture at a time in the caching allocator
 
 
 class _Shared:
@@ -164,12 +164,8 @@ class CudaEngine:
         self, fn: Callable[[], T], *, instantiate: bool = True, gaps: bool = False
     ) -> tuple[CudaGraph | GraphInParts, T]:
         """See `graphs.engine.Engine.capture`."""
-        if not _capture_lock.acquire(blocking=False):
-            raise RuntimeError("a CUDA graph capture is already under way in this process")
-        try:
+        with _one_capture:
             return self._capture(fn, instantiate, gaps)
-        finally:
-            _capture_lock.release()
 
     def _capture(
         self, fn: Callable[[], T], instantiate: bool, gaps: bool
@@ -335,7 +331,7 @@ class CudaEngine:
         for graph in self._anchors.values():
             graph.reset()
         self._anchors.clear()
-        if not _capture_lock.locked():  # those of captures lie in the pool, and would keep its segments
+        if not _one_capture.anywhere:  # those of captures lie in the pool, and would keep its segments
             clear_cublas_workspaces()
         self._pool = self._other = self._shared = None
         _garbage.expect()  # inputs of its graphs lie in reference cycles, and keep segments of its pools

@@ -9,7 +9,6 @@ everything that is built on graphs; it is slower than plain PyTorch.
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +32,7 @@ from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves
 from pygraph_train.graphs.engine import CaptureError, MemoryUse
 from pygraph_train.graphs.memory import span
 from pygraph_train.graphs.nodes import Node
+from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.dispatch import (
     FakeTensor,
@@ -48,7 +48,7 @@ __all__ = ["EmulatedEngine", "EmulatedGraph", "is_capturing"]
 
 T = TypeVar("T")
 
-_one_capture = threading.Lock()
+_one_capture = OneCapture()
 
 # These read a tensor on the host without a dispatched operation, so only a function mode sees them.
 _HOST_READS = {
@@ -65,8 +65,8 @@ _aten = torch.ops.aten
 
 
 def is_capturing() -> bool:
-    """Whether an emulated capture is under way in this process."""
-    return _one_capture.locked()
+    """Whether an emulated capture is under way in this thread."""
+    return _one_capture.here
 
 
 class EmulatedEngine:
@@ -141,12 +141,8 @@ class EmulatedEngine:
         """
         if self._closed:
             raise RuntimeError("this emulated engine is closed: it cannot capture any more")
-        if not _one_capture.acquire(blocking=False):
-            raise RuntimeError("another capture is under way: a process captures one graph at a time")
-        try:
+        with _one_capture:
             return self._capture(fn, gaps)
-        finally:
-            _one_capture.release()
 
     def _capture(self, fn: Callable[[], T], gaps: bool) -> tuple[EmulatedGraph, T]:
         tape = _Tape(HostTensors(readable=self._draws_on_host))

@@ -14,6 +14,7 @@ from pygraph_train.step.choice import Choice
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.regions import Regions
 from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.turns import in_turn
 from pygraph_train.step.updates import Updates
 
 __all__ = ["NO_GRAPH", "Ran", "Replayed", "StepInFlight"]
@@ -130,6 +131,7 @@ class StepInFlight:
         """The update begins, of a step whose adapter does not need `update`."""
         self._training.clock.mark("O")
 
+    @in_turn
     def update(self, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the optimizer phase, from its own graph where the plan says so.
 

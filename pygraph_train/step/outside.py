@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from pygraph_train.problems import Problem
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.replaced_functions import ReplacedFunctions
+from pygraph_train.step.turns import OTHER_THREAD, has_turn
 from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
 from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
 from pygraph_train.tracing.refusals import (
@@ -76,6 +77,8 @@ class Outside:
 
     def why_plain(self) -> Problem | None:
         """Why the present step has to run as it is. Hot path."""
+        if not has_turn():
+            return OTHER_THREAD
         if torch.is_anomaly_enabled() or any(self._global_hooks):
             self.for_good = True
             return ANOMALY if torch.is_anomaly_enabled() else GLOBAL_HOOK

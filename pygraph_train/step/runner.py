@@ -32,6 +32,7 @@ from pygraph_train.step.resting import Resting
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.step.turns import in_turn
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
@@ -104,6 +105,7 @@ class StepRunner:
         self._present = StepInFlight(position, self._present.choice, *self._flies_with)
         return self._present
 
+    @in_turn
     def make(
         self,
         step: StepInFlight,
@@ -227,9 +229,8 @@ class StepRunner:
     @property
     def hopeless(self) -> bool:
         """Whether many steps have brought reasons, and neither a replay nor a region."""
-        run = self._training
-        tried = run.step - self._tried_from >= _PATIENCE
-        return tried and run.reasons > 0 and not (run.replays or self._regions.records)
+        run, tried = self._training, self._training.step - self._tried_from
+        return tried >= _PATIENCE and run.reasons > 0 and not (run.replays or self._regions.records)
 
     def share(self, flag: bool) -> list[bool] | None:
         """Between steps: a flag of each rank, without a look at the device. None where ranks exchange nothing."""

@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pygraph_train.torch_private.traces_of_threads import PerThread
+
 __all__ = [
     "State",
     "around_backward",
@@ -33,12 +35,12 @@ __all__ = [
 State = tuple[tuple[str, torch.dtype], ...]
 """Devices with autocast, and the types that it casts to."""
 
-_around: State | None = None
+_around: PerThread[State] = PerThread([])
 
 
 def around_backward() -> State | None:
     """The devices and types of autocast where the backward will be called, None where nobody knows."""
-    return _around
+    return _around.innermost
 
 
 @contextmanager
@@ -48,22 +50,21 @@ def backward_comes_here(state: State | None = None) -> Iterator[None]:
     Args:
         state: another one than the present autocast, where it is known.
     """
-    global _around
-    before = _around
-    if before is None:
-        _around = present() if state is None else state
+    own = _around.own
+    _around.push(own[-1] if own else present() if state is None else state)
     try:
         yield
     finally:
-        _around = before
+        _around.pop()
 
 
 def as_around_backward() -> AbstractContextManager[Any]:
     """Backwards are traced under the autocast that they will be called under."""
     config: Any = torch._functorch.config
-    if _around is None or _around == present():
+    around = around_backward()
+    if around is None or around == present():
         return nullcontext()
-    modes = [{"device_type": device, "dtype": dtype} for device, dtype in _around]
+    modes = [{"device_type": device, "dtype": dtype} for device, dtype in around]
     patched: AbstractContextManager[Any] = config.patch(backward_pass_autocast=modes or "off")
     return patched
 

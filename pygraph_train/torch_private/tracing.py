@@ -26,9 +26,9 @@ from pygraph_train.torch_private import (
 )
 from pygraph_train.torch_private.changes import Around, no_bounded_deques
 from pygraph_train.torch_private.compiling import as_in_plain_python
-from pygraph_train.torch_private.cudnn_dropout import generators_apart
 from pygraph_train.torch_private.guards import with_place
 from pygraph_train.torch_private.late_imports import tools_wait
+from pygraph_train.torch_private.traces_of_threads import Trace, traced_by
 
 __all__ = [
     "dynamo_region_config",
@@ -94,7 +94,7 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         _forgetful(),
         _with_places(),
     ]
-    return _changed([*changes, *mends, no_bounded_deques(), _optimizers_as_they_are(), _tracer(), *further])
+    return _changed([*changes, *mends, no_bounded_deques(), _optimizers_as_they_are(), *further])
 
 
 @functools.cache
@@ -190,30 +190,34 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
     """
     import torch._dynamo.config as config
 
-    return _tracing(
-        *further,
-        *second_derivatives.changes(),  # last: they go on with what is there
-        regions=False,
-        specialize_int=True,
-        specialize_float=True,
-        allow_unspec_int_on_nn_module=False,
-        automatic_dynamic_shapes=False,
-        assume_static_by_default=True,
-        capture_scalar_outputs=True,
-        capture_dynamic_output_shape_ops=False,
-        skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
-        skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
-        use_recursive_dict_tags_for_guards=False,  # misses new `__defaults__` and `__code__` of functions
-        allow_rnn=True,  # a recurrent network is one operation of the graph
-        side_effect_replay_policy="info",  # keeps the user's stack of every mutation
-        recompile_limit=32,
-        suppress_errors=False,
-        # `warning_once` and its like (transformers puts them on Logger) say nothing the second time
-        ignore_logging_functions=_Functions.of(
-            *config.ignore_logging_functions,
-            *[getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")],
-        ),
-    )
+    def traced(trace: Trace, *args: Any) -> Any:
+        with _tracing(
+            *further,
+            *second_derivatives.changes(),  # last: they go on with what is there
+            regions=False,
+            specialize_int=True,
+            specialize_float=True,
+            allow_unspec_int_on_nn_module=False,
+            automatic_dynamic_shapes=False,
+            assume_static_by_default=True,
+            capture_scalar_outputs=True,
+            capture_dynamic_output_shape_ops=False,
+            skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
+            skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
+            use_recursive_dict_tags_for_guards=False,  # misses new `__defaults__` and `__code__` of functions
+            allow_rnn=True,  # a recurrent network is one operation of the graph
+            side_effect_replay_policy="info",  # keeps the user's stack of every mutation
+            recompile_limit=32,
+            suppress_errors=False,
+            # `warning_once` and its like (transformers puts them on Logger) say nothing the second time
+            ignore_logging_functions=_Functions.of(
+                *config.ignore_logging_functions,
+                *[getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")],
+            ),
+        ):
+            return trace(*args)
+
+    return traced_by(traced)
 
 
 def weights_are_flat() -> tuple[tuple[Any, str, Any], ...]:
@@ -286,35 +290,20 @@ def dynamo_region_config(
     """
     failures: list[BaseException] = []
     failed: list[types.CodeType] = []
-    tracer, call, trace = _tracer()
 
-    def traced(self: Any, frame: Any, *args: Any) -> Any:
+    def traced(trace: Trace, stock: Any, frame: Any, *args: Any) -> Any:
         before = len(failures)
         with _tracing_regions(failures, settings, plain=plain):
-            found = trace(self, frame, *args)
+            found = trace(stock, frame, *args)
         if len(failures) > before and found.guarded_code is None:
             found.apply_to_code = False  # this call alone
             failed.append(frame.f_code)
         return found
 
-    with autocast.backward_comes_here(backward), _changed([(tracer, call, traced)]):
+    with autocast.backward_comes_here(backward), traced_by(traced):
         yield failures
     for code in failed:
         torch._dynamo.eval_frame.skip_code(code)
-
-
-@functools.cache
-def _tracer() -> tuple[Any, str, Any]:
-    """What is called for a frame without compiled code, and sets random states to what they are. (2.11, 2.13)"""
-    from torch._dynamo.convert_frame import CatchErrorsWrapper
-
-    trace = CatchErrorsWrapper.__call__
-
-    def traced(self: Any, *args: Any) -> Any:
-        with generators_apart(), beside_tracing.old_objects_wait(), beside_tracing.read_once():
-            return trace(self, *args)
-
-    return CatchErrorsWrapper, "__call__", traced
 
 
 @contextmanager

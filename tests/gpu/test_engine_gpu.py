@@ -123,7 +123,7 @@ def test_failed_capture_leaves_everything_usable(engine: CudaEngine, fail, error
 
 def test_second_capture_inside_a_capture_is_refused(engine: CudaEngine) -> None:
     other = CudaEngine(torch.device("cuda"))
-    with pytest.raises(RuntimeError, match="already under way"):
+    with pytest.raises(RuntimeError, match="another capture is under way"):
         engine.capture(lambda: other.capture(lambda: torch.ones(1, device="cuda")))
 
 

@@ -1,0 +1,120 @@
+"""Whose settings a trace of Dynamo has, where several threads train: Dynamo has one set for the whole process.
+
+A thread says how its traces are made while it calls compiled code. The settings are in place during the trace alone,
+and Dynamo makes one trace at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from pygraph_train.torch_private import beside_tracing
+from pygraph_train.torch_private.cudnn_dropout import generators_apart
+
+__all__ = ["PerThread", "Trace", "traced_by"]
+
+T = TypeVar("T")
+
+Trace = Callable[..., Any]
+"""Traces a frame of Python: what Dynamo calls for a frame without compiled code, and its arguments."""
+
+
+class PerThread(threading.local, Generic[T]):
+    """Values that contexts hold for their own thread.
+
+    Threads of autograd run parts of a step for another thread. They find what any thread holds, the last one first.
+
+    Args:
+        everywhere: a list that all threads share.
+    """
+
+    def __init__(self, everywhere: list[T]) -> None:
+        self._own: list[T] = []
+        self._everywhere = everywhere
+
+    def push(self, value: T) -> None:
+        self._own.append(value)
+        self._everywhere.append(value)
+
+    def pop(self) -> None:
+        value = self._own.pop()
+        with _changes:
+            last = max(i for i, one in enumerate(self._everywhere) if one is value)
+            del self._everywhere[last]
+
+    @property
+    def own(self) -> list[T]:
+        """Of this thread, the innermost one last."""
+        return self._own
+
+    @property
+    def innermost(self) -> T | None:
+        """None where no thread holds any."""
+        if self._own:
+            return self._own[-1]
+        with _changes:
+            return self._everywhere[-1] if self._everywhere else None
+
+
+class _Inside(threading.local):
+    """Whether this thread makes a trace."""
+
+    now = False
+
+
+_changes = threading.Lock()
+_ways: PerThread[Trace] = PerThread([])
+_inside = _Inside()
+_installed = 0
+
+
+@contextmanager
+def traced_by(way: Trace) -> Iterator[None]:
+    """What this thread calls inside is traced by `way(trace, *args)`, where `trace` is Dynamo's. (2.11, 2.13)"""
+    global _installed
+    owner, name, stock, ours = _tracer()
+    _ways.push(way)
+    with _changes:
+        _installed += 1
+        if _installed == 1:
+            setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        _ways.pop()
+        with _changes:
+            _installed -= 1
+            if not _installed:
+                setattr(owner, name, stock)
+
+
+@functools.cache
+def _tracer() -> tuple[type, str, Trace, Trace]:
+    """Where Dynamo has what it calls for a frame without compiled code; that function, and ours."""
+    from torch._dynamo.convert_frame import CatchErrorsWrapper, compile_lock
+
+    stock = CatchErrorsWrapper.__call__
+
+    def trace(*args: Any) -> Any:
+        # Dynamo sets random states to what they are
+        with generators_apart(), beside_tracing.old_objects_wait(), beside_tracing.read_once():
+            return stock(*args)
+
+    def ours(*args: Any) -> Any:
+        if _inside.now:
+            return trace(*args)
+        way = _ways.innermost
+        if way is None:  # the last context has ended meanwhile
+            return stock(*args)
+        with compile_lock:
+            _inside.now = True
+            try:
+                return way(trace, *args)
+            finally:
+                _inside.now = False
+
+    return CatchErrorsWrapper, "__call__", stock, ours
