@@ -12,6 +12,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.replaced_functions import ReplacedFunctions
 from pygraph_train.step.turns import OTHER_THREAD, has_turn
+from pygraph_train.torch_private.autograd import detects_anomalies
 from pygraph_train.torch_private.hooks import global_module_hook_tables, saved_tensors_hooks_active
 from pygraph_train.torch_private.switches import function_modes, is_dispatch_watched, is_function_watched
 from pygraph_train.tracing.refusals import (
@@ -27,7 +28,7 @@ __all__ = ["Outside", "around_the_step", "uninitialized", "what_watches"]
 
 def around_the_step() -> Iterator[Problem]:
     """Everything that is active now, and of which a replay would show nothing."""
-    if torch.is_anomaly_enabled():
+    if detects_anomalies():
         yield ANOMALY
     if any(global_module_hook_tables()):
         yield GLOBAL_HOOK
@@ -79,9 +80,12 @@ class Outside:
         """Why the present step has to run as it is. Hot path."""
         if not has_turn():
             return OTHER_THREAD
-        if torch.is_anomaly_enabled() or any(self._global_hooks):
+        if torch.is_anomaly_enabled() and detects_anomalies():
             self.for_good = True
-            return ANOMALY if torch.is_anomaly_enabled() else GLOBAL_HOOK
+            return ANOMALY
+        if any(self._global_hooks):
+            self.for_good = True
+            return GLOBAL_HOOK
         watcher = what_watches()
         if watcher is not None:
             return watcher

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from pygraph_train.torch_private.hooks import saved_tensors_hooks_active
+from pygraph_train.torch_private.traces_of_threads import no_other_trace
 
 __all__ = [
     "arrival_of",
@@ -20,6 +21,7 @@ __all__ = [
     "backwards_called_again",
     "compiled_autograd_wanted",
     "compiled_kernels_refuse",
+    "detects_anomalies",
     "edges_in_order",
     "is_cast",
     "is_function_in_python",
@@ -189,6 +191,14 @@ def refuse_second_backward(
     """Gradients that raise when they are differentiated, as those of every compiled function. (2.11, 2.13)"""
     given = [g if g is None else g.detach().requires_grad_() for g in gradients]
     return torch._C._functions.DelayedError(message.encode(), len(given))(*given)  # type: ignore[arg-type]
+
+
+def detects_anomalies() -> bool:
+    """Whether anomaly detection is on. AOTAutograd has it on while it traces, and so have all threads then."""
+    if not torch.is_anomaly_enabled():
+        return False
+    with no_other_trace():
+        return torch.is_anomaly_enabled()
 
 
 def backwards_called_again() -> AbstractContextManager[None]:

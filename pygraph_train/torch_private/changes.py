@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Around", "around_examples", "before_examples", "no_bounded_deques", "no_comparisons"]
+__all__ = [
+    "Around",
+    "SharedChange",
+    "around_examples",
+    "before_examples",
+    "no_bounded_deques",
+    "no_comparisons",
+]
 
 
 @dataclass(frozen=True)
@@ -15,6 +24,35 @@ class Around:
     """The value of a change that goes around what is there before it, changed or not."""
 
     make: Callable[[Any], Any]
+
+
+class SharedChange:
+    """A change of the process that several threads may want at a time. The first one makes it, the last one undoes it.
+
+    Args:
+        make: a context in which the change holds.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._undo = ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Context in which the change holds."""
+        with self._lock:
+            if not self._wanted:
+                self._undo.enter_context(self._make())
+            self._wanted += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted -= 1
+                if not self._wanted:
+                    self._undo.close()
 
 
 def around_examples(around: Callable[[Any], Any]) -> tuple[tuple[Any, str, Any], ...]:

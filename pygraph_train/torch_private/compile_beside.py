@@ -7,6 +7,7 @@ only has to fill these caches: where its key is another one, the training proces
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -53,12 +54,21 @@ _PASSES = (
 )
 """Settings of Inductor that are functions of this process."""
 
-_under_way: list[Order] = []
+
+class _Thread(threading.local):
+    """The orders that this thread shows the work for, the latest one last."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Order] = []
+
+
+_of_thread = _Thread()
 
 
 def order_under_way() -> Order | None:
     """The order that takes graphs instead of their compilation, None where Inductor compiles."""
-    return _under_way[-1] if _under_way else None
+    under_way = _of_thread.under_way
+    return under_way[-1] if under_way else None
 
 
 class Order:
@@ -77,12 +87,12 @@ class Order:
         """What would be compiled in this block becomes part of the order. (2.11, 2.13)"""
         self.graphs.clear()
         self._settings = _settings()
-        _under_way.append(self)
+        _of_thread.under_way.append(self)
         try:
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 yield
         finally:
-            _under_way.pop()
+            _of_thread.under_way.pop()
 
     def add(
         self,

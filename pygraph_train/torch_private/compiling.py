@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pygraph_train.torch_private.changes import Around
+from pygraph_train.torch_private.traces_of_threads import no_other_trace
 
 __all__ = ["as_in_plain_python", "called_plainly", "file_of", "nothing_captures", "nothing_compiles"]
 
@@ -21,12 +22,16 @@ def as_in_plain_python() -> list[tuple[Any, str, Any]]:
 @contextmanager
 def called_plainly() -> Iterator[None]:
     """Inside, also while Dynamo traces, a function that runs is told by torch that nothing compiles it. (2.11, 2.13)"""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = False
-    try:
+    if not torch.compiler._is_compiling_flag:
         yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+        return
+    with no_other_trace():  # torch has one answer for all threads
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = False
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 def nothing_compiles(asked: list[str], but: Collection[str] = ()) -> tuple[Any, str, Any]:

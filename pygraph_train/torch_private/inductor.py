@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from pygraph_train.patches import standing_in
 from pygraph_train.torch_private import switches
 from pygraph_train.torch_private.aot import BuildRegion, _note_what_is_donated, _traced
+from pygraph_train.torch_private.changes import SharedChange
 from pygraph_train.torch_private.compile_beside import order_under_way
 
 __all__ = [
@@ -62,16 +62,36 @@ def small_ends_together() -> Iterator[None]:
     """
     import torch._inductor.config as config
 
-    if config.combo_kernels:
+    if torch.__version__ < "2.13":  # compares versions, not text
+        with _ends_together():  # all threads have the same settings
+            yield
+    elif config.combo_kernels:
         yield
-        return
-    with small_kernels_grouped(), config.patch(combo_kernels=True, **_TOGETHER_KEY):
-        yield
+    else:
+        with small_kernels_grouped(), config.patch(combo_kernels=True, **_TOGETHER_KEY):
+            yield
+
+
+def _settings_of_small_ends() -> AbstractContextManager[Any]:
+    import torch._inductor.config as config
+
+    stack = ExitStack()
+    if not config.combo_kernels:
+        stack.enter_context(small_kernels_grouped())
+        stack.enter_context(config.patch(combo_kernels=True, **_TOGETHER_KEY))
+    return stack
+
+
+_ends_together = SharedChange(_settings_of_small_ends)
+
+
+def small_kernels_grouped() -> AbstractContextManager[None]:
+    """Where Inductor puts kernels together, these are the groups of `small_ends`. (2.11, 2.13)"""
+    return _grouped()
 
 
 @contextmanager
-def small_kernels_grouped() -> Iterator[None]:
-    """Where Inductor puts kernels together, these are the groups of `small_ends`. (2.11, 2.13)"""
+def _grouping() -> Iterator[None]:
     from torch._inductor.scheduler import ForeachKernelSchedulerNode as Together
 
     before = Together.__dict__["group_algorithm_for_combo_kernels"]
@@ -80,6 +100,9 @@ def small_kernels_grouped() -> Iterator[None]:
         yield
     finally:
         Together.group_algorithm_for_combo_kernels = before
+
+
+_grouped = SharedChange(_grouping)
 
 
 def _kernels_are_grouped() -> bool:
@@ -138,34 +161,16 @@ def _size_changes(name: str) -> bool:
     return bool(getattr(V.graph.get_numel(name), "free_symbols", ()))
 
 
-@contextmanager
-def kernels_for_all_sizes() -> Iterator[None]:
+def kernels_for_all_sizes() -> AbstractContextManager[None]:
     """Sizes that change decide nothing that Inductor could do in another way. (2.11, 2.13)
 
     Otherwise its code is for some of the sizes only. It asks whether it pays to pad a matrix product (2.11), where the
     sizes of this batch are as good an answer, and whether sizes are multiples of 8, as the kernels of attention want
     masks: it pads those that are not known to be, and padding what is aligned changes nothing.
 
-    Several threads may compile at a time, a backward in one of autograd's. The last one puts Inductor's answers back.
+    Several threads may compile at a time, a backward in one of autograd's.
     """
-    global _compiling
-    with _compiling_lock:
-        if not _compiling:
-            _answers.enter_context(_answers_for_all_sizes())
-        _compiling += 1
-    try:
-        yield
-    finally:
-        with _compiling_lock:
-            _compiling -= 1
-            if not _compiling:
-                _answers.close()
-
-
-_compiling = 0
-"""So many compilations are under way."""
-
-_compiling_lock, _answers = threading.Lock(), ExitStack()
+    return _for_all_sizes()
 
 
 def _answers_for_all_sizes() -> AbstractContextManager[None]:
@@ -185,6 +190,9 @@ def _answers_for_all_sizes() -> AbstractContextManager[None]:
 
     pays = (pad_mm, "is_mm_compute_bound", is_mm_compute_bound)
     return standing_in((pays, (SizeVarAllocator, "guard_or_false", guard_or_false)))
+
+
+_for_all_sizes = SharedChange(_answers_for_all_sizes)
 
 
 def _size_of_this_batch(size: Any) -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from pygraph_train.torch_private.traces_of_threads import no_other_trace
+
 __all__ = ["minifier_waits", "networkx_waits", "tools_wait"]
 
 _LATE = "networkx"
@@ -59,16 +61,17 @@ def minifier_waits() -> Iterator[None]:
     that runs with eager kernels has no use for. (2.11, 2.13)
     """
     eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
-    stock = eval_frame.get_compiler_fn
+    with no_other_trace():  # nobody else changes Dynamo
+        stock = eval_frame.get_compiler_fn
 
-    def made(backend: Any) -> Any:
-        return stock(backend) if backend is None or isinstance(backend, str) else _Backend(backend, stock)
+        def made(backend: Any) -> Any:
+            return stock(backend) if backend is None or isinstance(backend, str) else _Backend(backend, stock)
 
-    eval_frame.get_compiler_fn = made
-    try:
-        yield
-    finally:
-        eval_frame.get_compiler_fn = stock
+        eval_frame.get_compiler_fn = made
+        try:
+            yield
+        finally:
+            eval_frame.get_compiler_fn = stock
 
 
 class _Backend:

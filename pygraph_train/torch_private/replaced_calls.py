@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
+
+from pygraph_train.torch_private.traces_of_threads import around_traces
 
 __all__ = ["replaced_in_traces"]
 
 
-@contextmanager
-def replaced_in_traces(functions: Mapping[Callable[..., Any], Any], backward: Any) -> Iterator[None]:
+def replaced_in_traces(
+    functions: Mapping[Callable[..., Any], Any], backward: Any
+) -> AbstractContextManager[None]:
     """Let Dynamo trace a call of each function as a call of another one, which gets the same arguments.
 
     Python runs the functions as they are. (2.11, 2.13)
@@ -20,6 +23,11 @@ def replaced_in_traces(functions: Mapping[Callable[..., Any], Any], backward: An
         functions: the other one for each function or method.
         backward: the other one for `Tensor.backward`. Its first argument is the tensor.
     """
+    return around_traces(lambda: _replaced(functions, backward))
+
+
+@contextmanager
+def _replaced(functions: Mapping[Callable[..., Any], Any], backward: Any) -> Iterator[None]:
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables import TensorVariable, UserFunctionVariable
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 from pygraph_train.torch_private import beside_tracing
 from pygraph_train.torch_private.cudnn_dropout import generators_apart
 
-__all__ = ["PerThread", "Trace", "traced_by"]
+__all__ = ["PerThread", "Trace", "around_traces", "no_other_trace", "traced_by"]
 
 T = TypeVar("T")
 
@@ -53,17 +53,29 @@ class PerThread(threading.local, Generic[T]):
 
     @property
     def innermost(self) -> T | None:
-        """None where no thread holds any."""
+        """None where there is none."""
         if self._own:
             return self._own[-1]
+        if not isinstance(
+            threading.current_thread(), threading._DummyThread
+        ):  # Python has started it, not autograd
+            return None
         with _changes:
             return self._everywhere[-1] if self._everywhere else None
 
 
 class _Inside(threading.local):
-    """Whether this thread makes a trace."""
+    """What this thread does.
+
+    Attributes:
+        now: it makes a trace.
+        around: contexts around its traces.
+    """
 
     now = False
+
+    def __init__(self) -> None:
+        self.around: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 _changes = threading.Lock()
@@ -92,6 +104,23 @@ def traced_by(way: Trace) -> Iterator[None]:
                 setattr(owner, name, stock)
 
 
+@contextmanager
+def around_traces(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Such a context is around each trace that this thread makes inside, if `traced_by` says how."""
+    _inside.around.append(context)
+    try:
+        yield
+    finally:
+        _inside.around.pop()
+
+
+def no_other_trace() -> AbstractContextManager[Any]:
+    """Context: no other thread traces meanwhile. Nothing that may wait for another thread belongs inside."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
 @functools.cache
 def _tracer() -> tuple[type, str, Trace, Trace]:
     """Where Dynamo has what it calls for a frame without compiled code; that function, and ours."""
@@ -110,9 +139,11 @@ def _tracer() -> tuple[type, str, Trace, Trace]:
         way = _ways.innermost
         if way is None:  # the last context has ended meanwhile
             return stock(*args)
-        with compile_lock:
+        with compile_lock, ExitStack() as stack:
             _inside.now = True
             try:
+                for context in _inside.around:
+                    stack.enter_context(context())
                 return way(trace, *args)
             finally:
                 _inside.now = False

@@ -47,7 +47,7 @@ class CompiledUnits:
         # code of its own for each module: Dynamo sets few guards on modules of FSDP, so what is compiled for one of
         # them would serve another one
         self._forwards = [
-            (m, functools.partial(compiled_apart(_unit, backend, dynamic=False), m.forward))
+            (m, functools.partial(compiled_apart(_unit, backend), m.forward))
             for m in modules
             if compiled_call(m) is None
         ]
@@ -55,7 +55,9 @@ class CompiledUnits:
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fn(*args, **kwargs)` in Python."""
         self.trace.look(fn, args, kwargs)
-        with self._installed(), dynamo_region_config(recompile_limit=_MOST_VARIANTS) as failures:
+        # `torch.compile(dynamic=False)` would change these around each call, in 2.11 for all threads
+        sizes: dict[str, Any] = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
+        with self._installed(), dynamo_region_config(recompile_limit=_MOST_VARIANTS, **sizes) as failures:
             result = self.trace.run(fn, args, kwargs)
         self.left += [f"a module runs with eager kernels: {first_line(failure)}" for failure in failures]
         return result

@@ -151,7 +151,7 @@ class Trace:
         self._code = code
         keep_guards = held_weakly(self._keep_guards)
         backend, options = held_weakly(self._backend), {"guard_filter_fn": keep_guards}
-        self._call: Any = through_dynamo(code, backend, fullgraph=True, dynamic=False, options=options)
+        self._call: Any = through_dynamo(code, backend, fullgraph=True, options=options)
         weakref.finalize(self, forget_compiled, code.__code__).atexit = False
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
