@@ -369,8 +369,13 @@ class _StepFunctionProgram(StepOfLoss):
     def update(self) -> None:
         self.accelerated.step()
 
+    @property
+    def clips(self) -> bool:
+        """See `StepProgram`."""
+        return any(map(clips, self.observed.values()))
+
     def exchanges(self) -> bool:
-        return self.replication.sharded and (self.scaling.on or any(map(clips, self.observed.values())))
+        return self.replication.sharded and (self.scaling.on or self.clips)
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation

@@ -48,7 +48,7 @@ class StepProgram(UpdateProgram, Protocol):
 
     @property
     def clips(self) -> bool:
-        """Whether `torch.nn.utils.clip_grad_norm_` is called for each update."""
+        """Whether functions of `torch.nn.utils` clip the gradients for each update."""
 
     @property
     def gives_gradients(self) -> bool:
