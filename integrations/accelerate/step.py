@@ -374,6 +374,12 @@ class _StepFunctionProgram(StepOfLoss):
         """See `StepProgram`."""
         return any(map(clips, self.observed.values()))
 
+    @property
+    def empties_gradients(self) -> bool:
+        """See `StepProgram`. Calls that come after the backward are made for each replay."""
+        before = [event for script in self.observed.values() for event in before_backward(script)]
+        return any(event.name == "zero_grad" for event in before)
+
     def exchanges(self) -> bool:
         return self.replication.sharded and (self.scaling.on or self.clips)
 

@@ -51,6 +51,10 @@ class StepProgram(UpdateProgram, Protocol):
         """Whether functions of `torch.nn.utils` clip the gradients for each update."""
 
     @property
+    def empties_gradients(self) -> bool:
+        """Whether a replay empties gradients in the place of `zero_grad` of the optimizer."""
+
+    @property
     def gives_gradients(self) -> bool:
         """Whether tensors of the batch may require a gradient: one backward adds to it, and nothing else reads it."""
 
@@ -105,6 +109,11 @@ class StepOfLoss:
     def clips(self) -> bool:
         """See `StepProgram`."""
         return False
+
+    @property
+    def empties_gradients(self) -> bool:
+        """See `StepProgram`."""
+        return True
 
     @property
     def gives_gradients(self) -> bool:

@@ -69,7 +69,8 @@ class ReplacedFunctions:
         if present != self._seen_of_optimizers:
             self._seen_of_optimizers = present
             self._problem_of_optimizers = self._look_at_optimizers(present)
-        return self._problem_of_optimizers
+        found = self._problem_of_optimizers
+        return found if found is None or self._program.empties_gradients else None
 
     def _look(self, of_tensors: Any, of_autograd: Any, inside: Any, *of_scaler: Any) -> Problem | None:
         found = {
