@@ -16,8 +16,12 @@ from torch import Tensor
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Tensor, "backward"), (torch.nn.utils, "clip_grad_norm_")],
-    ids=["backward", "clipping"],
+    [
+        (Tensor, "backward"),
+        (torch.nn.utils, "clip_grad_norm_"),
+        (torch.nn.utils.clip_grad, "_get_total_norm"),
+    ],
+    ids=["backward", "clipping", "norm"],
 )
 @pytest.mark.quick
 def test_a_replaced_function_is_called_in_each_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,19 @@ def larger_by_help(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda tensor: help_it(tensor)
 
 
+class Larger:
+    """A replacement that is no function."""
+
+    def __init__(self, original: Callable[..., Tensor]) -> None:
+        self.original = original
+
+    def __get__(self, tensor: Tensor, kind: Any = None) -> Any:
+        return functools.partial(self, tensor)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.original(tensor) * 1.5
+
+
 def larger_parts(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda tensor, *args: [part * 1.5 for part in original(tensor, *args)]
 
@@ -139,6 +153,27 @@ METHODS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Tensor], Tensor]]]
     "relu": ("relu", larger, lambda x: x.relu()),
     "relu with help": ("relu", larger_by_help, lambda x: x.relu()),
     "relu, twice": ("relu", lambda original: larger_by_help(larger(original)), lambda x: x.relu()),
+    "relu without gradients": (
+        "relu",
+        lambda original: torch.no_grad()(larger(original)),
+        lambda x: x.relu(),
+    ),
+    "relu under autocast": (
+        "relu",
+        lambda original: torch.autocast("cpu", enabled=False)(larger(original)),
+        lambda x: x.relu(),
+    ),
+    "relu, wrapped": (
+        "relu",
+        lambda original: functools.wraps(functional.relu)(larger(original)),
+        lambda x: x.relu(),
+    ),
+    "relu that is not compiled": (
+        "relu",
+        lambda original: torch.compiler.disable(larger(original)),
+        lambda x: x.relu(),
+    ),
+    "relu of an object": ("relu", Larger, lambda x: x.relu()),
     "relu of torch": ("relu", larger, torch.relu),
     "sum": ("sum", larger, lambda x: x.sum(1)),
     "to": ("to", larger_doubles, _doubled),

@@ -369,8 +369,19 @@ class _StepFunctionProgram(StepOfLoss):
     def update(self) -> None:
         self.accelerated.step()
 
+    @property
+    def clips(self) -> bool:
+        """See `StepProgram`."""
+        return any(map(clips, self.observed.values()))
+
+    @property
+    def empties_gradients(self) -> bool:
+        """See `StepProgram`. Calls that come after the backward are made for each replay."""
+        before = [event for script in self.observed.values() for event in before_backward(script)]
+        return any(event.name == "zero_grad" for event in before)
+
     def exchanges(self) -> bool:
-        return self.replication.sharded and (self.scaling.on or any(map(clips, self.observed.values())))
+        return self.replication.sharded and (self.scaling.on or self.clips)
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation

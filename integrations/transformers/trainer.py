@@ -283,8 +283,13 @@ class _TrainerProgram(StepOfLoss):
     def backward(self, loss: Tensor) -> None:
         self._trainer.accelerator.backward(loss)
 
+    @property
+    def clips(self) -> bool:
+        """See `StepProgram`."""
+        return bool(self._trainer.args.max_grad_norm > 0)
+
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
-        if self._trainer.args.max_grad_norm > 0:
+        if self.clips:
             norm = transformers.Trainer._clip_grad_norm(self._trainer, self.model)
             assert self._norm is not None
             self._norm.copy_(norm)
@@ -305,7 +310,7 @@ class _TrainerProgram(StepOfLoss):
                 "the Trainer unscales gradients in Python to log their norm. With max_grad_norm a graph can hold the "
                 "unscaling"
             )
-        if self._trainer.args.max_grad_norm > 0 and self.optimizer is not None:
+        if self.clips and self.optimizer is not None:
             others = not_optimized(self.model, self.optimizer)
             if any(p.requires_grad or p.grad is not None for p in others):
                 return CLIPS_OTHERS

@@ -109,6 +109,9 @@ class Headline:
                 return f"Plans are being compared, and {controller.best} is the fastest so far."
         if controllers:
             return "Nothing stands in the way of more: this plan was found to be the fastest."
+        recent = self._total.recent
+        if all(any(phase in graph for plan in recent for graph in plan.graphs) for phase in missing):
+            return f"Of the last {len(recent)} steps others run as plan {max(recent, key=_phases_in)}."
         return "Graphs begin after a warm-up, and it has not ended."
 
     def _what_the_whole_loop_lost(self, plan: Plan) -> str:
@@ -163,6 +166,10 @@ class Headline:
             if part.shapes.waiting:
                 return _WAITING
         return next(iter(self._notes), "")
+
+
+def _phases_in(plan: Plan) -> int:
+    return sum(map(len, plan.graphs))
 
 
 def _figure_of(progress: Progress) -> str:

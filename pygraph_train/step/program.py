@@ -48,7 +48,11 @@ class StepProgram(UpdateProgram, Protocol):
 
     @property
     def clips(self) -> bool:
-        """Whether `torch.nn.utils.clip_grad_norm_` is called for each update."""
+        """Whether functions of `torch.nn.utils` clip the gradients for each update."""
+
+    @property
+    def empties_gradients(self) -> bool:
+        """Whether a replay empties gradients in the place of `zero_grad` of the optimizer."""
 
     @property
     def gives_gradients(self) -> bool:
@@ -105,6 +109,11 @@ class StepOfLoss:
     def clips(self) -> bool:
         """See `StepProgram`."""
         return False
+
+    @property
+    def empties_gradients(self) -> bool:
+        """See `StepProgram`."""
+        return True
 
     @property
     def gives_gradients(self) -> bool:

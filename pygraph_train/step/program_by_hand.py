@@ -46,6 +46,7 @@ class ProgramByHand:
     recorder: str | tuple[str, ...] | None
     empties_first: bool = False
     clips: bool = False
+    empties_gradients: bool = False
     by_hand: bool = True
     gives_gradients: bool = False
 

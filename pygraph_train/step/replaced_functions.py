@@ -9,6 +9,7 @@ import torch
 
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.program import StepProgram
+from pygraph_train.torch_private.inner_functions import Found, inside_of_clipping, inside_of_steps
 from pygraph_train.torch_private.optim import SCALER_METHODS
 from pygraph_train.torch_private.packages import layers_of
 
@@ -25,7 +26,7 @@ class ReplacedFunctions:
     """Looks for replacements: in the place of these functions a replay runs kernels.
 
     Args:
-        program: the step. It calls `zero_grad` of its optimizer, and clips with `clip_grad_norm_` where it says so.
+        program: the step. It calls `zero_grad` of its optimizer, and clips gradients where it says so.
     """
 
     def __init__(self, program: StepProgram) -> None:
@@ -37,12 +38,27 @@ class ReplacedFunctions:
 
     def problem(self) -> Problem | None:
         """Which one is replaced now, `zero_grad` apart. Hot path."""
-        clip = torch.nn.utils.clip_grad_norm_ if self._program.clips else None
-        present = torch.Tensor.backward, torch.autograd.backward, clip, *self._program.scaling.methods
+        methods = self._program.scaling.methods
+        present = torch.Tensor.backward, torch.autograd.backward, self._inside(), *methods
         if present != self._seen:
             self._seen = present
             self._problem = self._look(*present)
         return self._problem
+
+    def _inside(self) -> Found | None:
+        program = self._program
+        clipping = inside_of_clipping()
+        if clipping is not None and (program.clips or program.by_hand):
+            return clipping
+        return program.scaling.replaced_within() or self._inside_of_steps()
+
+    def _inside_of_steps(self) -> Found | None:
+        """What is replaced that optimizers call, where no step may be made a second time to see what it does."""
+        optimizer = self._program.optimizer
+        if not self._program.by_hand or optimizer is None:
+            return None
+        members = getattr(optimizer, "members", (optimizer,))
+        return next((found for one in members if (found := inside_of_steps(one)) is not None), None)
 
     def problem_of_optimizers(self) -> Problem | None:
         """Whether `zero_grad` is replaced, which steps with regions call. Hot path."""
@@ -53,21 +69,21 @@ class ReplacedFunctions:
         if present != self._seen_of_optimizers:
             self._seen_of_optimizers = present
             self._problem_of_optimizers = self._look_at_optimizers(present)
-        return self._problem_of_optimizers
+        found = self._problem_of_optimizers
+        return found if found is None or self._program.empties_gradients else None
 
-    def _look(self, of_tensors: Any, of_autograd: Any, clip: Any, *of_scaler: Any) -> Problem | None:
+    def _look(self, of_tensors: Any, of_autograd: Any, inside: Any, *of_scaler: Any) -> Problem | None:
         found = {
             "torch.Tensor.backward": of_tensors,
             "torch.autograd.backward": of_autograd,
-            "torch.nn.utils.clip_grad_norm_": clip,
             **{
                 f"{name} of the GradScaler": one for name, one in zip(SCALER_METHODS, of_scaler, strict=False)
             },
         }
         for name, function in found.items():
-            if function is not None and (foreign := _foreign(function)) is not None:
+            if (foreign := _foreign(function)) is not None:
                 return _told(name, foreign)
-        return None
+        return None if inside is None else _told(*inside)
 
     def _look_at_optimizers(self, zero_grads: list[Any]) -> Problem | None:
         optimizer = self._program.optimizer

@@ -26,6 +26,7 @@ from pygraph_train.selection import timing
 from pygraph_train.selection.arms import Arm, Phase, Plan, graphs_apart
 from pygraph_train.selection.controller import Controller, Estimate, Rules, Switch
 from pygraph_train.step.choice import Choice
+from pygraph_train.step.plans_in_turn import PlansInTurn
 from pygraph_train.step.region_memory import RegionMemory
 
 __all__ = ["TakenModule", "WholeLoop"]
@@ -126,11 +127,11 @@ class WholeLoop:
         self._choice: Choice | None = None
         self._with_regions: dict[Arm, bool] = {}
         self._asks_regions = self._asks_updates = False
-        self._plan: Plan | None = None
+        self._plans = PlansInTurn()
         self._parts = False
         # steps since a capture, and since shapes had no graph that others of the same region have
         self._since, self._complete = 0, _TURNS
-        self._steady = self._unready = 0
+        self._unready = 0
         self._under_way = self._disturbed = self._to_make_way = False
         self._state: tuple[bool, bool, bool] | None = None
         self.without_regions = self.rests = False
@@ -182,20 +183,20 @@ class WholeLoop:
         replayed = [graph.replayed for graph in self._graphs() if not graph.over]
         plan = self._runs.plan(optimizer=bool(replayed) and all(replayed))
         ran, decided, complete = self._look()
-        alike = decided and plan == self._plan and not self._disturbed
-        self._plan, self._disturbed = plan, False
-        self._steady = self._steady + 1 if alike else 0
-        self._parts = self._runs.parts or (alike and self._parts)
+        alike = self._plans.add(plan, undisturbed=decided and not self._disturbed)
+        self._disturbed = False
+        self._parts = self._runs.parts or ((alike or self._plans.several) and self._parts)
         self._since = self._since + 1 if decided else 0
         self._complete = self._complete + 1 if complete else 0
         if self._complete < _TURNS and self._since < _MOST_WAITED:
             return
         least = _STEADY if all(replayed) else _PATIENCE
-        if self._steady >= max(least, _STEADY << self._openings):
-            self._steady = 0
+        if self._plans.steady >= max(least, _STEADY << self._openings):
+            plan = self._plans.plan()
+            self._plans.count_anew()
             self._openings += 1
             self._open = self._openings < _MOST_OPENINGS
-            self._begin(plan, regions=ran)
+            self._begin(plan, regions=ran or plan.regions)
 
     def _look(self) -> tuple[bool, bool, bool]:
         """Whether regions ran since the last look; whether those that did are decided and had their graphs before.
@@ -322,7 +323,7 @@ class WholeLoop:
     def _ran_as(self, arm: Arm) -> bool:
         """Whether the step ran from graphs that were there."""
         _, decided, _ = self._look()
-        if not arm.plan.optimizer_alone:
+        if not arm.plan.optimizer_alone or self._plans.several:
             return decided
         return decided and all(graph.replayed or graph.over for graph in self._graphs())
 

@@ -11,12 +11,19 @@ import torch
 from pygraph_train.torch_private.changes import Around
 from pygraph_train.torch_private.traces_of_threads import no_other_trace
 
-__all__ = ["as_in_plain_python", "called_plainly", "file_of", "nothing_captures", "nothing_compiles"]
+__all__ = [
+    "as_in_plain_python",
+    "called_plainly",
+    "dropout_as_it_is",
+    "file_of",
+    "nothing_captures",
+    "nothing_compiles",
+]
 
 
 def as_in_plain_python() -> list[tuple[Any, str, Any]]:
     """Changes of Dynamo: what it traces takes the branches of plain Python. (2.11, 2.13)"""
-    return [nothing_compiles([]), *nothing_captures()]
+    return [nothing_compiles([]), *nothing_captures(), dropout_as_it_is()]
 
 
 @contextmanager
@@ -89,6 +96,36 @@ def _answering(call_function: Callable[..., Any]) -> Callable[..., Any]:
     def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if any(variable.value is question for question in questions):
             return ConstantVariable.create(False)
+        return call_function(variable, tx, args, kwargs)
+
+    return called
+
+
+def dropout_as_it_is() -> tuple[Any, str, Any]:
+    """A change of Dynamo: dropout that drops nothing returns the tensor that it gets, as it does in plain Python.
+
+    Dynamo takes what it returns for another tensor: `dropout(x, p, training=False) is x` is false for it, and a
+    function under `functools.lru_cache` gets a tensor that it has not met. (2.11, 2.13)
+    """
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    return TorchInGraphFunctionVariable, "call_function", Around(_dropping)
+
+
+def _dropping(call_function: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if variable.value is torch.nn.functional.dropout:
+            given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+            named = {name: given[name].realize() if name in given else None for name in ("p", "training")}
+            known = {name: v.value for name, v in named.items() if type(v) is ConstantVariable}
+            p, training = known.get("p", 0.5 if named["p"] is None else None), known.get("training")
+            tensor = given["input"].realize() if "input" in given else None
+            drops = p is None or not 0 <= p <= 1 or (training is not False and p != 0)
+            if not drops and type(tensor) is TensorVariable:
+                return tensor
         return call_function(variable, tx, args, kwargs)
 
     return called

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pygraph_train.torch_private.packages import layers_of
+
 __all__ = ["call_originals"]
 
 
@@ -53,10 +55,11 @@ def _call_of(node: torch.fx.Node) -> Callable[..., Any] | None:
         return None
     present = inspect.getattr_static(torch.Tensor, name, None)
     function: Any = present.fget if isinstance(present, property) else present
-    if not _is_foreign(function):
+    codes = _foreign_codes(function)
+    if not codes:
         return None
     original = vars(torch._C.TensorBase).get(name)
-    if original is not None and _is_from(node, function.__code__):
+    if original is not None and any(_is_from(node, code) for code in codes):
         if node.op == "call_method":
             return _past_modes(original)
         if target is getattr:
@@ -77,11 +80,18 @@ _OPERATORS = {operator.getitem: "__getitem__", operator.setitem: "__setitem__"}
 """Operators whose methods modes look up by name. (Those of arithmetic get the function itself.)"""
 
 
-def _is_foreign(function: Any) -> bool:
-    """Whether a function is written in Python, and not by torch. `functools.wraps` does not hide it."""
-    if not isinstance(function, FunctionType):
-        return False
-    return str(function.__globals__.get("__name__")).partition(".")[0] != "torch"
+def _foreign_codes(function: Any) -> list[CodeType]:
+    """The code in a function that is written in Python, and not by torch.
+
+    Neither `functools.wraps` hides it, nor do decorators of torch.
+    """
+    foreign = [
+        layer
+        for layer, package in layers_of(function)
+        if package != "torch" and (package != "builtins" or isinstance(layer, FunctionType))
+    ]
+    codes = [getattr(f, "__code__", None) or getattr(type(f).__call__, "__code__", None) for f in foreign]
+    return [code for code in codes if code is not None]
 
 
 def _is_from(node: torch.fx.Node, code: CodeType) -> bool:

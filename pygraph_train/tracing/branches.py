@@ -8,7 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.compiling import file_of, nothing_captures, nothing_compiles
+from pygraph_train.torch_private.compiling import (
+    dropout_as_it_is,
+    file_of,
+    nothing_captures,
+    nothing_compiles,
+)
 from pygraph_train.tracing.reasons import RAISES
 
 __all__ = ["Branches"]
@@ -45,7 +50,8 @@ class Branches:
 
     def changes(self) -> list[tuple[Any, str, Any]]:
         """Changes of Dynamo while it traces."""
-        return [nothing_compiles(self._asked, self._as_compiled), *nothing_captures()] if self._plain else []
+        plain = [nothing_compiles(self._asked, self._as_compiled), *nothing_captures()] if self._plain else []
+        return [*plain, dropout_as_it_is()]
 
     def others(self, refused: Problem) -> bool:
         """After a trace that was given up: whether the function takes other branches the next time.
