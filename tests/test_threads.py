@@ -22,7 +22,7 @@ from pygraph_train.backend import pygraph
 from pygraph_train.graphs import one_capture
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.step import turns
-from pygraph_train.torch_private.traces_of_threads import traced_by
+from pygraph_train.torch_private.traces_of_threads import TracedBy
 
 STEPS, THREADS = 40, 4
 
@@ -264,7 +264,7 @@ def test_a_thread_that_wants_nothing_is_traced_as_ever() -> None:
         return trace(*args)
 
     def wants() -> None:
-        with traced_by(here):
+        with TracedBy(here):
             began.set()
             done.wait(60)
             name = threading.current_thread().name

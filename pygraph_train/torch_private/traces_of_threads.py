@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from pygraph_train.torch_private import beside_tracing
 from pygraph_train.torch_private.cudnn_dropout import generators_apart
 
-__all__ = ["PerThread", "Trace", "around_traces", "no_other_trace", "traced_by"]
+__all__ = ["PerThread", "Trace", "TracedBy", "around_traces", "no_other_trace"]
 
 T = TypeVar("T")
 
@@ -41,10 +41,12 @@ class PerThread(threading.local, Generic[T]):
         self._everywhere.append(value)
 
     def pop(self) -> None:
-        value = self._own.pop()
+        value, everywhere = self._own.pop(), self._everywhere
         with _changes:
-            last = max(i for i, one in enumerate(self._everywhere) if one is value)
-            del self._everywhere[last]
+            if everywhere[-1] is value:
+                everywhere.pop()
+            else:
+                del everywhere[max(i for i, one in enumerate(everywhere) if one is value)]
 
     @property
     def own(self) -> list[T]:
@@ -78,35 +80,42 @@ class _Inside(threading.local):
         self.around: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
-_changes = threading.Lock()
+_changes = threading.RLock()  # the garbage collector may run anything inside
 _ways: PerThread[Trace] = PerThread([])
 _inside = _Inside()
 _installed = 0
 
 
-@contextmanager
-def traced_by(way: Trace) -> Iterator[None]:
-    """What this thread calls inside is traced by `way(trace, *args)`, where `trace` is Dynamo's. (2.11, 2.13)"""
-    global _installed
-    owner, name, stock, ours = _tracer()
-    _ways.push(way)
-    with _changes:
-        _installed += 1
-        if _installed == 1:
-            setattr(owner, name, ours)
-    try:
-        yield
-    finally:
+class TracedBy:
+    """Context: what this thread calls inside is traced by `way(trace, *args)`. `trace` is Dynamo's. (2.11, 2.13)"""
+
+    __slots__ = ("_way",)
+
+    def __init__(self, way: Trace) -> None:
+        self._way = way
+
+    def __enter__(self) -> None:
+        global _installed
+        _ways.push(self._way)
+        with _changes:
+            _installed += 1
+            if _installed == 1:
+                owner, name, _, ours = _tracer()
+                setattr(owner, name, ours)
+
+    def __exit__(self, *error: object) -> None:
+        global _installed
         _ways.pop()
         with _changes:
             _installed -= 1
             if not _installed:
+                owner, name, stock, _ = _tracer()
                 setattr(owner, name, stock)
 
 
 @contextmanager
 def around_traces(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Such a context is around each trace that this thread makes inside, if `traced_by` says how."""
+    """Such a context is around each trace that this thread makes inside, if `TracedBy` says how."""
     _inside.around.append(context)
     try:
         yield
@@ -137,7 +146,7 @@ def _tracer() -> tuple[type, str, Trace, Trace]:
         if _inside.now:
             return trace(*args)
         way = _ways.innermost
-        if way is None:  # the last context has ended meanwhile
+        if way is None:  # this thread has none, or the last one has ended meanwhile
             return stock(*args)
         with compile_lock, ExitStack() as stack:
             _inside.now = True

@@ -28,7 +28,7 @@ from pygraph_train.torch_private.changes import Around, no_bounded_deques
 from pygraph_train.torch_private.compiling import as_in_plain_python
 from pygraph_train.torch_private.guards import with_place
 from pygraph_train.torch_private.late_imports import tools_wait
-from pygraph_train.torch_private.traces_of_threads import Trace, traced_by
+from pygraph_train.torch_private.traces_of_threads import Trace, TracedBy
 
 __all__ = [
     "dynamo_region_config",
@@ -217,7 +217,7 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
         ):
             return trace(*args)
 
-    return traced_by(traced)
+    return TracedBy(traced)
 
 
 def weights_are_flat() -> tuple[tuple[Any, str, Any], ...]:
@@ -300,7 +300,7 @@ def dynamo_region_config(
             failed.append(frame.f_code)
         return found
 
-    with autocast.backward_comes_here(backward), traced_by(traced):
+    with autocast.backward_comes_here(backward), TracedBy(traced):
         yield failures
     for code in failed:
         torch._dynamo.eval_frame.skip_code(code)
