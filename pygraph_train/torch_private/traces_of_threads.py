@@ -54,13 +54,17 @@ class PerThread(threading.local, Generic[T]):
         return self._own
 
     @property
+    def everywhere(self) -> list[T]:
+        """Of all threads, what came last in the last place."""
+        return self._everywhere
+
+    @property
     def innermost(self) -> T | None:
         """None where there is none."""
         if self._own:
             return self._own[-1]
-        if not isinstance(
-            threading.current_thread(), threading._DummyThread
-        ):  # Python has started it, not autograd
+        # Python has a dummy for each thread that it has not started: those of autograd
+        if not isinstance(threading.current_thread(), threading._DummyThread):
             return None
         with _changes:
             return self._everywhere[-1] if self._everywhere else None
@@ -83,7 +87,6 @@ class _Inside(threading.local):
 _changes = threading.RLock()  # the garbage collector may run anything inside
 _ways: PerThread[Trace] = PerThread([])
 _inside = _Inside()
-_installed = 0
 
 
 class TracedBy:
@@ -95,20 +98,16 @@ class TracedBy:
         self._way = way
 
     def __enter__(self) -> None:
-        global _installed
-        _ways.push(self._way)
         with _changes:
-            _installed += 1
-            if _installed == 1:
+            _ways.push(self._way)
+            if len(_ways.everywhere) == 1:
                 owner, name, _, ours = _tracer()
                 setattr(owner, name, ours)
 
     def __exit__(self, *error: object) -> None:
-        global _installed
-        _ways.pop()
         with _changes:
-            _installed -= 1
-            if not _installed:
+            _ways.pop()
+            if not _ways.everywhere:
                 owner, name, stock, _ = _tracer()
                 setattr(owner, name, stock)
 
