@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -53,36 +53,28 @@ _TOGETHER_KEY: dict[str, Any] = {"combo_kernel_max_num_args": 241}
 _ONE_WAY = ("OUTER", "OUTER_TINY")  # names of `ReductionHint`
 
 
-@contextmanager
-def small_ends_together() -> Iterator[None]:
+def small_ends_together() -> AbstractContextManager[None]:
     """Inductor makes one kernel of small ones that only write results of the graph. (2.11, 2.13)
 
     It has that for whatever can run side by side ("combo kernels"), which makes large kernels slower. Where
     that was asked for, it stays as it is.
     """
+    old = torch.__version__ < "2.13"  # compares versions, not text: all threads have the same settings there
+    return _shared_small_ends() if old else _small_ends_together()
+
+
+@contextmanager
+def _small_ends_together() -> Iterator[None]:
     import torch._inductor.config as config
 
-    if torch.__version__ < "2.13":  # compares versions, not text
-        with _ends_together():  # all threads have the same settings
-            yield
-    elif config.combo_kernels:
+    if config.combo_kernels:
         yield
-    else:
-        with small_kernels_grouped(), config.patch(combo_kernels=True, **_TOGETHER_KEY):
-            yield
+        return
+    with small_kernels_grouped(), config.patch(combo_kernels=True, **_TOGETHER_KEY):
+        yield
 
 
-def _settings_of_small_ends() -> AbstractContextManager[Any]:
-    import torch._inductor.config as config
-
-    stack = ExitStack()
-    if not config.combo_kernels:
-        stack.enter_context(small_kernels_grouped())
-        stack.enter_context(config.patch(combo_kernels=True, **_TOGETHER_KEY))
-    return stack
-
-
-_ends_together = SharedChange(_settings_of_small_ends)
+_shared_small_ends = SharedChange(_small_ends_together)
 
 
 def small_kernels_grouped() -> AbstractContextManager[None]:
