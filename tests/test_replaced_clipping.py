@@ -16,7 +16,7 @@ import fabric_training
 import torch
 from accelerate_training import fresh  # noqa: F401
 from fabric_training import loss_of
-from test_replaced_inner_functions import counting
+from test_replaced_calls_of_the_loop import counting
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
@@ -40,7 +40,7 @@ class Replacing:
     def at(self, index: int) -> None:
         """Before this step."""
         if index == self._first:
-            counted = counting(self._original, self.calls)
+            counted = counting(self._original, self.calls, "wrapped")
             self._patch.enter_context(mock.patch.object(self._owner, self._attribute, counted))
         if index == self._last:
             self._patch.close()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from test_replaced_calls_of_the_loop import counting
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import sgd
@@ -34,15 +34,6 @@ OWNERS: dict[str, tuple[Any, str]] = {
     "norm of torch": (torch, "_foreach_norm"),
     "clipping": (clip_grad, "_clip_grads_with_norm_"),
 }
-
-
-def counting(original: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    return counted
 
 
 @pytest.mark.parametrize("manual", [False, True])
@@ -75,7 +66,9 @@ def test_a_replaced_function_is_called_in_each_step(name: str, first: int, last:
         with contextlib.ExitStack() as patch:
             for index, (x, y) in enumerate(batches(45)):
                 if index == first:
-                    patch.enter_context(mock.patch.object(owner, attribute, counting(original, calls)))
+                    patch.enter_context(
+                        mock.patch.object(owner, attribute, counting(original, calls, "wrapped"))
+                    )
                 if index == last:
                     patch.close()
                 diary.write("loss", step(x, y))
@@ -106,7 +99,7 @@ def test_a_replaced_function_of_the_scaler_is_called_in_each_step(name: str) -> 
         with contextlib.ExitStack() as patch:
             for index, (x, y) in enumerate(batches(45)):
                 if index == 15:
-                    counted = counting(getattr(torch, name), calls)
+                    counted = counting(getattr(torch, name), calls, "wrapped")
                     patch.enter_context(mock.patch.object(torch, name, counted))
                 if index == 30:
                     patch.close()
@@ -128,7 +121,7 @@ def test_a_replaced_kernel_that_plain_training_would_call_is_told() -> None:
     def step_fn(x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(x), y)
 
-    with mock.patch.object(sgd, "_multi_tensor_sgd", counting(sgd._multi_tensor_sgd, [])):  # type: ignore[attr-defined]
+    with mock.patch.object(sgd, "_multi_tensor_sgd", counting(sgd._multi_tensor_sgd, [], "wrapped")):  # type: ignore[attr-defined]
         assert "torch.optim.sgd._multi_tensor_sgd was replaced" in str(
             explain(step_fn, x, y, model=model, optimizer=optimizer)
         )
