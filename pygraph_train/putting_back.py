@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from pygraph_train.dropout_of_layers import DropoutOfLayers
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.cudnn_dropout import set_random_state
-from pygraph_train.torch_private.memory import copy_all, is_alone, keep_versions
+from pygraph_train.torch_private.memory import copy_all, keep_versions
 from pygraph_train.torch_private.sharding import local_tensor
 
-__all__ = ["HostCopy", "ScratchState", "copy_in_parts", "waiting_on_host"]
+__all__ = ["HostCopy", "ScratchState", "copy_in_parts"]
 
 _PART = 16 << 20
 """Bytes that are copied to the host at a time."""
-
-_WORTH_A_COPY = 1 << 20
-"""Bytes of a tensor whose memory is worth to be free for a while."""
 
 
 class ScratchState:
@@ -66,62 +61,6 @@ class HostCopy:
         """Put everything back."""
         self._random.restore()
         _put_back(self._tensors, self._values)
-
-
-@contextmanager
-def waiting_on_host(tensors: Sequence[torch.Tensor], most: int) -> Iterator[None]:
-    """Inside, the memory of some of these tensors is free for others, and their values lie on the host.
-
-    Nobody may read or write them inside. They lie elsewhere afterwards.
-
-    Args:
-        tensors: of any number. Those that share their memory, or whose memory is small, stay where they are.
-        most: bytes. No further tensor waits once these are free.
-    """
-    chosen, free = [], 0
-    for tensor in tensors:
-        if free < most and _may_wait(tensor):
-            chosen.append(tensor)
-            free += tensor.nbytes
-    values = _on_host(chosen)
-    for tensor in chosen:
-        tensor.untyped_storage().resize_(0)
-    failed: BaseException | None = None
-    try:
-        yield
-    except BaseException as error:
-        failed = error
-        raise
-    finally:
-        try:
-            _take_memory(chosen)
-        except torch.OutOfMemoryError:
-            if failed is None:
-                raise
-            traceback.clear_frames(failed.__traceback__)  # they hold what has taken the memory
-            _take_memory(chosen)
-        finally:
-            del failed
-        with torch.no_grad():
-            _put_back(chosen, values)
-
-
-def _take_memory(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        tensor.untyped_storage().resize_(tensor.nbytes)
-
-
-def _may_wait(tensor: torch.Tensor) -> bool:
-    if (
-        type(tensor) is not torch.Tensor
-        or tensor.layout is not torch.strided
-        or tensor.nbytes < _WORTH_A_COPY
-    ):
-        return False
-    storage = tensor.untyped_storage()
-    whole = storage.nbytes() == tensor.nbytes and storage.resizable()
-    del storage
-    return whole and is_alone(tensor) and not tensor.requires_grad and not tensor.is_inference()
 
 
 def _put_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

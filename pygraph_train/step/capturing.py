@@ -207,12 +207,9 @@ class Capturing:
         moves = maker.moves(variant, args, kwargs)
         gradients.isolate()
         put_back, take_back = program.scaling.notes(), undoing(flattened((args, kwargs))[1])
-        reads = variant.trace.tensors(program.function(), args, kwargs)
-        call = self._updates.aside(self._call_of(variant), reads)
-        training.engine.trim()  # what steps with eager kernels have left does not come on top
         try:
             with training.clock.compiling(prepared):
-                result = self.timed(step, variant, run, call)
+                result = self.timed(step, variant, run)
         except BaseException as error:
             problem = compiler_problem(error) if isinstance(error, Exception) else None
             if problem is None:

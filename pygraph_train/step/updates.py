@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-
-from torch import Tensor
 
 from pygraph_train.identity import identities
 from pygraph_train.optimizers.kernels import is_unknown
@@ -16,23 +13,13 @@ from pygraph_train.optimizers.program import optimized
 from pygraph_train.optimizers.several import OptimizerSet, SeveralPreparations
 from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
-from pygraph_train.putting_back import waiting_on_host
 from pygraph_train.selection.arms import NOTHING, WHOLE, Plan
 from pygraph_train.step.plan import legal_plans
-from pygraph_train.step.program import Call
 from pygraph_train.step.regions import Regions
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture
-from pygraph_train.tracing.gradient_hooks import hooked
 
 __all__ = ["Updates"]
-
-_FOR_BENCHMARKS = 128 << 20
-"""Bytes that Inductor's choice between kernels needs at most, beside the step.
-
-Each kernel is timed with a buffer of the size of the device's last cache (50 MiB on an H100), and with copies of what
-it changes in place.
-"""
 
 
 class Updates:
@@ -119,28 +106,6 @@ class Updates:
     def context(self) -> AbstractContextManager[None]:
         """Around a step without a graph: where graphs may hold the update, it runs with their kernels."""
         return self.preparation.prepared() if self.preparation is not None and self.fusable else nullcontext()
-
-    def aside(self, call: Call, reads: Sequence[Tensor]) -> Call:
-        """`call`, with room for benchmarks of Inductor: a part of the optimizer's state lies on the host meanwhile.
-
-        A step without a state, the first one of a compiled loop, has this room. Nothing happens where the optimizer may
-        run within the call.
-
-        Args:
-            call: runs forward and backward.
-            reads: tensors that these read.
-        """
-        program, preparation = self._training.program, self.preparation
-        if preparation is None or not self.fusable or program.by_hand or hooked(optimized(program.optimizer)):
-            return call
-        read = set(map(id, reads))
-
-        def with_room(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            state = [t for t in preparation.state_tensors() if id(t) not in read]
-            with waiting_on_host(state, _FOR_BENCHMARKS):
-                return call(fn, args, kwargs)
-
-        return with_room
 
     def ran(self) -> None:
         """A step that is to be captured has made its update without a graph."""
