@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-from pygraph_train import GraphedStep
+from pygraph_train import GraphedStep, backend
 from pygraph_train.putting_back import HostCopy
 
 pytestmark = [
@@ -55,6 +60,36 @@ def test_steps_before_compilation_need_less_memory_than_plain_ones() -> None:
     assert torch.equal(plain_loss, loss)
     assert all(map(torch.equal, model.parameters(), ours.parameters()))
     assert peak < 0.8 * plain_peak
+
+
+def test_benchmarks_in_regions_leave_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their buffer is as large as the device's last cache, and nothing else here is as large."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # where nothing was timed before
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    most: list[int] = []
+
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            most.append(torch.cuda.max_memory_allocated() - before)
+
+    stock = CachingAutotuner.benchmark_all_configs
+    monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", told)
+    torch.compiler.reset()
+    backend.reset()
+    torch.cuda.empty_cache()
+    model, _ = model_and_optimizer()
+    x = torch.randn(256, 256, device="cuda")
+    monkeypatch.setattr(torch._inductor.config, "max_autotune_pointwise", True)  # so that there are choices
+    call = torch.compile(lambda x: model(x).square().mean(), backend="pygraph")
+    call(x).backward()
+    gc.collect()
+    segments = torch.cuda.memory_snapshot()
+    assert max(most) >= cache
+    assert max(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == (0, 0)) < cache
 
 
 def test_tensors_of_all_sizes_come_back_from_the_host_as_they_were() -> None:
