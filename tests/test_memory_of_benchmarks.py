@@ -69,7 +69,7 @@ def test_the_first_run_of_each_region_leaves_no_memory_of_benchmarks(monkeypatch
 
     monkeypatch.setattr(region, "benchmarks_leave_no_memory", entering)
     model = nn.Linear(8, 8)
-    call = torch.compile(model, backend="pygraph", options={"engine": "emulated"})
+    call = torch.compile(model, backend=backend.pygraph, options={"engine": "emulated"})
     for _ in range(8):
         call(torch.randn(4, 8)).square().mean().backward()
     assert sum(row.replays for row in backend.report().regions) > 0
