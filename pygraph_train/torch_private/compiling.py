@@ -117,11 +117,15 @@ def _dropping(call_function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.variables.tensor import TensorVariable
 
     def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if variable.value is torch.nn.functional.dropout:
-            given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
-            named = {name: given[name].realize() if name in given else None for name in ("p", "training")}
+        defaults = variable.value is torch.nn.functional.dropout
+        if defaults or variable.value is torch.dropout:
+            flag = "training" if defaults else "train"
+            given = {**dict(zip(("input", "p", flag), args, strict=False)), **kwargs}
+            if not defaults and len(given) < 3:
+                return call_function(variable, tx, args, kwargs)  # which raises
+            named = {name: given[name].realize() if name in given else None for name in ("p", flag)}
             known = {name: v.value for name, v in named.items() if type(v) is ConstantVariable}
-            p, training = known.get("p", 0.5 if named["p"] is None else None), known.get("training")
+            p, training = known.get("p", 0.5 if named["p"] is None else None), known.get(flag)
             tensor = given["input"].realize() if "input" in given else None
             drops = p is None or not 0 <= p <= 1 or (training is not False and p != 0)
             if not drops and type(tensor) is TensorVariable:
