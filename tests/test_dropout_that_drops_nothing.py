@@ -22,15 +22,10 @@ _CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "of torch itself": lambda x: torch.dropout(x, 0.5, False),
     "of torch itself, nothing to drop": lambda x: torch.dropout(x, 0.0, True),
     "alpha": lambda x: functional.alpha_dropout(x, 0.5, False),
-    "alpha, its default": lambda x: functional.alpha_dropout(x),
-    "alpha of a module": nn.AlphaDropout(0.5).eval(),
-    "alpha of torch itself": lambda x: torch.alpha_dropout(x, 0.5, train=False),
     "alpha of features": lambda x: functional.feature_alpha_dropout(x, 0.5, False),
     "features of 1d": lambda x: x if _stays(functional.dropout1d, x[:, None]) else x.clone(),
-    "features of 1d, without a batch": lambda x: x if _stays(functional.dropout1d, x) else x.clone(),
     "features of 2d": lambda x: x if _stays(functional.dropout2d, x[:, None, None]) else x.clone(),
     "features of 3d": lambda x: x if _stays(functional.dropout3d, x[:, None, None, None]) else x.clone(),
-    "features of torch itself": lambda x: x if _stays(torch.feature_dropout, x[:, None]) else x.clone(),
 }
 
 
