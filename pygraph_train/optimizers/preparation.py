@@ -140,7 +140,7 @@ class OptimizerPreparation:
         if (device.type == "cpu") != self._emulated:
             engine = "emulated engine works on the CPU" if self._emulated else "CUDA engine works on the GPU"
             return f"{name}'s parameters are on {device}, and the {engine}"
-        if self._sparse or any(p.grad is not None and p.grad.is_sparse for p in params):
+        if self._sparse or any((g := p.grad) is not None and g.is_sparse for p in params):
             return f"{name} gets sparse gradients, whose sizes are known only on the host"
         if optimizer.defaults.get("differentiable"):
             return f"{name} was made with differentiable=True"
