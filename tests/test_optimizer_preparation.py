@@ -310,6 +310,28 @@ def test_sparse_gradients_are_refused() -> None:
     assert "sparse gradients" in prep.reason
 
 
+@pytest.mark.parametrize("change", ["tensor", "pair", "fused", "hook", "step"])
+def test_what_prepared_has_found_does_not_outlive_a_change(change: str) -> None:
+    _, optimizer = two_groups(FUSED_CPU["adamw"])
+    prep = OptimizerPreparation(optimizer, emulated=True)
+    for _ in range(2):
+        with prep.prepared():
+            assert prep.active
+    if change == "tensor":
+        optimizer.param_groups[1]["weight_decay"] = torch.tensor(optimizer.param_groups[1]["weight_decay"])
+    elif change == "pair":
+        optimizer.param_groups[1]["betas"] = tuple(map(torch.tensor, optimizer.param_groups[1]["betas"]))
+    elif change == "fused":
+        optimizer.param_groups[1]["fused"] = False
+    elif change == "hook":
+        optimizer.register_step_pre_hook(lambda *_: None)
+    else:
+        optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+    assert prep.reason is not None
+    with prep.prepared():
+        assert not prep.active
+
+
 def test_step_hooks_of_others_are_named_with_their_line() -> None:
     def my_hook(*args: Any) -> None: ...
 

@@ -14,7 +14,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,22 @@ _FLAGS = ("capturable", "fused", "foreach")
 _MISSING: Any = object()
 
 
+class _Groups(NamedTuple):
+    """Parameter groups that have no `reason`.
+
+    Attributes:
+        baked: their hyperparameters, flags included.
+        device: index of the device of all parameters, -1 for the CPU.
+        changes: for each group, the flags that `prepared()` sets.
+        fused: whether all of them have fused kernels then.
+    """
+
+    baked: tuple[Any, ...]
+    device: int
+    changes: list[dict[str, Any]]
+    fused: bool
+
+
 class OptimizerPreparation:
     """Prepares one optimizer for steps in CUDA graphs.
 
@@ -83,6 +99,8 @@ class OptimizerPreparation:
         self._depth = 0
         self._saved: list[tuple[dict[str, Any], str, Any]] = []
         self._entered: tuple[Any, ...] = ()
+        self._groups: _Groups | None = None  # as the last `prepared()` found them
+        self._moved: tuple[_Groups, bytes, list[Tensor]] | None = None
         self._remembered: list[Any] | None = None
         self._remembered_identities = b""
         self._present_addresses: Callable[[], list[int]] = list
@@ -223,17 +241,37 @@ class OptimizerPreparation:
         Enter it before a capture, not inside one: learning rates that changed are copied on entry.
         Does nothing when there is a `reason`.
         """
-        if self._depth or self.reason is not None:
+        groups = None if self._depth else self._without_reason()
+        if groups is None:
             yield
             return
         self._depth += 1
         try:
-            self._swap_in()
+            self._swap_in(groups)
             self._copy_rates()
             yield
         finally:
             self._depth -= 1
             self._swap_out()
+
+    def _without_reason(self) -> _Groups | None:
+        """The groups, None where there is a `reason`. What was found holds while the groups are as they were then."""
+        if self._class is None or self._closed:
+            return None
+        baked, known = self.hyperparameters(), self._groups
+        if known is None or _has_tensors(baked) or baked != known.baked:
+            self._groups = None if self.reason is not None else self._look(baked)
+            return self._groups
+        params = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        if self._sparse or {known.device} != set(map(Tensor.get_device, params)):
+            self._groups = None if self.reason is not None else self._look(baked)
+        # sparse gradients are left to `_before_step`, and to kernels that refuse them in plain training as well
+        return self._groups
+
+    def _look(self, baked: tuple[Any, ...]) -> _Groups:
+        changes = [dict(self._plan(group).changes) for group in self._optimizer.param_groups]
+        device = next(p.get_device() for group in self._optimizer.param_groups for p in group["params"])
+        return _Groups(baked, device, changes, self._class in FUSED and self._all_fused())
 
     @property
     def active(self) -> bool:
@@ -268,20 +306,21 @@ class OptimizerPreparation:
         finally:
             self._swap_out()
 
-    def _swap_in(self) -> None:
-        self._move_host_state()
+    def _swap_in(self, groups: _Groups | None = None) -> None:
         self._fill_rates()
-        self._entered = self.hyperparameters()
-        fused = self._class in FUSED and self._all_fused()
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            changes: dict[str, Any] = dict(self._plan(group).changes)
+        groups = groups or self._look(self.hyperparameters())
+        self._move_host_state(groups)
+        stands_in = any(rate.stand_in is not None for rate in self._rates)  # perhaps only now
+        self._entered = self.hyperparameters() if stands_in else groups.baked
+        for group, rate, flags in zip(self._optimizer.param_groups, self._rates, groups.changes, strict=True):
+            changes = dict(flags)
             # Rprop reads lr only where it creates its state, and there as a Python number.
             if self._class is not Rprop and (standing := rate.of(group["lr"])) is not group["lr"]:
                 changes["lr"] = standing
             for key, value in changes.items():
                 self._saved.append((group, key, group.get(key, _MISSING)))
                 group[key] = value
-        if fused:
+        if groups.fused:
             set_step_supports_amp_scaling(self._optimizer, True)
 
     def _swap_out(self) -> None:
@@ -463,7 +502,7 @@ class OptimizerPreparation:
         )  # of the same tensors: `t.data = ...` moves them
 
     def _forget_state(self) -> None:
-        self._remembered, self._present_addresses = None, list
+        self._remembered, self._present_addresses, self._moved = None, list, None
 
     def _state_values(self) -> list[Any]:
         """All that the state of all parameters refers to, in order: the values of its dicts, by one call in C."""
@@ -512,9 +551,18 @@ class OptimizerPreparation:
         """Note the host entries that torch's loading or the user put on the device: they stay there."""
         self._at_home = {(id(p), key) for p, key, state in self._host_entries() if not state[key].is_cpu}
 
-    def _move_host_state(self) -> None:
+    def _move_host_state(self, groups: _Groups | None = None) -> None:
+        """Move state to the device, where kernels of `prepared()` want it.
+
+        Args:
+            groups: for these, nothing is looked for among the very tensors that the last call has left.
+        """
         if self._emulated:
             return
+        if groups is not None and self._moved is not None:
+            before, were, _ = self._moved
+            if groups is before and identities(tuple(self._state_values())) == were:
+                return
         for p, key, state in self._host_entries():
             if state[key].is_cpu and not p.is_cpu:
                 # Fused kernels read the step count as float32; the capturable ones take any float.
@@ -522,6 +570,9 @@ class OptimizerPreparation:
                 # A new tensor, not `.data`: a state_dict taken earlier still holds the old one.
                 state[key] = state[key].to(device=p.device, dtype=dtype)
                 self.generation += 1
+        if groups is not None:  # these tensors are kept, so that no other one gets the same identity
+            kept = [state[key] for _, key, state in self._host_entries()]
+            self._moved = groups, identities(tuple(self._state_values())), kept
 
     def _host_copies(self) -> list[tuple[Tensor, str, Tensor]]:
         """CPU copies of the entries that only we keep on the device. One synchronisation."""
@@ -602,6 +653,11 @@ def _addresses_of(tensors: list[Tensor]) -> Callable[[], list[int]]:
     if all(local_tensor(t) is t for t in tensors):
         return lambda: list(map(Tensor.data_ptr, tensors))
     return lambda: [local_tensor(t).data_ptr() for t in tensors]
+
+
+def _has_tensors(baked: tuple[Any, ...]) -> bool:
+    """Whether a hyperparameter, or a part of one, is a tensor. Comparing it with a number would compare values."""
+    return Tensor in map(type, baked) or any(type(v) is tuple and Tensor in map(type, v) for v in baked)
 
 
 def _describe(fn: Callable[..., Any]) -> str:

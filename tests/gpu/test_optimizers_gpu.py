@@ -225,3 +225,23 @@ def test_settle_has_little_of_the_state_in_memory_twice(engine: CudaEngine) -> N
     size = sum(t.nbytes for t in prep.state_tensors())
     assert torch.cuda.max_memory_allocated() - allocated < size / 8
     assert torch.cuda.max_memory_reserved() - reserved < size / 4
+
+
+@pytest.mark.parametrize("change", ["state", "device"])
+def test_prepared_notices_what_was_changed_since_it_was_entered_last(change: str) -> None:
+    params, optimizer = make(AdamW, {})
+    prep = OptimizerPreparation(optimizer, emulated=False)
+    for step in range(3):
+        fill_grads(params, step)
+        with prep.prepared():
+            optimizer.step()
+    if change == "state":
+        optimizer.state[params[-1]]["step"] = torch.tensor(3.0)  # as a user's own loading does
+    else:
+        params[-1].data = params[-1].data.cpu()
+    with prep.prepared():
+        assert prep.active == (change == "state")
+        if prep.active:
+            optimizer.step()
+    assert all(t.is_cuda for t in _tensors(optimizer))
+    assert [float(optimizer.state[p]["step"]) for p in params] == [4.0 if change == "state" else 3.0] * 3
