@@ -5,6 +5,7 @@ Regions run on the engine that overwrites whatever a replay may overwrite.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,9 @@ from pygraph_train.gradients import places as gradient_places
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.integrations.loop import Loop
+from pygraph_train.optimizers.captured_update import CapturedUpdate
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.optimizers.phase import OptimizerPhase, _Capture
+from pygraph_train.optimizers.phase import OptimizerPhase
 
 
 class Seen:
@@ -31,7 +33,7 @@ class Seen:
     def __init__(self) -> None:
         self.replays = 0
         self.copies: list[int] = []  # replays that copied
-        self.captures: list[_Capture] = []
+        self.captures: list[CapturedUpdate] = []
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
             notes.copies.append(notes.replays)
         return copy(*args, **kwargs)
 
-    def watched(self: OptimizerPhase, captured: _Capture, gradients: list[Tensor | None]) -> None:
+    def watched(self: OptimizerPhase, captured: CapturedUpdate, gradients: list[Tensor | None]) -> None:
         nonlocal replaying
         if captured.buffers is None:
             present = [g.data_ptr() for g in gradients if g is not None]
@@ -179,12 +181,15 @@ def test_gradients_that_move_are_not_copied_where_copies_need_much_memory(config
     )
 
 
-def moved_update(steps: int, moves: Callable[[int], bool]) -> tuple[Loop, OptimizerGraph]:
+def moved_update(
+    steps: int, moves: Callable[[int], bool], turns: int | None = None
+) -> tuple[Loop, OptimizerGraph]:
     """Train where nothing but the optimizer is taken over, beside plain training.
 
     Args:
         steps: so many.
         moves: whether gradients lie elsewhere from this step on.
+        turns: the step from which on the loss is to grow.
     """
     model, plain = (nn.Linear(6, 3) for _ in range(2))
     plain.load_state_dict(model.state_dict())
@@ -193,6 +198,8 @@ def moved_update(steps: int, moves: Callable[[int], bool]) -> tuple[Loop, Optimi
     graph = loop.take_optimizer(optimizer)
     assert graph is not None
     for index in range(steps):
+        if index == turns:
+            optimizer.param_groups[0]["maximize"] = other.param_groups[0]["maximize"] = True
         x = torch.randn(4, 6)
         for each in (model, plain):
             each(x).square().mean().backward()
@@ -416,3 +423,23 @@ def test_steps_without_a_graph_count_where_others_come_between_them() -> None:
 def test_gradients_that_move_now_and_then_get_few_captures(seen):
     loop, _ = moved_update(400, lambda index: index % 20 == 0)
     assert 2 <= len(seen.captures) <= 6 and seen.replays >= 20, loop.report
+
+
+@pytest.mark.parametrize("turns", [None, 250])
+def test_of_graphs_that_follow_moved_gradients_a_sample_is_compared(turns, seen, monkeypatch):
+    numbers, verified_replay = [], OptimizerPhase._verified_replay
+
+    def noted(self: OptimizerPhase, capture: CapturedUpdate, *args: Any) -> None:
+        numbers.append(capture.number)
+        verified_replay(self, capture, *args)
+
+    monkeypatch.setattr(OptimizerPhase, "_verified_replay", noted)
+    loop, _ = moved_update(400, lambda index: index % 20 == 0, turns)
+    made = [capture.number for capture in seen.captures]
+    alike = [
+        before.buffers is after.buffers is None and before.hyperparameters == after.hyperparameters
+        for before, after in itertools.pairwise(seen.captures)
+    ]
+    assert alike.count(True) >= 2 and alike.count(False) >= (turns is not None), loop.report
+    assert made == [1, *(number + 1 if same else 1 for number, same in zip(made, alike, strict=False))]
+    assert numbers == [number for number in made if number in (1, 2, 4)], (numbers, made)

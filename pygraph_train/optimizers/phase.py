@@ -11,7 +11,6 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch import Tensor
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.gradients.places import Layout, Source
-from pygraph_train.graphs.engine import Engine, Graph, NumbersNotFound
+from pygraph_train.graphs.engine import Engine, NumbersNotFound
+from pygraph_train.optimizers.captured_update import CapturedUpdate
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.optimizers.trial import OptimizerTrial
@@ -58,34 +58,6 @@ _Key = tuple[Source, tuple[bool, ...]]
 """Who has left the gradients, and which parameters have none; empty where all have one."""
 
 _grad = operator.attrgetter("grad")
-
-
-@dataclass
-class _Capture:
-    """A graph of the phase and what it rests on.
-
-    Attributes:
-        addresses: of the parameters.
-        looks: whether parameters have the shapes, strides and types of then.
-        gradients: where they were; with buffers only what they look like counts.
-        buffers: copies of the gradients that the graph works on, None where it works on them as they lie.
-    """
-
-    graph: Graph
-    addresses: list[int]
-    looks: Callable[..., bool]
-    gradients: Layout
-    buffers: list[Tensor] | None
-    hyperparameters: Any
-    constants: Any
-    generation: int
-    verified: bool
-    audits: Audits
-    replays: int = 0
-
-    def reaches(self, gradients: Layout) -> bool:
-        """Whether it works on gradients that lie like these."""
-        return self.buffers is not None or gradients.addresses == self.gradients.addresses
 
 
 class OptimizerPhase:
@@ -126,8 +98,9 @@ class OptimizerPhase:
         self._report = report
         self._addresses = addresses
         # by the source of the gradients, and by which are there: their addresses are others then
-        self._captures: dict[_Key, _Capture] = {}
+        self._captures: dict[_Key, CapturedUpdate] = {}
         self._runs: dict[_Key, int] = {}
+        self._compared = 0.0  # seconds that the last comparison took
         self._changes = 0
         self._replays = 0
 
@@ -190,9 +163,11 @@ class OptimizerPhase:
             elif not self._make_room(source):
                 self.problem = _ABSENT
                 return body()
-            capture = self._capture(body, parameters, layout, constants, place.buffers, step)
+            before, capture = capture, self._capture(body, parameters, layout, constants, place.buffers, step)
             if capture is None:
                 return body()
+            if before is not None and not isinstance(self._preparation, OptimizerTrial):
+                capture.follow(before, self._config.verify, self._compared)
             self._captures[key] = capture
         audits = capture.audits
         if capture.verified and (audits.left > 0 or not audits.due(time.perf_counter())):
@@ -201,7 +176,7 @@ class OptimizerPhase:
             return self._replay(capture, gradients)
         self._verified_replay(capture, body, parameters, gradients, key)
 
-    def _replay(self, capture: _Capture, gradients: Sequence[Tensor | None]) -> None:
+    def _replay(self, capture: CapturedUpdate, gradients: Sequence[Tensor | None]) -> None:
         """The hot path: gradients into buffers if there are any, learning rate in, launch."""
         buffers = capture.buffers
         present = [g for g in gradients if g is not None] if buffers is not None else []
@@ -217,7 +192,7 @@ class OptimizerPhase:
         self._replays += 1
 
     def _invalid(
-        self, capture: _Capture, parameters: list[Tensor], layout: Layout, constants: Any
+        self, capture: CapturedUpdate, parameters: list[Tensor], layout: Layout, constants: Any
     ) -> Problem | None:
         """What to say if this goes on, None where everything but the gradients' addresses is as captured."""
         if [local_tensor(p).data_ptr() for p in parameters] != capture.addresses:
@@ -248,7 +223,7 @@ class OptimizerPhase:
         constants: Any,
         buffers: bool,
         step: int,
-    ) -> _Capture | None:
+    ) -> CapturedUpdate | None:
         """Record the phase without executing it; None (and a `problem`) where that cannot be done."""
         started = time.perf_counter()
         preparation = self._preparation
@@ -284,7 +259,7 @@ class OptimizerPhase:
             preparation.numbers_stay()
             return self._capture(body, parameters, layout, constants, buffers, step)
         preparation.remember()
-        made = _Capture(
+        made = CapturedUpdate(
             graph=graph,
             addresses=[local_tensor(p).data_ptr() for p in parameters],
             looks=tensor_looks(parameters),
@@ -303,7 +278,7 @@ class OptimizerPhase:
 
     def _verified_replay(
         self,
-        capture: _Capture,
+        capture: CapturedUpdate,
         body: Callable[[], None],
         parameters: list[Tensor],
         gradients: list[Tensor | None],
@@ -345,7 +320,7 @@ class OptimizerPhase:
                 self._replay(capture, gradients)
                 difference = runs.refuse(fingerprint())
         if difference is None:
-            seconds = time.perf_counter() - started
+            seconds = self._compared = time.perf_counter() - started
             capture.audits.took(seconds, first=not audited)
             self._report.compared(seconds, audit=audited)
             self.replayed = audited
