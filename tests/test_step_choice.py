@@ -51,6 +51,9 @@ class QueueingDevice:
     def start(self) -> None:
         self._began = self.now
 
+    def add(self, seconds: float) -> None:
+        self._began -= seconds
+
     def stop(self, arm: Arm, deliver: Callable[[StepTime], None]) -> None:
         host, device, _ = self.costs[arm]
         deliver(StepTime(self.now - self._began, max(host, device)))

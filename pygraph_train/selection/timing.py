@@ -51,6 +51,9 @@ class Stopwatch(Protocol):
     def start(self) -> None:
         """The step begins. A measurement that was not stopped is forgotten."""
 
+    def add(self, seconds: float) -> None:
+        """So much is missing in the measurement of this step, or should not be in it where it is negative."""
+
     def stop(self, arm: Arm, deliver: Callable[[StepTime], None]) -> None:
         """The step has ended; `deliver` is called with its time from some later `collect`."""
 
@@ -78,16 +81,20 @@ class CudaStopwatch:
         self._device = device
         self._free: list[torch.cuda.Event] = []
         self._begin: torch.cuda.Event | None = None
-        self._began = 0.0
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, float, Callable[[StepTime], None]]] = (
-            deque()
-        )
+        self._began = self._added = 0.0
+        self._pending: deque[
+            tuple[torch.cuda.Event, torch.cuda.Event, float, float, Callable[[StepTime], None]]
+        ] = deque()
 
     def start(self) -> None:
         """See `Stopwatch.start`."""
-        self._began = time.perf_counter()
+        self._began, self._added = time.perf_counter(), 0.0
         self._begin = self._begin or self._event()
         self._begin.record(torch.cuda.current_stream(self._device))
+
+    def add(self, seconds: float) -> None:
+        """See `Stopwatch.add`."""
+        self._added += seconds
 
     def stop(self, arm: Arm, deliver: Callable[[StepTime], None]) -> None:
         """See `Stopwatch.stop`."""
@@ -95,7 +102,7 @@ class CudaStopwatch:
             return
         end = self._event()
         end.record(torch.cuda.current_stream(self._device))
-        self._pending.append((self._begin, end, time.perf_counter() - self._began, deliver))
+        self._pending.append((self._begin, end, time.perf_counter() - self._began, self._added, deliver))
         self._begin = None
         if len(self._pending) > self._MOST_PENDING:  # a device so far behind is measured by the others
             self._pending.popleft()
@@ -103,8 +110,8 @@ class CudaStopwatch:
     def collect(self) -> None:
         """See `Stopwatch.collect`."""
         while self._pending and self._pending[0][1].query():
-            begin, end, host, deliver = self._pending.popleft()
-            deliver(StepTime(host, begin.elapsed_time(end) / 1e3))
+            begin, end, host, added, deliver = self._pending.popleft()
+            deliver(StepTime(host + added, begin.elapsed_time(end) / 1e3 + added))
             self._free += (begin, end)
 
     def drain(self) -> None:
@@ -143,6 +150,9 @@ class DeclaredStopwatch:
     def start(self) -> None:
         """See `Stopwatch.start`."""
         self._running = True
+
+    def add(self, seconds: float) -> None:
+        """Nothing is measured."""
 
     def stop(self, arm: Arm, deliver: Callable[[StepTime], None]) -> None:
         """See `Stopwatch.stop`."""

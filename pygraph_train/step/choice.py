@@ -98,6 +98,11 @@ class Choice:
         if self._unit is not None:
             self._stopwatch.start()
 
+    def add(self, seconds: float) -> None:
+        """See `Stopwatch.add`: of the micro-batch that has begun."""
+        if self._unit is not None:
+            self._stopwatch.add(seconds)
+
     def stop(self) -> None:
         """A micro-batch of it has ended."""
         if self._unit is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pygraph_train.gradients.places import Source
+from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UNSCALED
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, SPLIT, WHOLE, Arm, Phase, Plan
@@ -54,6 +56,7 @@ class StepInFlight:
         leave: called with the reason why the update has no graph any more.
 
     Attributes:
+        began: when, by `time.perf_counter`.
         arm: what it runs with.
         choice: the comparison of plans that it counts for, None when for none.
         replayed: whether forward and backward came from a graph.
@@ -68,6 +71,7 @@ class StepInFlight:
         "_updates",
         "_whole",
         "arm",
+        "began",
         "choice",
         "given_up",
         "position",
@@ -84,6 +88,7 @@ class StepInFlight:
         regions: Regions,
         leave: Callable[[StepInFlight, Problem], None],
     ) -> None:
+        self.began = time.perf_counter()
         self.position = position
         self.under_way = under_way
         self.arm = NO_GRAPH
@@ -123,6 +128,11 @@ class StepInFlight:
             self.choice.as_planned = False
 
     @property
+    def may_rest(self) -> bool:
+        """Whether later steps are left to the plain loop where steps without graphs are kept: see `Resting`."""
+        return self._training.program.replication.group is None
+
+    @property
     def graphs_update(self) -> bool:
         """Whether the update has to go through `update`."""
         return self._updates.phase is not None
@@ -149,6 +159,8 @@ class StepInFlight:
         if not plan.optimizer_alone:
             # all plans use the same kernels, and keep the state where these want it
             assert updates.preparation is not None
+            if self.choice is not None and not plan.graphs and self.may_rest:
+                return self._without_preparation(self.choice, updates.preparation, body)
             with updates.preparation.prepared():
                 return body()
         if self._training.program.scaling.unscaled:
@@ -169,6 +181,17 @@ class StepInFlight:
             self._leave(self, phase.problem)
         elif phase.restless is not None:
             self._has_no_graph(phase.restless)
+
+    def _without_preparation(
+        self, choice: Choice, preparation: OptimizerPreparation, body: Callable[[], None]
+    ) -> None:
+        """Make the update of a step that is compared. What prepares it is gone where steps without graphs are kept."""
+        entered = time.perf_counter()
+        with preparation.prepared():
+            began = time.perf_counter()
+            body()
+            ended = time.perf_counter()
+        choice.add((ended - began) - (time.perf_counter() - entered))
 
     def finish(self) -> None:
         """The step has ended, its update included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
@@ -114,6 +115,9 @@ class UngraphedSteps:
             self.choice.quiet = 0  # the arm cannot be run any more
         step.count_for(self.choice)
         step.arm = self.choice.arm
+        if step.choice is not None and step.arm.plan.graphs and step.may_rest:
+            # where steps without graphs are kept, they do without what was done up to here
+            step.choice.add(time.perf_counter() - step.began)
         if not self._updates.serve(step.arm.plan):  # the optimizer was refused while it had no graph
             self.choice = None
             step.give_up()
