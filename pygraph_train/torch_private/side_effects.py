@@ -63,7 +63,7 @@ def dynamo_side_effects() -> list[SideEffect]:
             continue
         source = _name(variable)
         writes = effects.store_attr_mutations.get(variable, {})
-        changed = [name for name, value in writes.items() if not _puts_back(output, source, name, value)]
+        changed = [name for name, value in writes.items() if not _puts_back(output, variable, name, value)]
         if (writes and not changed) or (not writes and _keeps_entries(variable, source)):
             continue
         stacks: Any = effects.mutation_user_stacks.get(variable) or [None]
@@ -92,8 +92,12 @@ def _output() -> Any:
 def _name(variable: Any) -> str:
     if variable.source is None:
         return type(variable).__name__
-    name = variable.source.name
-    return str(name() if callable(name) else name)  # a method in older versions
+    return _name_of(variable.source)
+
+
+def _name_of(source: Any) -> str:
+    """Of a source or a guard."""
+    return str(source.name() if callable(source.name) else source.name)  # a method in older versions
 
 
 class _Unknown:
@@ -237,11 +241,13 @@ def _innermost(stack: Any) -> list[Any]:
     return [stack[-1], *[frame for frame in stack if is_user_file(frame.filename)][-1:]]
 
 
-def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:
+def _puts_back(output: Any, variable: Any, attribute: str, value: Any) -> bool:
     """Whether an attribute holds, after the frame, what it held before: a constant, or a tensor. (torch 2.11, 2.13)
 
-    Context variables are set at the start of a forward and reset at its end: nothing remains to be done.
+    Context variables are set at the start of a forward and reset at its end: nothing remains to be done. A frame may
+    write a constant without a look at what is there, and Dynamo sets no guard then: such a write gets one.
     """
+    source = _name(variable)
     if _is_changed_in_place(value, f"{source}.{attribute}"):
         return True
     try:
@@ -249,7 +255,24 @@ def _puts_back(output: Any, source: str, attribute: str, value: Any) -> bool:
         after = value.as_python_constant()
     except Exception:  # Dynamo raises many kinds for values that are no constants
         return False
-    return type(before) is type(after) and bool(before == after)
+    return type(before) is type(after) and bool(before == after) and _is_guarded(variable, attribute, before)
+
+
+_GUARDED = (type(None), bool, int, float, str, bytes)
+
+
+def _is_guarded(variable: Any, attribute: str, value: Any) -> bool:
+    """Whether a guard says that an attribute has this value: one that Dynamo has set, or one that is set here."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    source = AttrSource(variable.source, attribute)
+    if type(value) not in _GUARDED:
+        name = _name_of(source)
+        return any(_name_of(guard) == name for guard in TracingContext.get().guards_context.dynamo_guards)
+    install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
+    return True
 
 
 def _keeps_entries(variable: Any, source: str) -> bool:
