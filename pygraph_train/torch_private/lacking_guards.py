@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from pygraph_train.torch_private import absent_names, attribute_dicts, cached_calls
+from pygraph_train.torch_private import absent_names, attribute_dicts, cached_calls, ordered_dicts
 
 __all__ = ["mends"]
 
@@ -17,4 +17,9 @@ def mends(*, regions: bool) -> tuple[tuple[Any, str, Any], ...]:
     Args:
         regions: whether what is traced may be a part of a step.
     """
-    return (*absent_names.mends(), *attribute_dicts.mends(), *cached_calls.mends(regions=regions))
+    return (
+        *absent_names.mends(),
+        *attribute_dicts.mends(),
+        *cached_calls.mends(regions=regions),
+        *ordered_dicts.mends(),
+    )
