@@ -62,3 +62,22 @@ def test_a_step_that_asks_for_no_order_needs_no_other_graph() -> None:
         diary.write_state(model, optimizer)
 
     both(script, replays=34, plan="{F B O}")
+
+
+def test_a_step_may_move_entries_itself() -> None:
+    def script(diary: Diary) -> None:
+        model, weights = Net(), OrderedDict(first=1.0, second=2.0, third=4.0)
+        optimizer = adamw(model)
+
+        def loss_of_step(x: Any, y: Any) -> Any:
+            name = next(iter(weights))
+            weights.move_to_end(name)
+            return nn.functional.cross_entropy(model(x), y) * weights[name]
+
+        step = diary.step(loss_of_step, model=model, optimizer=optimizer)
+        for x, y in batches(30):
+            diary.write("loss", step(x, y))
+            diary.write("order", list(weights))
+
+    report = both(script, replays=8)
+    assert any("move_to_end" in row.reason for row in report.fallbacks), report

@@ -1,6 +1,7 @@
 """Guards for the order of an `OrderedDict` that a step goes through. (2.11, 2.13)
 
-Dynamo's guards see the order in which the keys came. `move_to_end` leaves that as it is.
+Dynamo's guards see the order in which the keys came. `move_to_end` leaves that as it is, so a step that calls it is no
+graph: what such a call leaves looks like no change.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ __all__ = ["mends"]
 @functools.cache
 def mends() -> tuple[tuple[Any, str, Any], ...]:
     """(owner, attribute, value): changes of Dynamo while the library traces."""
+    from torch._dynamo.variables import user_defined
     from torch._dynamo.variables.dicts import ConstDictVariable
 
+    moved = getattr(user_defined, "OrderedDictVariable", ConstDictVariable)  # of 2.11 is the second one
     names = ("install_dict_keys_match_guard", "tp_iter_impl")  # of 2.13 is the second one
     around = Around(_guarding_order)
-    return tuple((ConstDictVariable, name, around) for name in names if name in vars(ConstDictVariable))
+    guards = [(ConstDictVariable, name, around) for name in names if name in vars(ConstDictVariable)]
+    return (*guards, (moved, "call_method", Around(_moving_nothing)))
 
 
 def _guarding_order(ask: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +38,22 @@ def _guarding_order(ask: Callable[..., Any]) -> Callable[..., Any]:
         return ask(self, *args)
 
     return asked
+
+
+def _moving_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self: Any, tx: Any, name: str, *args: Any) -> Any:
+        from torch._dynamo.exc import unimplemented
+
+        if name == "move_to_end" and self.source:
+            unimplemented(
+                gb_type="move_to_end",
+                context="",
+                explanation="The step calls move_to_end() of an OrderedDict that it has not made.",
+                hints=[],
+            )
+        return call(self, tx, name, *args)
+
+    return called
 
 
 def _in_this_order(builder: Any, guard: Any) -> None:
