@@ -433,6 +433,44 @@ def test_step_without_backward_says_so(caplog: pytest.LogCaptureFixture) -> None
     assert "never calls accelerator.backward" in caplog.text
 
 
+@pytest.mark.parametrize("at", [1, 3, 4, 5, 19], ids=lambda n: f"in step {n}")
+@pytest.mark.parametrize("after", ["backward", "clip", "step", "schedule"])
+def test_what_a_step_has_called_before_it_raises_is_made(after: str, at: int) -> None:
+    """Gradients of the backward add up to those of the next step, as in plain training."""
+
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        model, optimizer, loader, schedule = setup(script)
+
+        @script.graphed
+        def step(batch: dict[str, torch.Tensor], stop: str) -> torch.Tensor:
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            if stop == "backward":
+                raise ValueError(stop)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            if stop == "clip":
+                raise ValueError(stop)
+            optimizer.step()
+            if stop == "step":
+                raise ValueError(stop)
+            schedule.step()
+            if stop == "schedule":
+                raise ValueError(stop)
+            optimizer.zero_grad()
+            return loss
+
+        for index, batch in enumerate(loader):
+            try:
+                script.write("loss", step(batch, after if index == at else ""))
+            except ValueError as error:
+                script.write("error", str(error))
+            script.write_state(model, optimizer)
+            script.write("rate", schedule.get_last_lr())
+
+    both(script, replays=15, plan=None)
+
+
 def test_code_that_looks_at_gradients_after_backward() -> None:
     def body(accelerator: Any, model: Any, optimizer: Any, schedule: Any, batch: Any) -> Any:
         optimizer.zero_grad()

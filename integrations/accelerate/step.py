@@ -420,7 +420,11 @@ class _StepFunctionProgram(StepOfLoss):
         for event in before_backward(position.constants[1]):
             self._make(event, update)
         with self.replication.micro_batch(sync=position.sync):
-            loss, result, _ = self._taken_apart(call, args, kwargs)
+            try:
+                loss, result, _ = self._taken_apart(call, args, kwargs)
+            except BaseException:
+                self._make_until_raised(update)
+                raise
             self.backward(loss)
         for event in after_backward(self._present):
             self._make(event, update)
@@ -449,14 +453,7 @@ class _StepFunctionProgram(StepOfLoss):
         with self._as_outside(), self.context():
             with self.replication.around():
                 result = call(self._fn, args, kwargs)
-            put_off = list(self._put_off)
-            self._put_off.clear()
-        script = tuple(Event(name, index, arguments) for name, index, arguments, _, _ in put_off)
-        tensors = {name: tensor for name, _, _, tensor, _ in put_off if name == "backward"}
-        self._present = script
-        self._norms = [tensor for name, _, _, tensor, _ in put_off if name in CLIPS]
-        clipped_by = [clipped for name, _, _, _, clipped in put_off if name in CLIPS]
-        self._clipped = list(map(self.replication.resting, clipped_by))
+            script, tensors = self._noted()
         if self._clipped:
             self._clips_others = self._others_are_clipped()
         expected = self.observed.get(self._accelerator.sync_gradients)
@@ -476,6 +473,24 @@ class _StepFunctionProgram(StepOfLoss):
         if entry not in self._scripts:
             self._scripts.append(entry)
         return tensors["backward"], result, self._scripts.index(entry)
+
+    def _noted(self) -> tuple[Script, dict[str, Tensor]]:
+        """Take the calls that the function has put off. Returns them, and the loss."""
+        put_off = list(self._put_off)
+        self._put_off.clear()
+        self._present = tuple(Event(name, index, arguments) for name, index, arguments, _, _ in put_off)
+        self._norms = [tensor for name, _, _, tensor, _ in put_off if name in CLIPS]
+        clipped_by = [clipped for name, _, _, _, clipped in put_off if name in CLIPS]
+        self._clipped = list(map(self.replication.resting, clipped_by))
+        return self._present, {name: tensor for name, _, _, tensor, _ in put_off if name == "backward"}
+
+    def _make_until_raised(self, update: _Update) -> None:
+        """The function has raised an exception: make what it has called from its backward on."""
+        script, tensors = self._noted()
+        if [event.name for event in script].count("backward") == 1:
+            self.backward(tensors["backward"])
+            for event in after_backward(script):
+                self._make(event, update)
 
     def _make(self, event: Event, update: _Update) -> Tensor | None:
         """One of the calls, for real. Returns the norm of gradients that were clipped."""
