@@ -22,8 +22,8 @@ __all__ = ["LoopReport"]
 
 
 _NO_OPTIMIZER = (
-    "no step is counted, because no prepared optimizer made a step. Pass the optimizer to "
-    "accelerator.prepare (in Fabric: fabric.setup)"
+    "no step is counted, because no prepared optimizer made a step without a closure. Pass the optimizer to "
+    "accelerator.prepare (in Fabric: fabric.setup), and call step() without a closure"
 )
 
 
