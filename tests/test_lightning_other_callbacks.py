@@ -221,9 +221,12 @@ def test_other_callbacks_under_manual_optimization(what: str, fuse: str) -> None
     )
 
 
-def test_accumulation_that_changes_between_epochs() -> None:
-    make = lambda: [GradientAccumulationScheduler({0: 1, 2: 3, 5: 2})]  # noqa: E731
-    trained(make, lambda callback: callback.scheduling, max_epochs=8, replays=60, plan="{F B O}")
+@pytest.mark.parametrize(
+    ("numbers", "epochs", "replays"), [({0: 1, 2: 3, 5: 2}, 8, 60), ({0: 1, 6: 3, 8: 4, 10: 2}, 12, 100)]
+)
+def test_accumulation_that_changes_between_epochs(numbers: dict[int, int], epochs: int, replays: int) -> None:
+    make = lambda: [GradientAccumulationScheduler(numbers)]  # noqa: E731
+    trained(make, lambda callback: callback.scheduling, max_epochs=epochs, replays=replays, plan="{F B O}")
 
 
 # -- when training ends ------------------------------------------------------------------------------------

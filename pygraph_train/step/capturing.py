@@ -344,7 +344,7 @@ class Capturing:
                     step, Problem(f"the optimizer runs outside of the graph: {reason}")
                 )
             updates.preparation.settle(training.engine)
-        if len({p.constants for p, _, _ in variant.captures}) > MOST_RETRACES:
+        if len({p.constants for p, _, _ in variant.captures}) > self.allowed(variant):
             raise NotLegal(
                 Problem(f"Python values of the training loop change again and again: {position.constants}")
             )
