@@ -43,7 +43,7 @@ from pygraph_train.parallel.agreement import decline
 from pygraph_train.parallel.replication import RECORDER, Alone, Replication
 from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.patches import standing_in
-from pygraph_train.problems import Problem, PyGraphError
+from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed
 from pygraph_train.step.outputs import detached_results
@@ -422,8 +422,11 @@ class _StepFunctionProgram(StepOfLoss):
         with self.replication.micro_batch(sync=position.sync):
             try:
                 loss, result, _ = self._taken_apart(call, args, kwargs)
-            except BaseException:
-                self._make_until_raised(update)
+            except BaseException as error:
+                captures = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                executed = not (captures or isinstance(error, NotLegal))
+                if executed:  # otherwise the step is made anew
+                    self._make_until_raised(update)
                 raise
             self.backward(loss)
         for event in after_backward(self._present):
