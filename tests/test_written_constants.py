@@ -100,25 +100,13 @@ PLACES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_constant_is_written_over_what_another_step_wrote(place: str) -> None:
-    def script(diary: Diary) -> None:
-        model, read, _ = PLACES[place]()
-        optimizer = adamw(model)
-        step = diary.step(
-            lambda x, y: nn.functional.cross_entropy(model(x), y), model=model, optimizer=optimizer
-        )
-        for i, (x, y) in enumerate(batches(40)):
-            model.keeps = i % 10 >= 7
-            diary.write("loss", step(x, y))
-            diary.write("noted", read())
-        diary.write_state(model, optimizer)
+def written(place: str, before: Callable[[int, Any, Callable[[Any], None]], None]) -> None:
+    """Compare with plain training what steps note at a place.
 
-    both(script, replays=10)
+    Args:
+        before: called before each step with its number, the model, and what writes to the place.
+    """
 
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_constant_is_written_over_what_the_loop_wrote(place: str) -> None:
     def script(diary: Diary) -> None:
         model, read, write = PLACES[place]()
         optimizer = adamw(model)
@@ -126,10 +114,23 @@ def test_a_constant_is_written_over_what_the_loop_wrote(place: str) -> None:
             lambda x, y: nn.functional.cross_entropy(model(x), y), model=model, optimizer=optimizer
         )
         for i, (x, y) in enumerate(batches(40)):
-            if i % 7 == 6:
-                write(torch.ones(1) if i % 2 else "other")
+            before(i, model, write)
             diary.write("loss", step(x, y))
             diary.write("noted", read())
         diary.write_state(model, optimizer)
 
     both(script, replays=10)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_constant_is_written_over_what_another_step_wrote(place: str) -> None:
+    written(place, lambda i, model, write: setattr(model, "keeps", i % 10 >= 7))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_constant_is_written_over_what_the_loop_wrote(place: str) -> None:
+    def write_now_and_then(i: int, model: Any, write: Callable[[Any], None]) -> None:
+        if i % 7 == 6:
+            write(torch.ones(1) if i % 2 else "other")
+
+    written(place, write_now_and_then)
