@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 __all__ = ["Costs", "Returns", "TraceReturns", "is_sampled", "sampled_share"]
 
 
-_ENOUGH = 2
-"""Captures that have to be measured before their cost decides."""
+_ENOUGH = 3
+"""Captures that have to be measured before their cost decides: the first ones set up what all others use."""
 
 _SEEN = 2
 """Times that a shape has to come before they say how often it will come in the steps that are left."""
@@ -29,7 +29,7 @@ class Costs:
         replay: a step from a graph, in the same way.
         capture: another capture: the shortest one so far.
         compared: what the comparison of a first replay adds: the shortest one so far.
-        captures: that were measured. The first ones set things up that all others use.
+        captures: that were measured.
     """
 
     plain: dict[bool, float] = field(default_factory=dict)

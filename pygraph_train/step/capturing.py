@@ -385,7 +385,7 @@ class Capturing:
         seconds = time.perf_counter() - started
         variant.capture_seconds = seconds - (capture.audits.last if expected is not None else 0.0)
         if family is not None:
-            family.captured(place, seconds if training.engine.name == "cuda" else None)
+            family.captured(place, variant.capture_seconds if training.engine.name == "cuda" else None)
         what = str(position if variant.arm.plan.fused else position.without_update())
         if variant.choice is None:
             training.report.runs_with(variant.arm.plan)

@@ -221,7 +221,7 @@ class Family:
         return 1.0 if verify != "sample" or self.differed else sampled_share(self.shapes)
 
     def captured(self, place: CaptureKey, seconds: float | None) -> None:
-        """A capture was made, and took so long."""
+        """A capture was made, and took so long without a comparison."""
         self._captures[place] += 1
         if seconds is not None:
             self.costs.captured(seconds)
