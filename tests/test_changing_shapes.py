@@ -15,7 +15,7 @@ from training import CONFIG, Diary, Net, adamw, batches, both, loss_of
 
 from pygraph_train import GraphedStep, StepReport
 from pygraph_train.regions import inductor
-from pygraph_train.step import shapes
+from pygraph_train.step import families
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family
@@ -427,7 +427,7 @@ def let_inductor_compile(monkeypatch: pytest.MonkeyPatch, *, asks: bool) -> None
             return compile_whole(graph, inputs, left)
 
     monkeypatch.setattr(Decisions, "__init__", with_inductor)
-    monkeypatch.setattr(shapes, "STEPS_BEFORE_COMPILING", 10)
+    monkeypatch.setattr(families, "STEPS_BEFORE_COMPILING", 10)
     monkeypatch.setattr(inductor, "compile_whole", asking)
 
 

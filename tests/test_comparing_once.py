@@ -59,7 +59,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulated:
         made.compared += not capture.verified
         return compare(self, step, variant, capture, *rest)
 
-    def in_warm_up(self: Variant, seconds: float) -> None:
+    def in_warm_up(self: Variant, seconds: float, *, compiled: bool) -> None:
         self.warmup_seconds = made.warm_up
 
     monkeypatch.setattr(EmulatedEngine, "shares_memory", True)

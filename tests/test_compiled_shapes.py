@@ -56,6 +56,18 @@ def test_inductor_compiles_again_when_its_kernels_would_have_saved_that_time(
 
 
 @pytest.mark.quick
+@pytest.mark.passes_without_graphs("numbers only")
+def test_compiled_steps_that_were_slow_at_first_are_timed_again() -> None:
+    """The host was busy in the first ones. Few of the steps with eager kernels make way for them."""
+    made = family(None, 0.010, 0.020)
+    made.timed_compiled = 3
+    timed = [number for number in range(1, 101) if made.times_compiled()]
+    assert timed == [1, 2, 4, 8, 16, 32, 64] and not made.compiled_is_faster()
+    made.ran_without_graph(0.005, compiled=True)
+    assert made.compiled_is_faster() and not made.times_compiled()
+
+
+@pytest.mark.quick
 @pytest.mark.passes_without_graphs("an object without a step")
 def test_graphs_of_shapes_that_code_is_not_for_stay_however_often_they_are_replayed() -> None:
     """There is code of Inductor for other shapes: nothing is thrown away before there is some for these."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from simulated_times import SimulatedTimes
@@ -10,6 +12,10 @@ from test_changing_shapes import Text, drawn, text, text_loss, train
 from training import Diary, adamw, both
 
 from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.step import families
+from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.program import plain_call
+from pygraph_train.step.variants import Variant
 
 LENGTHS = range(16, 65)
 BOUND = 31
@@ -79,14 +85,43 @@ def test_a_run_that_says_how_long_it_is_waits_for_no_captures(monkeypatch: pytes
 
 
 def test_few_lengths_have_no_graphs_that_inductor_will_replace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor compiles when all lengths together have gone 100 steps without it, and then each has its graph."""
+    """Inductor compiles at once where each step has another length, and then each length has its graph."""
     times = SimulatedTimes(monkeypatch)
-    report = both(train(drawn([16, 24, 32, 40, 48], 400)), replays=280, plan="{F B O}", compile=True)
+    report = both(train(drawn([16, 24, 32, 40, 48], 400)), replays=350, plan="{F B O}", compile=True)
     (compiled,) = times.steps_with("Inductor", compiled=True)
-    assert 100 <= compiled <= 140
-    assert len(times.steps_with("capture", compiled=False)) <= 5
+    assert compiled <= 10
+    assert not times.steps_with("capture", compiled=False)
     assert len(times.steps_with("capture", compiled=True)) == 5 == report.shapes.with_graphs
     assert times.count(301, 400)["replay", True] == 100
+
+
+def test_lengths_that_few_steps_have_wait_for_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step in six has another length than the first one: Inductor compiles for these after 100 steps of them."""
+    times = SimulatedTimes(monkeypatch)
+    lengths = [length for other in drawn([24, 32, 40, 48], 110) for length in (*[16] * 5, other)]
+    both(train(lengths), replays=500, plan="{F B O}", compile=True)
+    first, for_all = times.steps_with("Inductor", compiled=True)
+    assert first <= 10 and 600 <= for_all <= 630
+
+
+def test_lengths_that_never_return_are_compiled_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager kernels need more time and memory. Three steps of the shorter texts have them, to be timed."""
+    times = SimulatedTimes(monkeypatch)
+    eager: list[int] = []
+    timed = Capturing.timed
+
+    def counted(self: Any, step: Any, variant: Variant, run: Any, call: Any = None) -> Any:
+        if call is plain_call:
+            eager.append(variant.arm.compiled)
+        return timed(self, step, variant, run, call)
+
+    monkeypatch.setattr(Capturing, "timed", counted)
+    lengths = random.Random(0).sample(range(16, 216), 200)
+    both(train(lengths), never="no length comes back", compile=True)
+    (compiled,) = times.steps_with("Inductor", compiled=True)
+    assert compiled <= 10
+    assert len(eager) == 3
+    assert times.count(compiled + 1, 200)["step", False] == 0
 
 
 def test_a_run_that_ends_soon_makes_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +172,9 @@ def test_what_graphs_of_eager_kernels_have_used_is_given_back(monkeypatch: pytes
 
     monkeypatch.setattr(EmulatedEngine, "shares_memory", True)
     monkeypatch.setattr(EmulatedEngine, "fresh_pool", counted)
+    monkeypatch.setattr(
+        families, "_CHANGING", 1000
+    )  # Inductor waits, as where most steps have the first length
     times = SimulatedTimes(monkeypatch, steps_in_all=3000)
     both(looking(drawn(LENGTHS, 450), look), replays=180, plan="{F B O}", compile=True)
     assert pools == [compiled_in()]

@@ -373,9 +373,9 @@ class Advancing:
             trace.gaps.islands.knows(other.trace.gaps.islands)
         if family is not None:
             family.traced(variant)
-        first = self._signatures.is_first(signature)
-        wanted = training.config.compile is True and self._decisions.compiles
-        variant.compile_next = wanted and first and other_way is None
+        wanted = training.config.compile is True and self._decisions.compiles and other_way is None
+        soon = family is not None and not family.steps_before_compiling(training.step)
+        variant.compile_next = wanted and (soon or self._signatures.is_first(signature))
         trace.saved = self._saved(variant)
         signature.variants.insert(0, variant)
         return variant

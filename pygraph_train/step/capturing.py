@@ -126,8 +126,9 @@ class Capturing:
     def timed(
         self, step: StepInFlight, variant: Variant, run: Callable[[Call], R], call: Call | None = None
     ) -> R:
-        """Make a step with the kernels of a kind of call, and time it."""
-        training, call = self._training, call or self._call_of(variant)
+        """Make a step with the kernels of a kind of call, or with the eager ones of `call`, and time it."""
+        training, compiled = self._training, call is None and variant.arm.compiled
+        call = call or self._call_of(variant)
 
         def marked(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = call(fn, args, kwargs)
@@ -140,7 +141,7 @@ class Capturing:
             training.clock.ungraphed(),
         ):
             result = run(marked)
-        variant.seen_in_warmup(training.times.ungraphed)
+        variant.seen_in_warmup(training.times.ungraphed, compiled=compiled)
         if step.position.update:
             self._updates.ran()
         return result

@@ -18,10 +18,19 @@ from pygraph_train.verification import AuditLedger
 if TYPE_CHECKING:
     from pygraph_train.step.variants import CaptureKey, Variant
 
-__all__ = ["Families", "Family"]
+__all__ = ["STEPS_BEFORE_COMPILING", "Families", "Family"]
 
 _MOST_FAMILIES = 64
 """Kinds of batches remembered; the oldest are forgotten."""
+
+STEPS_BEFORE_COMPILING = 100
+"""Steps without Inductor's kernels, of shapes other than the first one, that prove that these are worth their time."""
+
+_CHANGING = 3
+"""The same, where at least every other step of the training has another shape than the first one."""
+
+_TIMED = 3
+"""Steps of each kind of kernels, without a graph, that are timed."""
 
 _MOST_LEADS = 4
 """Traces that new shapes are tried with."""
@@ -70,6 +79,7 @@ class Family:
         replays_without_inductor: of eager kernels, in the same way.
         compile_seconds: what Inductor has taken the last time; None where that was not measured.
         timed_compiled: steps with Inductor's kernels that were timed, without the one in which it compiled.
+        timed_eager: steps with eager kernels that were timed.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -88,8 +98,8 @@ class Family:
         self.audits: AuditLedger | None = None
         self.steps_without_inductor = self.replays_without_inductor = 0
         self.compile_seconds: float | None = None
-        self.timed_compiled = -1
-        self._failures = self._waited = 0
+        self.timed_compiled, self.timed_eager = -1, 0
+        self._failures = self._waited = self._slower = 0
         self._volumes: list[int] = []
         self._first_sizes = sizes
         self._dynamic: dict[int, frozenset[int]] = {}
@@ -117,6 +127,18 @@ class Family:
     def without_inductor(self) -> int:
         """Steps and replays without Inductor's kernels, since it has compiled."""
         return self.steps_without_inductor + self.replays_without_inductor
+
+    def steps_before_compiling(self, made: int) -> int:
+        """How many more steps without Inductor's kernels prove that these are worth their time.
+
+        Args:
+            made: steps of the training so far.
+        """
+        without = self.without_inductor
+        changes = self.shapes >= _CHANGING and without >= _CHANGING and 2 * without >= made
+        if changes and self.timed_compiled < 0:
+            return 0
+        return max(0, STEPS_BEFORE_COMPILING - without)
 
     def may_trace(self) -> bool:
         """Whether another trace has a chance to be worth its time."""
@@ -156,13 +178,17 @@ class Family:
         same side. That of a shape in the middle is for half of them at least.
         """
         self._waited += 1
-        volume, volumes = _volume(family_of(key)[1]), self._volumes
+        volume, volumes = self._volume_of(key), self._volumes
         first, last = (share * len(volumes) for share in _MIDDLE)
         typical = bisect_left(volumes, volume) <= last and bisect_right(volumes, volume) >= first
         if typical or self._waited >= _MOST_WAITING:
             self._waited = 0
             return True
         return False
+
+    @staticmethod
+    def _volume_of(key: Key) -> int:
+        return _volume(family_of(key)[1])
 
     def leads_again(self, lead: Variant) -> None:
         """This kind of call has a trace that leads already, and other code of Inductor."""
@@ -203,11 +229,35 @@ class Family:
         """A step without a graph was timed."""
         if compiled:
             self.timed_compiled += 1
+        else:
+            self.timed_eager += 1
         if not compiled or self.timed_compiled:  # in the first one Inductor has compiled
             self.costs.ran(seconds, compiled=compiled)
 
+    def times_eager(self, key: Key) -> bool:
+        """Whether a step of this shape should show how long eager kernels take.
+
+        Those of smaller shapes do, as long as that is not known: they need no more memory than Inductor's for others.
+        """
+        return self.timed_eager < _TIMED and 2 * bisect_left(self._volumes, self._volume_of(key)) < len(
+            self._volumes
+        )
+
+    def times_compiled(self) -> bool:
+        """Whether the next step, which Inductor's code is for, runs with it and is timed.
+
+        The first ones do, and of those for which eager kernels seem to be faster the 1st, 2nd, 4th and so on: the host
+        may have been slow in the first ones.
+        """
+        if self.timed_compiled < _TIMED:
+            return True
+        if self.compiled_is_faster():
+            return False
+        self._slower += 1
+        return is_sampled(self._slower)
+
     def compiled_is_faster(self) -> bool:
-        """Whether Inductor's kernels without a graph are faster than eager ones."""
+        """Whether Inductor's kernels without a graph are faster than eager ones, as far as is known."""
         return self.costs.compiled_is_faster()
 
     def is_compared(self, place: CaptureKey, verify: str) -> bool:

@@ -15,7 +15,7 @@ from pygraph_train.step.families import Family
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage
-from pygraph_train.step.program import Call
+from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
@@ -27,12 +27,6 @@ from pygraph_train.tracing.trace import Trace
 __all__ = ["Shapes", "WithoutGraph"]
 
 R = TypeVar("R")
-
-STEPS_BEFORE_COMPILING = 100
-"""Steps without Inductor's kernels, of shapes other than the first one, that prove that these are worth their time."""
-
-_TIMED = 3
-"""Steps with Inductor's kernels and without a graph that are timed."""
 
 _STAYS = 16
 """Steps in a row with one shape, after which shapes are not taken to change with each step."""
@@ -226,7 +220,7 @@ class Shapes:
         price = family.costs.steps(least, compared=share, compiled=compiled, code=code)
         left = training.steps_left()
         if lead.compiled is None and config.compile is True and self._decisions.compiles:
-            soon = 0 if lead.compile_next else STEPS_BEFORE_COMPILING - family.without_inductor
+            soon = 0 if lead.compile_next else family.steps_before_compiling(training.step)
             left = soon if left is None else min(left, soon)  # then graphs of eager kernels go
         return signature.returns.earned(price, training.step, left)
 
@@ -278,9 +272,12 @@ class Shapes:
             step.arm = settled
             return self._ungraphed.as_its_arm_says(step, run)
         if self._decisions.compiles and holds:
-            if family.timed_compiled < _TIMED or family.compiled_is_faster():
+            timed = family.times_compiled()
+            if not timed and family.times_eager(signature.key):
+                return self._capturing.timed(step, lead, run, plain_call)
+            if timed or family.compiled_is_faster():
                 signature.ran = weakref.ref(lead), True
-                if family.timed_compiled < _TIMED:
+                if timed:
                     return self._capturing.timed(step, lead, run)
                 assert isinstance(lead.compiled, ReproducingTrace)
                 return self._ungraphed.with_code(step, lead.compiled, run)
@@ -302,7 +299,7 @@ class Shapes:
     def _wants_inductor(self, family: Family) -> bool:
         """Whether Inductor's kernels were asked for, and enough steps ran without them to be worth its time."""
         wanted = self._training.config.compile is True and self._decisions.compiles
-        return wanted and family.without_inductor >= STEPS_BEFORE_COMPILING
+        return wanted and not family.steps_before_compiling(self._training.step)
 
     def _compiles_again(self, family: Family, lead: Variant) -> bool:
         """Whether Inductor is to compile for shapes that its code so far is not for."""

@@ -294,10 +294,10 @@ class Variant:
         if self.family is not None:
             self.arm = self.family.arm_for(self.arm)
 
-    def seen_in_warmup(self, seconds: float) -> None:
+    def seen_in_warmup(self, seconds: float, *, compiled: bool) -> None:
         """Note a step that ran without a graph."""
-        if self.family is not None and (self.trace.dynamic or not self.arm.compiled):
-            self.family.ran_without_graph(seconds, compiled=self.arm.compiled)
+        if self.family is not None and (self.trace.dynamic or not compiled):
+            self.family.ran_without_graph(seconds, compiled=compiled)
         self.warmup_seconds = min(seconds, self.warmup_seconds or seconds)
 
     def keep_captures_of(self, arm: Arm) -> None:

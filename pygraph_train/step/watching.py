@@ -64,7 +64,7 @@ class Watching:
             dynamic = bool(variant.trace.dynamic)
             variant.family.trace_returns.traced(training.times.ungraphed, dynamic=dynamic)
         if not waits:  # a step that copies what it saves is slower than one that does not
-            variant.seen_in_warmup(training.times.ungraphed)
+            variant.seen_in_warmup(training.times.ungraphed, compiled=False)
         problem = training.program.replication.not_called_once() or variant.trace.problem
         if problem is None and first:
             problem = self._read_leaves(variant, args, kwargs, leaves)
