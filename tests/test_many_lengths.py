@@ -12,6 +12,7 @@ from test_changing_shapes import Text, drawn, text, text_loss, train
 from training import Diary, adamw, both
 
 from pygraph_train.graphs.emulated import EmulatedEngine
+from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.step import families
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.program import plain_call
@@ -122,6 +123,22 @@ def test_lengths_that_never_return_are_compiled_for_at_once(monkeypatch: pytest.
     assert compiled <= 10
     assert len(eager) == 3
     assert times.count(compiled + 1, 200)["step", False] == 0
+
+
+def test_cached_blocks_are_given_back_before_they_leave_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before steps without a graph of larger shapes than before, and few others; and only where memory would grow."""
+
+    def trims(reserved: int) -> list[int]:
+        found: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            times = SimulatedTimes(patch)
+            patch.setattr(EmulatedEngine, "memory", lambda self: MemoryUse(reserved, 1000, 0, 1000))
+            patch.setattr(EmulatedEngine, "trim", lambda self: found.append(times._run.step))
+            both(train(drawn(LENGTHS, 600)), replays=40, plan="{F B O}", compile=False, fuse="on")
+        return [step for step in found if step not in times.steps_with("capture", compiled=False)]
+
+    assert trims(500) == []
+    assert 3 <= len(trims(950)) <= 150, "about three for each capture"
 
 
 def test_a_run_that_ends_soon_makes_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ class Capturing:
 
     Attributes:
         compared: makes a replay that must give what the step gives without a graph.
-        makes_way: see `Room`.
+        makes_way, close_holes: see `Room`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Capturing:
         self._decisions = decisions
         self._maker = maker
         self._room = Room(training, signatures, alone=together is None)
-        self.makes_way = self._room.makes_way
+        self.makes_way, self.close_holes = self._room.makes_way, self._room.close_holes
         self._leave_update_outside = leave_update_outside
         self._together = together
         self._captured = False

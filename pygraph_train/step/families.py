@@ -99,7 +99,7 @@ class Family:
         self.steps_without_inductor = self.replays_without_inductor = 0
         self.compile_seconds: float | None = None
         self.timed_compiled, self.timed_eager = -1, 0
-        self._failures = self._waited = self._slower = 0
+        self._failures = self._waited = self._beside = self._largest = self._slower = 0
         self._volumes: list[int] = []
         self._first_sizes = sizes
         self._dynamic: dict[int, frozenset[int]] = {}
@@ -270,9 +270,23 @@ class Family:
             return 0.0
         return 1.0 if verify != "sample" or self.differed else sampled_share(self.shapes)
 
+    def may_leave_holes(self, key: Key) -> bool:
+        """Whether a step of this shape, without a graph and beside graphs, may need memory that no cached block fits.
+
+        That is each of a larger shape than those since the last capture, and of the others the 1st, 2nd, 4th and so on.
+        """
+        if not self._captures:
+            return False
+        self._beside += 1
+        if (volume := self._volume_of(key)) <= self._largest:
+            return is_sampled(self._beside)
+        self._largest = volume
+        return True
+
     def captured(self, place: CaptureKey, seconds: float | None) -> None:
         """A capture was made, and took so long without a comparison."""
         self._captures[place] += 1
+        self._beside = self._largest = 0
         if seconds is not None:
             self.costs.captured(seconds)
 

@@ -20,6 +20,9 @@ _MOST_APART = 8
 _RESERVE = 0.05
 """Share of the device's memory that graphs leave to others."""
 
+_NEARLY = 0.9
+"""Of the peak: from there a step may make it higher."""
+
 _GROWS = 1.02
 """Peaks that differ by less are the same."""
 
@@ -85,6 +88,15 @@ class Room:
             return False  # they would keep the memory
         memory = self._training.engine.memory()
         return memory.reserved + self._idle > _GROWS * memory.peak
+
+    def close_holes(self) -> None:
+        """Before a step without a graph beside graphs: give cached blocks back that would let memory grow.
+
+        Steps of one shape leave blocks that those of another one may not fit.
+        """
+        memory = self._training.engine.memory()
+        if memory.reserved >= _NEARLY * memory.peak:
+            self._training.engine.trim()
 
     def capture_begins(self) -> None:
         """Note how much memory there is."""

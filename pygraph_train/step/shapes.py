@@ -264,6 +264,8 @@ class Shapes:
         """Make a step of a shape that has no graph: with the kernels that were compiled for all shapes if they are
         faster, else as it is."""
         signature, family, lead, holds = served
+        if family.may_leave_holes(signature.key):
+            self._capturing.close_holes()
         if lead is None:
             return self.plainly(family, run)
         settled = family.settled()
