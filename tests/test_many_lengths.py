@@ -15,6 +15,7 @@ from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.step import families
 from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.families import Family
 from pygraph_train.step.program import plain_call
 from pygraph_train.step.variants import Variant
 
@@ -123,6 +124,24 @@ def test_lengths_that_never_return_are_compiled_for_at_once(monkeypatch: pytest.
     assert compiled <= 10
     assert len(eager) == 3
     assert times.count(compiled + 1, 200)["step", False] == 0
+
+
+def test_compiled_steps_that_are_slow_at_first_lose_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is busy while the first three are timed. One more is timed soon."""
+    times = SimulatedTimes(monkeypatch)
+    ran, slow = Family.ran_without_graph, [0.05] * 3
+
+    def slow_at_first(self: Family, seconds: float, *, compiled: bool) -> None:
+        ran(self, seconds, compiled=compiled)
+        if compiled and self.timed_compiled and slow:
+            self.costs.plain[True] = slow.pop()
+
+    monkeypatch.setattr(Family, "ran_without_graph", slow_at_first)
+    lengths = random.Random(0).sample(range(16, 216), 200)
+    both(train(lengths), never="no length comes back", compile=True)
+    (compiled,) = times.steps_with("Inductor", compiled=True)
+    assert not slow
+    assert 1 <= times.count(compiled + 1, 200)["step", False] <= 5
 
 
 def test_cached_blocks_are_given_back_before_they_leave_holes(monkeypatch: pytest.MonkeyPatch) -> None:

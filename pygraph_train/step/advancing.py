@@ -12,6 +12,7 @@ from pygraph_train.problems import NotLegal
 from pygraph_train.step.capturing import MOST_RETRACES, REPLAYS_PER_RETRACE, Capturing
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
+from pygraph_train.step.families import WithoutGraph
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent, Stage, next_life
 from pygraph_train.step.new_traces import new_trace, traced_anew
@@ -20,7 +21,7 @@ from pygraph_train.step.program import Call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.replays import TAKEN_BACK, Replays
-from pygraph_train.step.shapes import Shapes, WithoutGraph
+from pygraph_train.step.shapes import Shapes
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
@@ -330,8 +331,7 @@ class Advancing:
         leaves: Sequence[Any],
     ) -> Variant | None:
         """A variant for a call that no trace of this signature holds for; None when there were too many."""
-        training = self._training
-        program = training.program
+        training, program = self._training, self._training.program
         self._signatures.traces(signature)
         problem = (
             unsupported_leaf(program.function(), args, kwargs, leaves, program.gives_gradients)

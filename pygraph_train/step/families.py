@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import Arm
@@ -16,9 +16,9 @@ from pygraph_train.tracing.signature import Dims, Key, Sizes, family_of
 from pygraph_train.verification import AuditLedger
 
 if TYPE_CHECKING:
-    from pygraph_train.step.variants import CaptureKey, Variant
+    from pygraph_train.step.variants import CaptureKey, Signature, Variant
 
-__all__ = ["STEPS_BEFORE_COMPILING", "Families", "Family"]
+__all__ = ["STEPS_BEFORE_COMPILING", "Families", "Family", "WithoutGraph"]
 
 _MOST_FAMILIES = 64
 """Kinds of batches remembered; the oldest are forgotten."""
@@ -55,6 +55,21 @@ _MOST_SIZES = 1024
 
 _MOST_FAILURES = 3
 """Shapes whose captures fail, after which no other shape is tried."""
+
+
+class WithoutGraph(NamedTuple):
+    """The step has no graph: its shape is rare so far.
+
+    Attributes:
+        signature, family: of the shape.
+        lead: whose trace holds for it, None where no trace does.
+        holds: whether that one's code of Inductor is for it as well.
+    """
+
+    signature: Signature
+    family: Family
+    lead: Variant | None = None
+    holds: bool = False
 
 
 class Family:
@@ -99,7 +114,8 @@ class Family:
         self.steps_without_inductor = self.replays_without_inductor = 0
         self.compile_seconds: float | None = None
         self.timed_compiled, self.timed_eager = -1, 0
-        self._failures = self._waited = self._beside = self._largest = self._slower = 0
+        self._failures = self._waited = self._beside = self._largest = self._with_eager = 0
+        self._looks_after = 1
         self._volumes: list[int] = []
         self._first_sizes = sizes
         self._dynamic: dict[int, frozenset[int]] = {}
@@ -244,17 +260,25 @@ class Family:
         )
 
     def times_compiled(self) -> bool:
-        """Whether the next step, which Inductor's code is for, runs with it and is timed.
+        """Whether the next step runs with Inductor's code, if that is for it, and is timed.
 
-        The first ones do, and of those for which eager kernels seem to be faster the 1st, 2nd, 4th and so on: the host
-        may have been slow in the first ones.
+        The first ones do. Where eager kernels seem to be faster, one more does after 1, 2, 4, ... steps with these: the
+        host may have been slow in the first ones.
         """
         if self.timed_compiled < _TIMED:
             return True
-        if self.compiled_is_faster():
-            return False
-        self._slower += 1
-        return is_sampled(self._slower)
+        return self._with_eager >= self._looks_after and not self.compiled_is_faster()
+
+    def looks_at_compiled(self) -> bool:
+        """The same, of a step that is being made: the next one waits twice as long."""
+        looks = self.times_compiled()
+        if looks:
+            self._looks_after = max(1, 2 * self._with_eager)
+        return looks
+
+    def ran_with_eager(self) -> None:
+        """A step without a graph had eager kernels, after Inductor has compiled."""
+        self._with_eager += 1
 
     def compiled_is_faster(self) -> bool:
         """Whether Inductor's kernels without a graph are faster than eager ones, as far as is known."""

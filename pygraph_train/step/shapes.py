@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
-from pygraph_train.step.families import Family
+from pygraph_train.step.families import Family, WithoutGraph
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.lifecycle import Life, LifeEvent, Stage
@@ -24,7 +24,7 @@ from pygraph_train.step.variants import Signature, Variant
 from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.trace import Trace
 
-__all__ = ["Shapes", "WithoutGraph"]
+__all__ = ["Shapes"]
 
 R = TypeVar("R")
 
@@ -32,21 +32,6 @@ _STAYS = 16
 """Steps in a row with one shape, after which shapes are not taken to change with each step."""
 
 _EARLY = (Stage.FIRST_LOOK, Stage.SECOND_LOOK, Stage.WATCHED)
-
-
-class WithoutGraph(NamedTuple):
-    """The step has no graph: its shape is rare so far.
-
-    Attributes:
-        signature, family: of the shape.
-        lead: whose trace holds for it, None where no trace does.
-        holds: whether that one's code of Inductor is for it as well.
-    """
-
-    signature: Signature
-    family: Family
-    lead: Variant | None = None
-    holds: bool = False
 
 
 class Shapes:
@@ -147,7 +132,7 @@ class Shapes:
         code = False
         if self._decisions.compiles and (self._training.config.compile is True or lead.compiled is not None):
             ran = signature.ran_with(lead)
-            if lead.compiled is None or ran is None or (not ran and self._compiles_again(family, lead)):
+            if lead.compiled is None or ran is None or (not ran and self._looks_again(family, lead)):
                 return None  # the guards say with which kernels it runs
             code = ran
         if self._pays(signature, family, lead, code=code) or (code and not self._holds(lead, args, kwargs)):
@@ -273,14 +258,14 @@ class Shapes:
             self._updates.prepare()
             step.arm = settled
             return self._ungraphed.as_its_arm_says(step, run)
+        looks = family.looks_at_compiled()
         if self._decisions.compiles and holds:
-            timed = family.times_compiled()
-            if not timed and family.times_eager(signature.key):
+            if looks:
+                return self._timed_with_code(step, signature, family, lead, run)
+            if family.times_eager(signature.key):
                 return self._capturing.timed(step, lead, run, plain_call)
-            if timed or family.compiled_is_faster():
+            if family.compiled_is_faster():
                 signature.ran = weakref.ref(lead), True
-                if timed:
-                    return self._capturing.timed(step, lead, run)
                 assert isinstance(lead.compiled, ReproducingTrace)
                 return self._ungraphed.with_code(step, lead.compiled, run)
         elif self._decisions.compiles:
@@ -296,12 +281,33 @@ class Shapes:
                     family.leads_again(again)
                 return result
         signature.ran = weakref.ref(lead), False
+        if lead.compiled is not None:
+            family.ran_with_eager()
         return self._ungraphed.plainly(run)
+
+    def _timed_with_code(
+        self,
+        step: StepInFlight,
+        signature: Signature,
+        family: Family,
+        lead: Variant,
+        run: Callable[[Call], R],
+    ) -> R:
+        slower = not family.compiled_is_faster()
+        result = self._capturing.timed(step, lead, run)
+        if slower and family.compiled_is_faster():  # other shapes have run with eager kernels so far
+            self._signatures.forget_kernels()
+        signature.ran = weakref.ref(lead), True
+        return result
 
     def _wants_inductor(self, family: Family) -> bool:
         """Whether Inductor's kernels were asked for, and enough steps ran without them to be worth its time."""
         wanted = self._training.config.compile is True and self._decisions.compiles
         return wanted and not family.steps_before_compiling(self._training.step)
+
+    def _looks_again(self, family: Family, lead: Variant) -> bool:
+        """Whether it has to be found out whether there is code of Inductor for a shape that ran with eager kernels."""
+        return family.times_compiled() or self._compiles_again(family, lead)
 
     def _compiles_again(self, family: Family, lead: Variant) -> bool:
         """Whether Inductor is to compile for shapes that its code so far is not for."""
