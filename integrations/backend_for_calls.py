@@ -11,6 +11,7 @@ import torch
 from pygraph_train.problems import Problem, user_line_in
 from pygraph_train.regions.inductor import compile_graph
 from pygraph_train.regions.options import BackendOptions
+from pygraph_train.regions.unfit import of_other_class
 from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autograd import backwards_called_again
@@ -35,7 +36,8 @@ def backend_for_calls(
 ) -> Callable[..., Callable[..., Any]]:
     """The compile backend, but for graphs that compiled functions would not do justice.
 
-    These are checkpoints that change buffers, and activations whose gradient somebody may ask for.
+    These are checkpoints that change buffers, activations whose gradient somebody may ask for, and tensors of other
+    classes.
 
     Args:
         name: of the module.
@@ -58,6 +60,9 @@ def backend_for_calls(
         if write is not None:
             where = user_line_in(write.meta.get("stack_trace"))
             return eager(gm, Problem(f"{begins(name)}: {CHANGED_AGAIN}", where))
+        other = of_other_class(inputs)
+        if other is not None:
+            return eager(gm, Problem(f"{begins(name)}: they take a {other}, which is no plain tensor"))
         activations = handed_out(gm)
         kept = dynamo_side_effects() if activations else []
         kept = [effect for effect in kept if not effect.plain and effect.owner not in holders]

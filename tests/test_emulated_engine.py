@@ -414,7 +414,12 @@ def test_setting_the_random_state_is_refused(engine: EmulatedEngine) -> None:
 
 def test_what_the_tape_cannot_hold_is_refused(engine: EmulatedEngine) -> None:
     assert "layout" in refused_at(engine, lambda: torch.eye(2).to_sparse())[0]
-    assert "meta" in refused_at(engine, lambda: torch.ones(2, device="meta") + 1)[0]
+
+
+def test_what_has_no_memory_is_recorded_as_nothing(engine: EmulatedEngine) -> None:
+    graph, out = engine.capture(lambda: torch.empty(2, device="meta") + 1)
+    assert out.is_meta and not list(graph.tensors())
+    graph.replay()
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), MemoryError()])

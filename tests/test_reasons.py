@@ -208,6 +208,20 @@ def test_a_value_that_is_shown_is_told_as_a_read_on_the_host(
     assert len(capsys.readouterr().out.splitlines()) == (6 if fn in (printed, printed_with_words) else 0)
 
 
+class Tagged(Tensor):
+    """Its operations are its own in Python only."""
+
+
+def of_a_class(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x.as_subclass(Tagged)).as_subclass(Tensor).mean()
+
+
+@pytest.mark.passes_without_graphs("the reason is found by tracing")
+def test_what_dynamo_does_not_support_has_a_name() -> None:
+    reason, where = row_of(nn.Linear(4, 3), of_a_class)
+    assert "as_subclass" in reason and where == line_of(of_a_class, "as_subclass")
+
+
 @pytest.mark.passes_without_graphs("what is printed is found by tracing")
 def test_a_text_that_is_printed_is_told_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     def greets(model: nn.Module, x: Tensor) -> Tensor:

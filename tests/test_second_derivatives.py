@@ -109,6 +109,18 @@ def retained(model: nn.Module, x: Tensor) -> Tensor:
     return loss * (1 + first.norm().detach() + second.norm().detach())
 
 
+def along_a_direction(model: nn.Module, x: Tensor) -> Tensor:
+    found, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    return found.square().mean() + tangent.square().mean()
+
+
+def dual_numbers(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        found, tangent = torch.autograd.forward_ad.unpack_dual(model(dual))
+        return found.square().mean() + tangent.square().mean()
+
+
 def nested_modes(model: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
         x = x + 1
@@ -250,6 +262,27 @@ def taken_back(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_a_tensor_that_requires_no_gradient_any_more_stays_in_python() -> None:
     run(taken_back, refused="to require no gradient any more", optimizer="off")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("step", [along_a_direction, dual_numbers])
+def test_forward_differentiation_has_zeros_without_memory(step: Step) -> None:
+    """Tangents of parameters are zeros that no storage is behind."""
+    run(step, replays=4, plan="{F B O}")
+
+
+def test_regions_of_forward_differentiation_hand_out_no_zeros_without_memory() -> None:
+    """Where a batch has many rows, the zeros of a layer are saved for the backward."""
+
+    def script(s: Diary) -> None:
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = sgd(model)
+        step = s.step(lambda x: along_a_direction(model, x), model=model, optimizer=optimizer)
+        for x in points(12, 8):
+            s.write("loss", step(x))
+        s.write_state(model, optimizer)
+
+    both(script, refused="is zeros without memory", fuse="off", optimizer="off")
 
 
 def test_a_jacobian_of_autograd_stays_in_python() -> None:

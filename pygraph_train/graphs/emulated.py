@@ -38,6 +38,7 @@ from pygraph_train.torch_private.dispatch import (
     FakeTensor,
     TorchDispatchMode,
     below_autograd,
+    has_no_memory,
     is_operator,
     no_torch_function,
     writes_arguments,
@@ -467,7 +468,7 @@ class _Tape(TorchDispatchMode):
     def _check_memory(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
             raise self.refuse(f"a tensor of layout {tensor.layout} cannot be recorded by the CPU emulation")
-        if tensor.device.type != "cpu":
+        if tensor.device.type != "cpu" and not has_no_memory(tensor):
             raise self.refuse(f"a tensor on {tensor.device} cannot be recorded by the CPU emulation")
 
     def _record_constant(self, tensor: torch.Tensor) -> bool:
@@ -492,6 +493,8 @@ class _Tape(TorchDispatchMode):
         its running statistics. Holding the storage also keeps its address from being used again.
         """
         self._check_memory(tensor)
+        if has_no_memory(tensor):
+            return
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._created and key not in self._external:
@@ -505,6 +508,8 @@ class _Tape(TorchDispatchMode):
         results = []
         for position, output in enumerate(outputs):
             self._check_memory(output)
+            if has_no_memory(output):
+                continue
             storage = output.untyped_storage()
             key = storage_key(storage)
             if key in borrowed:

@@ -14,6 +14,7 @@ from pygraph_train.graphs.memory import copy_elsewhere, fingerprints, span
 from pygraph_train.graphs.prove import poison, prove
 from pygraph_train.regions.arena import Occupant
 from pygraph_train.regions.blocks import block_of
+from pygraph_train.torch_private.dispatch import has_no_memory
 from pygraph_train.torch_private.memory import borrow_memory, storages
 
 __all__ = ["Recorded", "record"]
@@ -145,9 +146,10 @@ def _capture(
     stood = [stand_in.get(i, x) for i, x in enumerate(inputs)]
     graph, result = engine.capture(lambda: compiled(given), instantiate=instantiate)
     for i, x in enumerate(result):
-        if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
+        if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg() or has_no_memory(x)):
             graph.close()
-            raise CaptureError(f"output {i} is conjugated or negated lazily")
+            what = "is zeros without memory" if has_no_memory(x) else "is conjugated or negated lazily"
+            raise CaptureError(f"output {i} {what}")
     made = {i: x for i, x in enumerate(result) if isinstance(x, torch.Tensor)}
     fresh = frozenset(i for i, x in made.items() if theirs.isdisjoint(storages([x])))
     return Recorded(graph, list(result), stood, buffers, fresh=fresh)

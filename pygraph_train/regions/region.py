@@ -33,6 +33,7 @@ from pygraph_train.report.backend_report import RegionRecord
 from pygraph_train.selection.break_even import Sightings
 from pygraph_train.torch_private.autograd import backward_keeps_graph
 from pygraph_train.torch_private.benchmarks import benchmarks_leave_no_memory
+from pygraph_train.torch_private.dispatch import has_no_memory
 from pygraph_train.torch_private.guards import parameters_go_unguarded
 from pygraph_train.torch_private.memory import storage_key, storages
 
@@ -268,6 +269,8 @@ class Region:
                     self.give_up(f"input {i} is on {x.device}, its kernels run on {device}")
                 elif x.is_conj() or x.is_neg():
                     self.give_up(f"input {i} is conjugated or negated lazily")
+                elif has_no_memory(x):
+                    self.give_up(f"input {i} is zeros without memory")
                 elif x.layout != torch.strided:
                     self.give_up(f"input {i} is not a strided tensor")
             elif x is not None and not isinstance(x, (int, float, bool)):

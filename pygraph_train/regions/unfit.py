@@ -27,7 +27,7 @@ from pygraph_train.torch_private.results import gets_other_memory, layout, offse
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recurrent import recurrent_networks
 
-__all__ = ["Returning", "Unfit", "compile_truly", "leave_recurrent_networks", "looked_at"]
+__all__ = ["Returning", "Unfit", "compile_truly", "leave_recurrent_networks", "looked_at", "of_other_class"]
 
 Compile = Callable[[fx.GraphModule, Callable[[], None]], Callable[..., Any]]
 
@@ -57,6 +57,20 @@ class Returning:
         for place, argument in self._inputs:
             results.insert(place, args[argument])
         return tuple(results)
+
+
+def of_other_class(inputs: Sequence[Any]) -> str | None:
+    """The name of a class of tensors without operators of its own among inputs, if there is one.
+
+    Its operations are its own in Python only (`x.as_subclass(...)`, tensors with metadata). AOTAutograd finds no
+    operators for them.
+    """
+    kinds = {type(x) for x in inputs if isinstance(x, torch.Tensor)}
+    for kind in kinds:
+        plain = kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)
+        if not plain and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            return kind.__name__
+    return None
 
 
 def leave_recurrent_networks(gm: fx.GraphModule) -> None:

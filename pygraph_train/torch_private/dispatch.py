@@ -21,6 +21,7 @@ __all__ = [
     "below_autograd",
     "conjugates_lazily",
     "fake_evaluation",
+    "has_no_memory",
     "has_symbols",
     "is_expensive",
     "is_operator",
@@ -69,6 +70,11 @@ def below_autograd() -> Iterator[None]:
         torch._C._ExcludeDispatchKeyGuard(keys),
     ):
         yield
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of the zeros of forward-mode differentiation, or the shape of one (torch 2.11, 2.13)."""
+    return tensor.is_meta or tensor._is_zerotensor()
 
 
 OpOverload = torch._ops.OpOverload

@@ -174,7 +174,9 @@ def problem_of_break(error: BaseException) -> Problem:
             innermost(stack),
             f"{READ_LATER}, and use its value after the step",
         )
-    explanation = _told("Explanation", message) or first_line(error).rstrip(".")
+    explanation = _told("Explanation", message)
+    if explanation in ("", "Currently not supported"):  # which says nothing
+        explanation = first_line(error)
     where = innermost(stack) or user_line_in(message)
     return Problem(f"the step is not one graph: {explanation.rstrip('.')}", where, _told("Hint", message))
 
