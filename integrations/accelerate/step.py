@@ -35,6 +35,7 @@ from pygraph_train.integrations.accelerate.calls import (
 )
 from pygraph_train.integrations.accelerate.observation import Observation
 from pygraph_train.integrations.accelerate.stubs import stubs
+from pygraph_train.integrations.accelerate.taken_apart import AtOnce, TakenApartTrace
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS
@@ -311,13 +312,17 @@ class _StepFunctionProgram(StepOfLoss):
         self._scripts: list[_Noted] = []
         self._present: Script = ()
         self._norms: list[Tensor | None] = []
+        self._making: AtOnce | None = None
         self._clipped: list[list[Tensor]] = []
         self._clips_others = False
         self.scaling = Scaling(accelerator.scaler, self.optimizer)
 
     def new_trace(self, dynamic: Dims | None = None) -> Trace:
         """See `StepOfLoss`. The norms that clipping returns are put into results later, and not into objects."""
-        trace = super().new_trace(dynamic)
+        trace = self._new_trace(dynamic, TakenApartTrace)
+        if isinstance(trace, TakenApartTrace):
+            program = weakref.ref(self)
+            trace.at_once = lambda: None if (known := program()) is None else known._making
         trace.objects.may_open = False
         return trace
 
@@ -352,6 +357,8 @@ class _StepFunctionProgram(StepOfLoss):
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, result, number = self._taken_apart(call, args, kwargs)
+        if loss is None:
+            raise NotLegal(self.problem or Problem("the step calls no backward here"))
         return loss, (result, number)
 
     def backward(self, loss: Tensor) -> None:
@@ -421,13 +428,15 @@ class _StepFunctionProgram(StepOfLoss):
             self._make(event, update)
         with self.replication.micro_batch(sync=position.sync):
             try:
-                loss, result, _ = self._taken_apart(call, args, kwargs)
+                loss, result, _ = self._taken_apart(call, args, kwargs, self._at_once(update))
             except BaseException as error:
                 captures = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
                 executed = not (captures or isinstance(error, NotLegal))
                 if executed:  # otherwise the step is made anew
                     self._make_until_raised(update)
                 raise
+            if loss is None:  # the function ran as it is written
+                return detached_results(result)
             self.backward(loss)
         for event in after_backward(self._present):
             self._make(event, update)
@@ -450,22 +459,45 @@ class _StepFunctionProgram(StepOfLoss):
         return _with_leaves(result, dict(zip(norm_leaves, norms, strict=False))) if norms else result
 
     def _taken_apart(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Any, int]:
-        """Run the function with its calls put off. Returns loss, result, and the number of the script."""
-        with self._as_outside(), self.context():
-            with self.replication.around():
-                result = call(self._fn, args, kwargs)
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        at_once: Callable[[ExitStack], AtOnce] | None = None,
+    ) -> tuple[Any, Any, int]:
+        """Run the function with its calls put off.
+
+        Args:
+            call: runs it.
+            args, kwargs: of the function.
+            at_once: makes its calls where they stand, if no trace can run it.
+        Returns:
+            The loss, the result, and the number of the script. Without a loss the function ran as it is written.
+        """
+        with ExitStack() as outside:
+            outside.enter_context(self._as_outside())
+            self._making = making = None if at_once is None else at_once(outside)
+            try:
+                with self.context(), self.replication.around(), making or nullcontext():
+                    result = call(self._fn, args, kwargs)
+            finally:
+                self._making = None
             script, tensors = self._noted()
-        if self._clipped:
-            self._clips_others = self._others_are_clipped()
-        expected = self.observed.get(self._accelerator.sync_gradients)
+        expected = self.observed.get(self._accelerator.sync_gradients) or ()
+        if making is not None and making.began:
+            self.problem = making.problem
+            script = tuple(Event(*made) for made in making.made)
+            expected = tuple(Event(event.name, event.index) for event in expected)
         if script != expected:
             self.problem = Problem(
                 f"the step makes other calls than in its first steps: {in_words(script)} instead of "
-                f"{in_words(expected or ())}",
+                f"{in_words(expected)}",
                 fix="Make the same calls in every step; only accelerator.sync_gradients may change them",
             )
+        if "backward" not in tensors:
+            return None, result, -1
+        if self._clipped:
+            self._clips_others = self._others_are_clipped()
         wanted = {id(norm) for norm in self._norms if norm is not None}
         leaves: list[Any] = []
         map_leaves(leaves.append, result)
@@ -541,6 +573,30 @@ class _StepFunctionProgram(StepOfLoss):
     def _as_outside(self) -> AbstractContextManager[None]:
         """Learning rates that the function or a scheduler reads are the user's numbers, not tensors of ours."""
         return nullcontext() if self._preparation is None else self._preparation.suspended()
+
+    def _at_once(self, update: _Update) -> Callable[[ExitStack], AtOnce] | None:
+        """Makes what the function calls, each call at its place; None where other processes take part."""
+        if self.replication.group is not None or self.replication.sharded:
+            return None
+        accelerator = self._accelerator
+        calls: list[tuple[Any, str, str, int]] = [
+            (accelerator, name, name, 0) for name in ("backward", *CLIPS)
+        ]
+        for index, optimizer in enumerate(accelerator._optimizers):
+            calls += [(optimizer, name, name, index) for name in ("step", "zero_grad")]
+        calls += [(s, "step", "scheduler.step", index) for index, s in enumerate(accelerator._schedulers)]
+        real = [(*call, getattr(call[0], call[1])) for call in calls]
+
+        def made(outside: ExitStack) -> AtOnce:
+            routed = {
+                id(owner): call for owner, name, call in self._live_calls(outside, update) if name == "step"
+            }
+            return AtOnce(
+                (owner, name, kind, index, routed.get(id(owner), call) if name == "step" else call)
+                for owner, name, kind, index, call in real
+            )
+
+        return made
 
     def _live_calls(self, outside: ExitStack, update: _Update) -> list[tuple[Any, str, Any]]:
         """For a plain run: the optimizer steps through the runner; micro-batches are counted already.

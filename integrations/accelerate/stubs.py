@@ -15,6 +15,7 @@ from pygraph_train.integrations.accelerate.calls import (
     norm_limits,
     value_limits,
 )
+from pygraph_train.integrations.accelerate.taken_apart import backward_is_here
 from pygraph_train.tracing.traced_code import guard_constants
 
 __all__ = ["AutocastStub", "stubs"]
@@ -39,6 +40,7 @@ class _BackwardStub(_Stub):
         self.device = device
 
     def __call__(self, loss: Tensor) -> None:
+        backward_is_here()
         self.put_off.append((self.name, self.index, autocast_around(self.device), loss, []))
 
 

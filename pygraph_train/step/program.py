@@ -122,9 +122,12 @@ class StepOfLoss:
 
     def new_trace(self, dynamic: Dims | None = None) -> Trace:
         """A trace for one kind of call. Modules with hooks of torch's own are opened for it."""
+        return self._new_trace(dynamic, ReproducingTrace)
+
+    def _new_trace(self, dynamic: Dims | None, kind: type[ReproducingTrace]) -> Trace:
         if self.replication.sharded:
             return OpenedTrace(self.device, self.replication.opened, recorder=self.recorder)
-        trace = ReproducingTrace(self.device, recorder=self.recorder, dynamic=dynamic)
+        trace = kind(self.device, recorder=self.recorder, dynamic=dynamic)
         alone = self.replication.group is None
         trace.ahead.of_buffers = alone  # others have them from the first process
         trace.gaps.allowed = trace.gaps.decide = alone

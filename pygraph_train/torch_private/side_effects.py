@@ -25,7 +25,7 @@ class SideEffect:
     Attributes:
         source: Python expression of the object over the frame's locals `L` and globals `G`.
         attribute: its name; "" for a write to the entries of a container.
-        kind: "attribute", "cell" (of a closure), "list", "dict", "set" or "other".
+        kind: "attribute", "cell" (of a closure), "list", "dict", "group" (of an optimizer), "set" or "other".
         stack: of the user, where it is known.
         numbers: expressions of integers that are other integers after the frame.
         later: expressions of numbers that are read, and after the frame are numbers that it has read of tensors.
@@ -167,9 +167,17 @@ def _of_container(output: Any, variable: Any, source: str, owner: Any, stack: An
                 numbers.append(place)
             if _is_number_later(output, place, owner.get(name, _Unknown), after):
                 later.append(place)
-        given = tuple(numbers), None, tuple(places), True
-        return SideEffect(source, "", "dict", stack, *given, plain=plain, later=tuple(later))
+        of_optimizer = _is_group_of_optimizer(owner)
+        given = tuple(numbers), None, tuple(places), not of_optimizer
+        kind = "group" if of_optimizer else "dict"
+        return SideEffect(source, "", kind, stack, *given, plain=plain, later=tuple(later))
     return SideEffect(source, "", "set", stack, (), None, (), type(owner) is set)
+
+
+def _is_group_of_optimizer(owner: Any) -> bool:
+    """Whether a dict is one of `optimizer.param_groups`: an update reads it before Dynamo's code writes to it."""
+    parameters = owner.get("params")
+    return type(parameters) is list and {True} == {isinstance(p, torch.Tensor) for p in parameters}
 
 
 def _changed_entries(variable: Any) -> list[tuple[Any, Any]]:

@@ -58,6 +58,13 @@ def side_effects(recorder: str | tuple[str, ...] | None) -> list[SideEffect]:
 def problem_of_write(effect: SideEffect, fn: Any) -> Problem:
     """The step writes to a Python object."""
     name = readable(effect.source, fn) + (f".{effect.attribute}" if effect.attribute else "")
+    if effect.kind == "group":
+        return Problem(
+            f"{name}, a parameter group of an optimizer, is written by the step, and a replay has made the update by "
+            "then",
+            innermost(effect.stack),
+            "Set learning rates and the like before the step",
+        )
     return Problem(
         f"{name} is written by the step, and replay runs no Python",
         innermost(effect.stack),
