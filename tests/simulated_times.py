@@ -17,12 +17,12 @@ from pygraph_train.problems import NotLegal
 from pygraph_train.regions import inductor
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.code_for_shapes import CodeForShapes
 from pygraph_train.step.comparing import Comparing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.runner import StepRunner
-from pygraph_train.step.shapes import Shapes
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.variants import Variant
@@ -186,7 +186,7 @@ class SimulatedTimes:
         self._around(Family, "captured", captured)
         self._around(Family, "ran_without_graph", ran)
         self._around(Comparing, "_timed", replayed)
-        self._around(Shapes, "_compiled", for_shapes)
+        self._around(CodeForShapes, "compile", for_shapes)
 
     def _stand_in_for_inductor(self) -> None:
         def with_inductor(make: Any, me: Any, *args: Any, **kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.regions import inductor
 from pygraph_train.selection.returns import Costs
 from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.code_for_shapes import CodeForShapes
 from pygraph_train.step.families import Families, Family
 from pygraph_train.step.shapes import Shapes
 from pygraph_train.step.ungraphed import UngraphedSteps
@@ -76,11 +77,11 @@ def test_compiled_steps_that_were_slow_at_first_are_timed_again() -> None:
 @pytest.mark.passes_without_graphs("an object without a step")
 def test_graphs_of_shapes_that_code_is_not_for_stay_however_often_they_are_replayed() -> None:
     """There is code of Inductor for other shapes: nothing is thrown away before there is some for these."""
-    asked = object.__new__(Shapes)
+    asked = object.__new__(CodeForShapes)
     lead: Any = SimpleNamespace(
         compiled=object(), one_of_many=False, compile_next=False, lead=None, family=None
     )
-    asked.wants_inductor(SimpleNamespace(lead=lead, family=None, compiled=None))  # type: ignore[arg-type]
+    asked.ask_for(SimpleNamespace(lead=lead, family=None, compiled=None))  # type: ignore[arg-type]
     assert not lead.compile_next
 
 
@@ -91,15 +92,15 @@ def test_code_for_other_lengths_is_compiled_when_it_pays(
     seconds: float, codes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inductor's code is for even lengths or for odd ones, as where kernels for attention ask about alignment."""
-    compiled = Shapes._compiled
+    compiled = CodeForShapes.compile
 
-    def measured(self: Shapes, step: Any, lead: Any, *args: Any) -> Any:
+    def measured(self: CodeForShapes, step: Any, lead: Any, *args: Any) -> Any:
         result = compiled(self, step, lead, *args)
         lead.family.compile_seconds = seconds
         return result
 
     let_inductor_compile(monkeypatch, asks=True)
-    monkeypatch.setattr(Shapes, "_compiled", measured)
+    monkeypatch.setattr(CodeForShapes, "compile", measured)
     monkeypatch.setattr(Costs, "saved_by_kernels", lambda self, steps, replays: float(steps))
     step, model, twin, found = train_on_lengths(range(3, 80))
     assert len(found) == 2 + codes, (

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pygraph_train.problems import Problem
-from pygraph_train.selection.arms import NOTHING, Arm
+from pygraph_train.selection.arms import Arm
 from pygraph_train.step.capturing import Capturing
+from pygraph_train.step.code_for_shapes import CodeForShapes
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Family, WithoutGraph
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.launch_bound import LaunchBoundCheck
-from pygraph_train.step.lifecycle import Life, LifeEvent, Stage
+from pygraph_train.step.lifecycle import Life, Stage
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
@@ -22,7 +23,6 @@ from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Signature, Variant
 from pygraph_train.tracing.reproducing import ReproducingTrace
-from pygraph_train.tracing.trace import Trace
 
 __all__ = ["Shapes"]
 
@@ -56,6 +56,7 @@ class Shapes:
         self._signatures = signatures
         self._ungraphed = ungraphed
         self._capturing = capturing
+        self._code = CodeForShapes(training, updates, decisions, signatures, ungraphed, capturing)
         # who asked for graphs does not wait for them
         self._weighs_traces = LaunchBoundCheck.wanted(training.config, training.engine.name)
 
@@ -87,7 +88,7 @@ class Shapes:
             family.steps_without_inductor += 1
             own = variant is not None or self._signatures.is_first(signature)
             if own or (family.may_trace_narrow(leaves) and self._may_trace(family, args, kwargs)):
-                if self._wants_inductor(family) and signature.life.stage is Stage.MET:
+                if self._code.is_wanted(family) and signature.life.stage is Stage.MET:
                     # no shape comes back, and one trace is for all of them
                     signature.life = Life(Stage.FIRST_LOOK)
                 signature.comes(self._training.step)
@@ -132,10 +133,16 @@ class Shapes:
         code = False
         if self._decisions.compiles and (self._training.config.compile is True or lead.compiled is not None):
             ran = signature.ran_with(lead)
-            if lead.compiled is None or ran is None or (not ran and self._looks_again(family, lead)):
+            if (
+                lead.compiled is None
+                or ran is None
+                or (not ran and self._code.is_looked_for_again(family, lead))
+            ):
                 return None  # the guards say with which kernels it runs
             code = ran
-        if self._pays(signature, family, lead, code=code) or (code and not self._holds(lead, args, kwargs)):
+        if self._pays(signature, family, lead, code=code) or (
+            code and not self._code.holds(lead, args, kwargs)
+        ):
             return None
         return self._rare(signature, family, lead, holds=code)
 
@@ -154,7 +161,7 @@ class Shapes:
                         continue
                     if not lead.is_for(leaves):
                         continue
-                if (holds := self._holds(lead, args, kwargs)) or lead.compiled is None:
+                if (holds := self._code.holds(lead, args, kwargs)) or lead.compiled is None:
                     return lead, holds
                 found = found or lead
         return found, False
@@ -218,7 +225,7 @@ class Shapes:
         """What a kind of call runs with that follows a lead."""
         lead, family = variant.lead, variant.family
         assert lead is not None and family is not None
-        if variant.compiled is None and self._holds(lead, args, kwargs):
+        if variant.compiled is None and self._code.holds(lead, args, kwargs):
             variant.compiled = lead.compiled
             variant.forget_captures()
         arms = self._decisions.arms(variant, self._updates.plans())
@@ -270,13 +277,13 @@ class Shapes:
                 return self._ungraphed.with_code(step, lead.compiled, run)
         elif self._decisions.compiles:
             family.steps_without_inductor += 1
-            if lead.compiled is None and (lead.compile_next or self._wants_inductor(family)):
+            if lead.compiled is None and (lead.compile_next or self._code.is_wanted(family)):
                 if family.is_typical(signature.key):
-                    return self._compiled(step, signature, lead, args, kwargs, run)
-                self._wanted_for(lead)  # shapes without graphs come by here
-            if lead.compiled is not None and self._compiles_again(family, lead):
+                    return self._code.compile(step, signature, lead, args, kwargs, run)
+                self._code.prepare_for(lead)  # shapes without graphs come by here
+            if lead.compiled is not None and self._code.is_wanted_again(family, lead):
                 again = lead.recompiled()
-                result = self._compiled(step, signature, again, args, kwargs, run)
+                result = self._code.compile(step, signature, again, args, kwargs, run)
                 if again.compiled is not None:
                     family.leads_again(again)
                 return result
@@ -300,86 +307,9 @@ class Shapes:
         signature.ran = weakref.ref(lead), True
         return result
 
-    def _wants_inductor(self, family: Family) -> bool:
-        """Whether Inductor's kernels were asked for, and enough steps ran without them to be worth its time."""
-        wanted = self._training.config.compile is True and self._decisions.compiles
-        return wanted and not family.steps_before_compiling(self._training.step)
-
-    def _looks_again(self, family: Family, lead: Variant) -> bool:
-        """Whether it has to be found out whether there is code of Inductor for a shape that ran with eager kernels."""
-        return family.times_compiled() or self._compiles_again(family, lead)
-
-    def _compiles_again(self, family: Family, lead: Variant) -> bool:
-        """Whether Inductor is to compile for shapes that its code so far is not for."""
-        return self._wants_inductor(family) and family.may_recompile(lead)
-
-    def _holds(self, lead: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the compiled trace is for this call: Inductor may have set further guards."""
-        program = self._training.program
-        with program.context():
-            return isinstance(lead.compiled, Trace) and lead.compiled.holds(program.function(), args, kwargs)
-
-    def _compiled(
-        self,
-        step: StepInFlight,
-        signature: Signature,
-        lead: Variant,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run: Callable[[Call], R],
-    ) -> R:
-        """Let Inductor compile the step, for all shapes that its trace holds for. Graphs of other kernels go."""
-        self._updates.prepare()
-        self._wanted_for(lead)
-        self._give_back()
-        lead.arm = self._decisions.arms(lead, self._updates.plans())[0]
-        if not lead.arm.compiled:
-            return self._ungraphed.plainly(run)
-        lead.meets(LifeEvent.WANTS_INDUCTOR)
-        times, family = self._training.times, lead.family
-        before = times.compiling
-        result = self._capturing.compiled(step, lead, args, kwargs, run)
-        if family is not None and self._training.engine.name == "cuda":
-            family.compile_seconds = times.compiling - before
-        if (
-            lead.compiled is not None
-        ):  # that code is for this shape, and need not be for the one that was traced
-            self._signatures.moves(lead, signature)
-            self._signatures.forget_kernels()
-        return result
-
     def wants_inductor(self, variant: Variant) -> None:
         """A kind of call is to have Inductor's kernels, and with it those that it shares a trace with."""
-        lead, family = variant.lead or variant, variant.family
-        if family is not None and family.leads and lead.one_of_many:  # the latest trace is for all shapes
-            lead = family.leads[0]
-        if lead.compiled is not None:  # its code is not for this shape: see `Family.may_recompile`
-            return
-        self._wanted_for(lead)
-
-    def _give_back(self) -> None:
-        """Graphs of other kernels are gone: let go of the gradients that they have written, and of their memory."""
-        left = {compiled for v in self._signatures.variants() for _, _, compiled in v.captures}
-        self._training.addresses.keep(left)
-        if not left:
-            self._updates.release_graphs(NOTHING, whole_steps=False)
-
-    def _wanted_for(self, lead: Variant) -> None:
-        """Inductor is to compile this trace: graphs of eager kernels go that others have of it or in its place."""
-        family = lead.family
-        lead.choice, lead.compile_next = None, True
-        lead.forget_captures()
-        if family is not None:
-            family.steps_without_inductor = family.replays_without_inductor = 0
-        for other in list(self._signatures.variants()):
-            if other.compiled is not None:
-                continue
-            follows = other.lead is not None and other.lead.trace is lead.trace
-            replaced = family is not None and other.family is family and lead.trace.dynamic
-            if follows or (replaced and not other.trace.dynamic):
-                self._signatures.drop(other, doubled=False)
-                if other.family is not None:
-                    other.family.drop(other)
+        self._code.ask_for(variant)
 
     def failed(self, variant: Variant, problem: Problem) -> None:
         """A capture has failed, or its first replay was another step than the one without a graph."""
