@@ -155,14 +155,14 @@ def test_rests_begin_and_end_anywhere_in_an_accumulation(accumulate, waits):
 
 @pytest.mark.passes_without_graphs("steps run without graphs")
 class Corrected(timing.DeclaredStopwatch):
-    """Declares that all plans take nearly the same time, and believes what it is told to add."""
+    """Declares that all plans take nearly the same time, and that whatever it is told to add or subtract is 100 µs."""
 
     def start(self) -> None:
         super().start()
         self.added = 0.0
 
     def add(self, seconds: float) -> None:
-        self.added += seconds
+        self.added += math.copysign(1e-4, seconds)
 
     def stop(self, arm: Arm, deliver: Callable[[timing.StepTime], None]) -> None:
         seconds = timing.declared_seconds(arm) + self.added
