@@ -20,6 +20,7 @@ from pygraph_train import GraphedStep
 from pygraph_train.graphs.cuda import _reason as cuda_reason
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.report.step_report import Fallback
+from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.tracing.dry_trace import DryTrace
 from pygraph_train.tracing.refusals import problem_of
 from pygraph_train.tracing.reproducing import ReproducingTrace
@@ -511,3 +512,10 @@ def test_an_error_of_cuda_about_pinned_memory_says_what_copies() -> None:
         RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless it is pinned")
     )
     assert "between the device and memory of the host" in said and ".tolist()" in said
+
+
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("a sentence")
+def test_what_a_loop_sets_is_told_in_words() -> None:
+    assert PositionInAccumulation(constants=(2, None, "value", ("step",))).told().endswith("now 2, value)")
+    assert PositionInAccumulation(constants=(None, ("step",))).told() == ""

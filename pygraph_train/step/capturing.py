@@ -65,7 +65,7 @@ _STATE_CHANGES = "the optimizer runs outside of the graph: its state is replaced
 
 _HYPERPARAMETERS_CHANGE = (
     "the optimizer runs outside of the graph: a hyperparameter other than the learning rate changes again and again "
-    "(betas or momentum under OneCycleLR, for example)"
+    "(betas, momentum or weight decay that a scheduler sets, for example)"
 )
 
 
@@ -347,7 +347,9 @@ class Capturing:
             updates.preparation.settle(training.engine)
         if len({p.constants for p, _, _ in variant.captures}) > self.allowed(variant):
             raise NotLegal(
-                Problem(f"Python values of the training loop change again and again: {position.constants}")
+                Problem(
+                    f"what the training loop sets around the step changes again and again{position.told()}"
+                )
             )
         place, family, verify = variant.capture_key(position), variant.family, config.verify != "off"
         if variant.lead is None:

@@ -38,6 +38,11 @@ class PositionInAccumulation(NamedTuple):
         """`{F B O}`, `{F B}`, and with a + where gradients are added to earlier ones."""
         return ("{F B O}" if self.update else "{F B}") + ("" if self.fresh else "+")
 
+    def told(self) -> str:
+        """The numbers and words among `constants`, for a sentence."""
+        values = [str(value) for value in self.constants if isinstance(value, (int, float, str))]
+        return f" (batches to accumulate, clipping, loss scale; now {', '.join(values)})" if values else ""
+
     def without_update(self) -> PositionInAccumulation:
         """What a graph of forward and backward holds at this position."""
         return self._replace(update=False) if self.update else self
