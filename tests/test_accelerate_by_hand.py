@@ -54,7 +54,7 @@ def whole(script: Callable[[Script], None], least: int, **options: Any) -> None:
 
 def test_a_backward_that_was_kept_under_another_name_is_told() -> None:
     def script(script: Script) -> None:
-        maker, judge, of_maker, of_judge, loader, *_ = gan(script)
+        maker, judge, _, of_judge, loader, *_ = gan(script)
         backward = script.accelerator.backward
 
         def step(batch: dict[str, Tensor]) -> Tensor:
