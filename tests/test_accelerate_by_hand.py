@@ -52,6 +52,28 @@ def whole(script: Callable[[Script], None], least: int, **options: Any) -> None:
     assert step.plan == "{F B O}" and step.steps_replayed >= least, str(step)
 
 
+def test_a_backward_that_was_kept_under_another_name_is_told() -> None:
+    def script(script: Script) -> None:
+        maker, judge, _, of_judge, loader, *_ = gan(script)
+        backward = script.accelerator.backward
+
+        def step(batch: dict[str, Tensor]) -> Tensor:
+            of_judge.zero_grad()
+            loss = (
+                softplus(judge(maker(torch.randn(6, 4)).detach())).mean()
+                + softplus(-judge(batch["x"])).mean()
+            )
+            backward(loss)
+            of_judge.step()
+            return loss
+
+        trained(script, step, loader, (judge, of_judge))
+
+    (step,) = both(script, replays=60).whole_steps.values()
+    (fallback,) = step.fallbacks
+    assert "(backward = accelerator.backward) are not seen" in fallback.fix
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("schedules", [False, True])
 def test_a_gan(precision: str, schedules: bool) -> None:

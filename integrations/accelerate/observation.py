@@ -95,7 +95,8 @@ class Observation:
         if backwards == 0:
             return Problem(
                 "the step never calls accelerator.backward, so there is nothing to graph as a whole",
-                fix="Call accelerator.backward(loss) inside the function given to graphed_step",
+                fix="Call accelerator.backward(loss), by this name, inside the function given to graphed_step: calls "
+                "of a method that was kept before (backward = accelerator.backward) are not seen",
             )
         if backwards > 1:
             return Problem(

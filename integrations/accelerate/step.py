@@ -47,6 +47,7 @@ from pygraph_train.patches import standing_in
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed
+from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.outputs import detached_results
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepOfLoss, plain_call
@@ -73,7 +74,7 @@ _REPLACED = Problem(
 _Update = Callable[[Callable[[], None]], None]
 
 
-class GraphedStepFunction:
+class GraphedStepFunction(NotCopied):
     """A training step of an Accelerate loop that replays itself. Made by `accelerator.graphed_step`.
 
     Args:
@@ -81,6 +82,8 @@ class GraphedStepFunction:
         accelerator: whose `backward`, optimizers and schedulers `fn` uses.
         loop: what else of this training is graphed; steps that cannot be graphed as a whole run in it.
     """
+
+    _made_by = "accelerator.graphed_step"
 
     def __init__(self, fn: Callable[..., Any], accelerator: Any, loop: Loop) -> None:
         functools.update_wrapper(self, fn)

@@ -81,6 +81,8 @@ class FabricStep(LossSteps):
         manual: whether `fn` makes its backwards and updates itself.
     """
 
+    _made_by = "PyGraphFabric.graphed_step"
+
     def __init__(
         self,
         fn: Callable[..., Any],

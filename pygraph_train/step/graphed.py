@@ -72,6 +72,8 @@ class GraphedStep(LossSteps):
         TypeError: an option is unknown, or `optimizer` is neither an optimizer nor a list of optimizers.
     """
 
+    _made_by = "GraphedStep"
+
     def __init__(
         self,
         step_fn: Callable[..., Any],

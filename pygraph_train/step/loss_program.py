@@ -28,6 +28,7 @@ from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.flight import Replayed
 from pygraph_train.step.function_by_hand import FunctionByHand
+from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.outputs import detached_results
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepOfLoss, plain_call
@@ -39,7 +40,7 @@ _all: weakref.WeakSet[LossSteps] = weakref.WeakSet()
 """Those that exist: several may share an optimizer."""
 
 
-class LossSteps:
+class LossSteps(NotCopied):
     """Makes the steps of a `LossProgram` or of a `FunctionByHand`, from graphs where that changes nothing.
 
     Args:
