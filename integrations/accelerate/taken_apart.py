@@ -96,7 +96,10 @@ class _Looks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_USED = "the step uses parameters or gradients after backward, and a graph would change them before this line or after it"
+_USED = (
+    "the step uses parameters or gradients after backward, and a graph would change them before this line or "
+    "after it"
+)
 
 
 class TakenApartTrace(ReproducingTrace):
