@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from replays import text_of
+from test_changing_shapes import let_inductor_compile
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import Diary, both, line_of, sgd
@@ -283,6 +284,23 @@ def test_regions_of_forward_differentiation_hand_out_no_zeros_without_memory() -
         s.write_state(model, optimizer)
 
     both(script, refused="is zeros without memory", fuse="off", optimizer="off")
+
+
+def test_inductor_gets_no_forward_differentiation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels of CUDA would ask zeros for their memory. The graphs hold eager kernels."""
+    let_inductor_compile(monkeypatch, asks=False)
+
+    def script(s: Diary) -> None:
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = sgd(model)
+        step = s.step(lambda x: along_a_direction(model, x), model=model, optimizer=optimizer)
+        for x in points(16, 8):
+            s.write("loss", step(x))
+        s.write_state(model, optimizer)
+
+    report = both(script, replays=8, plan="{F B O}", compile=True)
+    (told,) = report.fallbacks
+    assert "Inductor could not compile the step: it differentiates forward" in told.reason
 
 
 def test_a_jacobian_of_autograd_stays_in_python() -> None:

@@ -11,18 +11,39 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from pygraph_train.regions.lazy_bits import without_lazy_bits
 from pygraph_train.regions.partial import Backwards, Kernels, sources_in
-from pygraph_train.torch_private.aot import compiled_function, compiled_function_of, tangent_places
+from pygraph_train.torch_private.aot import (
+    BuildRegion,
+    CompileKernels,
+    TracedGraph,
+    compiled_function,
+    compiled_function_of,
+    saved_and_checked,
+    tangent_places,
+)
 from pygraph_train.torch_private.autograd import autograd_is_traced, backward_keeps_graph
 from pygraph_train.torch_private.dynamo import leave_to_python, untraced
+from pygraph_train.torch_private.memory import storage_key
 
-__all__ = ["Absent", "Backward", "has_several_gradients", "noting", "versions", "what_changed"]
+if TYPE_CHECKING:
+    from pygraph_train.regions.pair import Pair
+
+__all__ = [
+    "Absent",
+    "Backward",
+    "has_several_gradients",
+    "memory_behind",
+    "noting",
+    "versions",
+    "what_changed",
+    "with_absent",
+]
 
 
 _NONE: frozenset[int] = frozenset()
@@ -235,3 +256,41 @@ class Backward:
         others = None if self._absent.backwards is None else self._absent.others(missing)
         outputs = self._compiled(inputs) if others is None else self._run_others(others, inputs)
         return [None if i in gone else x for i, x in enumerate(outputs)] if gone else outputs
+
+
+def with_absent(build: BuildRegion, absent: Absent, exact: Pair | None = None) -> BuildRegion:
+    """`build`, with backwards that return None where there is no gradient; those of `exact` compute nothing of it."""
+
+    def learning(
+        compile_kernels: CompileKernels,
+        gm: torch.fx.GraphModule,
+        example_inputs: Sequence[Any],
+        traced: TracedGraph,
+    ) -> Callable[[list[Any]], Any]:
+        if traced.phase == "forward":
+            absent.learn_forward()
+            absent.saved = _returned_and_saved(gm, traced)
+        if traced.phase != "backward":
+            return build(compile_kernels, gm, example_inputs, traced)
+        if exact is None:
+            absent.learn_backward(gm)
+            return Backward(build(compile_kernels, gm, example_inputs, traced), absent)
+        absent.choose_backwards(gm, compile_kernels)
+        return Backward(build(compile_kernels, gm, example_inputs, traced), absent, exact.run_others)
+
+    return learning
+
+
+def _returned_and_saved(gm: torch.fx.GraphModule, traced: TracedGraph) -> tuple[int, ...]:
+    """Which results lie in memory that is saved for the backward."""
+    outputs: Any = gm.graph.output_node().args[0]
+    checked = saved_and_checked(gm)
+    saved = {memory_behind(outputs[i]) for i in checked} - {None}
+    results = outputs[traced.mutations : traced.saved_from]
+    return tuple(i for i, node in enumerate(results) if memory_behind(node) in saved)
+
+
+def memory_behind(node: Any) -> Any:
+    """What tells whether two values of a graph share memory; None for what has none."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return storage_key(value.untyped_storage()) if isinstance(value, torch.Tensor) else None

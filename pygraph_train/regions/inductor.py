@@ -11,8 +11,8 @@ import torch
 
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs.devices import give_back_unused, make_engine, watch_for_unused_memory
-from pygraph_train.problems import Problem
-from pygraph_train.regions.absent import Absent, Backward, has_several_gradients, noting
+from pygraph_train.problems import NotLegal, Problem
+from pygraph_train.regions.absent import Absent, has_several_gradients, memory_behind, noting, with_absent
 from pygraph_train.regions.arena import Arena
 from pygraph_train.regions.counters import Counting
 from pygraph_train.regions.direct import Direct
@@ -29,12 +29,17 @@ from pygraph_train.regions.replaced import Replacing, without_replacements
 from pygraph_train.regions.sharing import plain_where_shared
 from pygraph_train.regions.staging import Staged
 from pygraph_train.regions.transform import Transformed, batched, transform
-from pygraph_train.regions.unfit import Unfit, compile_truly, leave_recurrent_networks, looked_at
+from pygraph_train.regions.unfit import (
+    Unfit,
+    compile_truly,
+    leave_recurrent_networks,
+    looked_at,
+    refuse_forward_mode,
+)
 from pygraph_train.regions.where import device_of, first_user_line
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.selection.break_even import BreakEven
 from pygraph_train.torch_private.aot import (
-    BuildRegion,
     CompileKernels,
     TracedGraph,
     compile_with_aten,
@@ -43,14 +48,12 @@ from pygraph_train.torch_private.aot import (
     forget_strides_of_last_outputs,
     grad_mode_changed,
     runs_graph_only,
-    saved_and_checked,
     suggest_memory_format,
 )
 from pygraph_train.torch_private.autograd import compiled_autograd_wanted
 from pygraph_train.torch_private.dispatch import has_symbols
 from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced, without_second_wrapper
 from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
-from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.counters import numbers_that_are_no_sizes, varying_counters
 from pygraph_train.tracing.recompute import as_eager
 
@@ -123,12 +126,13 @@ def _compile_regions(
         pair.worth = BreakEven(options.warmup_runs)
     region = functools.partial(_region, pair=pair, number=number, options=options, note=note)
     exact = not options.compile
-    build = looked_at(_with_absent(region, pair.absent, pair if exact else None), look)
+    build = looked_at(with_absent(region, pair.absent, pair if exact else None), look)
     pair.direct = options.direct and not compiled_autograd_wanted()
     if options.engine == "emulated" or not options.compile:
         look_at_both = (lambda joint: refuse_mixtures(joint.graph)) if exact else None
         compiled = compile_with_aten(gm, example_inputs, build, look_at_both)
     else:
+        refuse_forward_mode(gm)
         compiled = compile_with_inductor(gm, example_inputs, build, options.inductor)
     for arena in list(_arenas.values()):
         arena.give_back_leftovers()
@@ -136,29 +140,6 @@ def _compile_regions(
     if not pair.direct or pair.forward is None:
         return compiled
     return Direct(compiled, pair) if pair.forward.spec.phase == "forward" else DirectInference(compiled, pair)
-
-
-def _with_absent(build: BuildRegion, absent: Absent, exact: Pair | None = None) -> BuildRegion:
-    """`build`, with backwards that return None where there is no gradient; those of `exact` compute nothing of it."""
-
-    def learning(
-        compile_kernels: CompileKernels,
-        gm: torch.fx.GraphModule,
-        example_inputs: Sequence[Any],
-        traced: TracedGraph,
-    ) -> Callable[[list[Any]], Any]:
-        if traced.phase == "forward":
-            absent.learn_forward()
-            absent.saved = _returned_and_saved(gm, traced)
-        if traced.phase != "backward":
-            return build(compile_kernels, gm, example_inputs, traced)
-        if exact is None:
-            absent.learn_backward(gm)
-            return Backward(build(compile_kernels, gm, example_inputs, traced), absent)
-        absent.choose_backwards(gm, compile_kernels)
-        return Backward(build(compile_kernels, gm, example_inputs, traced), absent, exact.run_others)
-
-    return learning
 
 
 def _region(
@@ -225,8 +206,7 @@ def compile_whole(
     Args:
         left: what could not be done is added to it.
     Raises:
-        Unfit: compiled, it would compute something else.
-        NotLegal: it has a recurrent network.
+        NotLegal: it has a recurrent network, or compiled, it would compute something else.
     """
     leave_recurrent_networks(gm)
 
@@ -248,10 +228,14 @@ def compile_whole(
         if not has_several_gradients(gm):
             return compile_with_inductor(gm, example_inputs, looking, {}, cached=True)
         absent = Absent()
-        looking = _with_absent(looking, absent)
+        looking = with_absent(looking, absent)
         return noting(compile_with_inductor(gm, example_inputs, looking, {}), absent)
 
-    return compile_truly(gm, example_inputs, compile_function)
+    try:
+        refuse_forward_mode(gm)
+        return compile_truly(gm, example_inputs, compile_function)
+    except Unfit as unfit:
+        raise NotLegal(Problem(str(unfit))) from unfit
 
 
 def _with_small_ends_together(
@@ -291,20 +275,11 @@ def _name_ends(gm: torch.fx.GraphModule, phase: str, saved_from: int, pair: Pair
         pair.outputs = tuple(map(str, outputs))
         pair.dynamic = dynamic_results()
         pair.direct &= not grad_mode_changed() if phase == "forward" else runs_graph_only()
-        seen = {_memory(node) for node in outputs[:saved_from]} - {None}
-        saved = [_memory(node) for node in outputs[saved_from:]]
+        seen = {memory_behind(node) for node in outputs[:saved_from]} - {None}
+        saved = [memory_behind(node) for node in outputs[saved_from:]]
         pair.shared = tuple(i for i, memory in enumerate(saved) if memory in seen)
         kept = set(saved) - {None}
-        pair.kept = frozenset(i for i, node in enumerate(placeholders) if _memory(node) in kept)
-
-
-def _returned_and_saved(gm: torch.fx.GraphModule, traced: TracedGraph) -> tuple[int, ...]:
-    """Which results lie in memory that is saved for the backward."""
-    outputs: Any = gm.graph.output_node().args[0]
-    checked = saved_and_checked(gm)
-    saved = {_memory(outputs[i]) for i in checked} - {None}
-    results = outputs[traced.mutations : traced.saved_from]
-    return tuple(i for i, node in enumerate(results) if _memory(node) in saved)
+        pair.kept = frozenset(i for i, node in enumerate(placeholders) if memory_behind(node) in kept)
 
 
 def _tangent(node: torch.fx.Node) -> Tangent:
@@ -339,17 +314,11 @@ def _lasting(gm: torch.fx.GraphModule, traced: TracedGraph, pair: Pair) -> froze
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     if traced.phase == "backward":  # its inputs have the names of the forward's outputs
         return frozenset(i for i in traced.static if placeholders[i].name in pair.lasting)
-    stays = {_memory(placeholders[i]) for i in traced.static}
+    stays = {memory_behind(placeholders[i]) for i in traced.static}
     (outputs,) = next(node for node in gm.graph.nodes if node.op == "output").args
     saved = [node for node in outputs[traced.saved_from :] if isinstance(node, torch.fx.Node)]
-    pair.lasting = frozenset(node.name for node in saved if _memory(node) in stays - {None})
+    pair.lasting = frozenset(node.name for node in saved if memory_behind(node) in stays - {None})
     return traced.static
-
-
-def _memory(node: Any) -> Any:
-    """What tells whether two values of a graph share memory; None for what has none."""
-    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-    return storage_key(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
 
 
 def _arena(options: BackendOptions, device: torch.device) -> Arena | None:

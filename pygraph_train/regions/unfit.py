@@ -27,7 +27,15 @@ from pygraph_train.torch_private.results import gets_other_memory, layout, offse
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.recurrent import recurrent_networks
 
-__all__ = ["Returning", "Unfit", "compile_truly", "leave_recurrent_networks", "looked_at", "of_other_class"]
+__all__ = [
+    "Returning",
+    "Unfit",
+    "compile_truly",
+    "leave_recurrent_networks",
+    "looked_at",
+    "of_other_class",
+    "refuse_forward_mode",
+]
 
 Compile = Callable[[fx.GraphModule, Callable[[], None]], Callable[..., Any]]
 
@@ -87,6 +95,25 @@ def leave_recurrent_networks(gm: fx.GraphModule) -> None:
                 "it unrolls recurrent networks into operations for each element of a sequence", line_of(node)
             )
         )
+
+
+def refuse_forward_mode(gm: fx.GraphModule) -> None:
+    """Leave forward-mode differentiation to eager kernels.
+
+    Tangents that are zero have no memory. Inductor's backwards hand them to kernels of CUDA that ask for some.
+
+    Args:
+        gm: from Dynamo.
+    Raises:
+        Unfit: there is some.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "_enter_dual_level":
+            line = line_of(node)
+            raise Unfit(
+                "it differentiates forward (torch.func.jvp, torch.autograd.forward_ad), and Inductor's kernels cannot "
+                f"read zeros that have no memory{f' ({line})' if line else ''}"
+            )
 
 
 def compile_truly(
