@@ -54,7 +54,7 @@ class CodeForShapes:
 
     def is_looked_for_again(self, family: Family, lead: Variant) -> bool:
         """Whether it has to be found out whether there is code of Inductor for a shape that ran with eager kernels."""
-        return family.times_compiled() or self.is_wanted_again(family, lead)
+        return family.looks_again() or self.is_wanted_again(family, lead)
 
     def is_wanted_again(self, family: Family, lead: Variant) -> bool:
         """Whether Inductor is to compile for shapes that its code so far is not for."""

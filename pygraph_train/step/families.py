@@ -255,22 +255,26 @@ class Family:
 
         Those of smaller shapes do, as long as that is not known: they need no more memory than Inductor's for others.
         """
-        return self.timed_eager < _TIMED and 2 * bisect_left(self._volumes, self._volume_of(key)) < len(
-            self._volumes
-        )
+        smaller = bisect_left(self._volumes, self._volume_of(key))
+        return self.timed_eager < _TIMED and 2 * smaller < len(self._volumes)
 
     def times_compiled(self) -> bool:
         """Whether the next step runs with Inductor's code, if that is for it, and is timed.
 
-        The first ones do. Where eager kernels seem to be faster, one more does after 1, 2, 4, ... steps with these: the
-        host may have been slow in the first ones.
+        The first ones do, and later ones that look again.
         """
-        if self.timed_compiled < _TIMED:
-            return True
+        return self.timed_compiled < _TIMED or self.looks_again()
+
+    def looks_again(self) -> bool:
+        """Whether the next step looks once more for code of Inductor, also for shapes that have run without.
+
+        Where eager kernels seem to be faster, one does after 1, 2, 4, ... steps with these: the host may have been slow
+        when steps with Inductor's code were timed.
+        """
         return self._with_eager >= self._looks_after and not self.compiled_is_faster()
 
     def looks_at_compiled(self) -> bool:
-        """The same, of a step that is being made: the next one waits twice as long."""
+        """Whether the step that is being made is such a step. The next one waits twice as long."""
         looks = self.times_compiled()
         if looks:
             self._looks_after = max(1, 2 * self._with_eager)
