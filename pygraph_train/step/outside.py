@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pygraph_train.problems import Problem
+from pygraph_train.step.kept_casts import KEPT_CASTS, KeptCasts
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.replaced_functions import ReplacedFunctions
 from pygraph_train.step.turns import OTHER_THREAD, has_turn
@@ -74,7 +75,8 @@ class Outside:
         self._program = program
         self._global_hooks = global_module_hook_tables()
         self._replaced = ReplacedFunctions(program)
-        self._initialized = False
+        self._casts = KeptCasts(program.model, program.device.type)
+        self._settled = False
 
     def why_plain(self) -> Problem | None:
         """Why the present step has to run as it is. Hot path."""
@@ -92,13 +94,17 @@ class Outside:
         replaced = self._replaced.problem()
         if replaced is not None:
             return replaced
-        return None if self._initialized else self._uninitialized()
+        return None if self._settled else self._at_first()
 
     def why_no_whole_step(self) -> Problem | None:
         """Why no graph can hold forward and backward of this step together, while regions can. Hot path."""
         return self._replaced.problem_of_optimizers()
 
-    def _uninitialized(self) -> Problem | None:
+    def _at_first(self) -> Problem | None:
+        """What is looked at in the first steps."""
         problem = uninitialized(self._program.model)
-        self._initialized = problem is None
+        if problem is None and self._casts.look():
+            self.for_good = True
+            return KEPT_CASTS
+        self._settled = problem is None and self._casts.settled
         return problem
