@@ -65,7 +65,7 @@ _STATE_CHANGES = "the optimizer runs outside of the graph: its state is replaced
 
 _HYPERPARAMETERS_CHANGE = (
     "the optimizer runs outside of the graph: a hyperparameter other than the learning rate changes again and again "
-    "(betas, momentum or weight decay that a scheduler sets, for example)"
+    "(betas, momentum or weight decay under a scheduler, such as OneCycleLR)"
 )
 
 
