@@ -21,6 +21,7 @@ from pygraph_train.regions.lazy_bits import is_lazy, resolved_before_views_as_re
 from pygraph_train.regions.passes.draft import in_one_line, user_line
 from pygraph_train.torch_private.aot import BuildRegion, CompileKernels, TracedGraph
 from pygraph_train.torch_private.autocast import share_casts
+from pygraph_train.torch_private.autograd import entries_into_forward_mode
 from pygraph_train.torch_private.dynamo import dynamo_restart
 from pygraph_train.torch_private.patched_functions import call_originals
 from pygraph_train.torch_private.results import gets_other_memory, layout, offset, results_are_misplaced
@@ -107,13 +108,12 @@ def refuse_forward_mode(gm: fx.GraphModule) -> None:
     Raises:
         Unfit: there is some.
     """
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") == "_enter_dual_level":
-            line = line_of(node)
-            raise Unfit(
-                "it differentiates forward (torch.func.jvp, torch.autograd.forward_ad), and Inductor's kernels cannot "
-                f"read zeros that have no memory{f' ({line})' if line else ''}"
-            )
+    for node in entries_into_forward_mode(gm):
+        line = line_of(node)
+        raise Unfit(
+            "it differentiates forward (torch.func.jvp, torch.autograd.forward_ad), and Inductor's kernels cannot "
+            f"read zeros that have no memory{f' ({line})' if line else ''}"
+        )
 
 
 def compile_truly(

@@ -23,6 +23,7 @@ __all__ = [
     "compiled_kernels_refuse",
     "detects_anomalies",
     "edges_in_order",
+    "entries_into_forward_mode",
     "is_cast",
     "is_function_in_python",
     "is_transformed",
@@ -171,6 +172,12 @@ def is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )
+
+
+def entries_into_forward_mode(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """Where a graph of Dynamo begins to differentiate forward (`torch.func.jvp`, `forward_ad`). (2.11, 2.13)"""
+    calls = (node for node in gm.graph.nodes if node.op == "call_function")
+    return [node for node in calls if getattr(node.target, "__name__", "") == "_enter_dual_level"]
 
 
 def refuse_retaining() -> None:
