@@ -19,7 +19,7 @@ from pygraph_train.regions import inductor
 from pygraph_train.selection.returns import Costs
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.code_for_shapes import CodeForShapes
-from pygraph_train.step.families import Families, Family
+from pygraph_train.step.families import Families, Family, volume_of
 from pygraph_train.step.shapes import Shapes
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.tracing.signature import family_of, flattened, key_of
@@ -120,14 +120,14 @@ def test_inductor_compiles_for_a_shape_in_the_middle_and_does_not_wait_long() ->
     def is_typical(length: int) -> bool:
         families = Families()
         (family,) = {families.meet(key) for key in keys.values()}
-        return family.is_typical(keys[length])
+        return family.is_typical(volume_of(keys[length]))
 
     assert [n for n in keys if is_typical(n)] == list(range(33, 48))
     family = Families().meet(keys[20])
-    assert family.is_typical(keys[20]), "the only one"
+    assert family.is_typical(volume_of(keys[20])), "the only one"
     family.meet(((4, 40),))
     family.meet(((4, 60),))
-    waits = [family.is_typical(keys[20]) for _ in range(40)]
+    waits = [family.is_typical(volume_of(keys[20])) for _ in range(40)]
     assert waits.index(True) == 15, "no other one comes"
 
 

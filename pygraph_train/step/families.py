@@ -18,7 +18,7 @@ from pygraph_train.verification import AuditLedger
 if TYPE_CHECKING:
     from pygraph_train.step.variants import CaptureKey, Signature, Variant
 
-__all__ = ["STEPS_BEFORE_COMPILING", "Families", "Family", "WithoutGraph"]
+__all__ = ["STEPS_BEFORE_COMPILING", "Families", "Family", "WithoutGraph", "volume_of"]
 
 _MOST_FAMILIES = 64
 """Kinds of batches remembered; the oldest are forgotten."""
@@ -187,24 +187,20 @@ class Family:
             return False
         return sum(other.trace is lead.trace for other in self.leads) < _MOST_RECOMPILED
 
-    def is_typical(self, key: Key) -> bool:
-        """Whether Inductor should compile the trace in a step of this shape, and not wait for another one.
+    def is_typical(self, volume: int) -> bool:
+        """Whether Inductor should compile the trace in a step of a shape with so many elements, or wait for another.
 
         Where it asks in the middle of its work whether a size is above some bound, its code is for the shapes on the
         same side. That of a shape in the middle is for half of them at least.
         """
         self._waited += 1
-        volume, volumes = self._volume_of(key), self._volumes
+        volumes = self._volumes
         first, last = (share * len(volumes) for share in _MIDDLE)
         typical = bisect_left(volumes, volume) <= last and bisect_right(volumes, volume) >= first
         if typical or self._waited >= _MOST_WAITING:
             self._waited = 0
             return True
         return False
-
-    @staticmethod
-    def _volume_of(key: Key) -> int:
-        return _volume(family_of(key)[1])
 
     def leads_again(self, lead: Variant) -> None:
         """This kind of call has a trace that leads already, and other code of Inductor."""
@@ -250,12 +246,12 @@ class Family:
         if not compiled or self.timed_compiled:  # in the first one Inductor has compiled
             self.costs.ran(seconds, compiled=compiled)
 
-    def times_eager(self, key: Key) -> bool:
-        """Whether a step of this shape should show how long eager kernels take.
+    def times_eager(self, volume: int) -> bool:
+        """Whether a step of a shape with so many elements should show how long eager kernels take.
 
         Those of smaller shapes do, as long as that is not known: they need no more memory than Inductor's for others.
         """
-        smaller = bisect_left(self._volumes, self._volume_of(key))
+        smaller = bisect_left(self._volumes, volume)
         return self.timed_eager < _TIMED and 2 * smaller < len(self._volumes)
 
     def times_compiled(self) -> bool:
@@ -298,15 +294,16 @@ class Family:
             return 0.0
         return 1.0 if verify != "sample" or self.differed else sampled_share(self.shapes)
 
-    def may_leave_holes(self, key: Key) -> bool:
-        """Whether a step of this shape, without a graph and beside graphs, may need memory that no cached block fits.
+    def may_leave_holes(self, volume: int) -> bool:
+        """Whether a step without a graph and beside graphs, of a shape with so many elements, may need memory that no
+        cached block fits.
 
         That is each of a larger shape than those since the last capture, and of the others the 1st, 2nd, 4th and so on.
         """
         if not self._captures:
             return False
         self._beside += 1
-        if (volume := self._volume_of(key)) <= self._largest:
+        if volume <= self._largest:
             return is_sampled(self._beside)
         self._largest = volume
         return True
@@ -328,6 +325,11 @@ class Family:
 def _volume(sizes: Sizes) -> int:
     """How many elements the tensors of a batch have."""
     return sum(map(math.prod, sizes))
+
+
+def volume_of(key: Key) -> int:
+    """The same, of the batches with this key."""
+    return _volume(family_of(key)[1])
 
 
 class Families:

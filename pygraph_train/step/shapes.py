@@ -256,7 +256,7 @@ class Shapes:
         """Make a step of a shape that has no graph: with the kernels that were compiled for all shapes if they are
         faster, else as it is."""
         signature, family, lead, holds = served
-        if family.may_leave_holes(signature.key):
+        if family.may_leave_holes(signature.volume):
             self._capturing.close_holes()
         if lead is None:
             return self.plainly(family, run)
@@ -269,7 +269,7 @@ class Shapes:
         if self._decisions.compiles and holds:
             if looks:
                 return self._timed_with_code(step, signature, family, lead, run)
-            if family.times_eager(signature.key):
+            if family.times_eager(signature.volume):
                 return self._capturing.timed(step, lead, run, plain_call)
             if family.compiled_is_faster():
                 signature.ran = weakref.ref(lead), True
@@ -278,7 +278,7 @@ class Shapes:
         elif self._decisions.compiles:
             family.steps_without_inductor += 1
             if lead.compiled is None and (lead.compile_next or self._code.is_wanted(family)):
-                if family.is_typical(signature.key):
+                if family.is_typical(signature.volume):
                     return self._code.compile(step, signature, lead, args, kwargs, run)
                 self._code.prepare_for(lead)  # shapes without graphs come by here
             if lead.compiled is not None and self._code.is_wanted_again(family, lead):

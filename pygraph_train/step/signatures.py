@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from pygraph_train.step.choice import Choice
-from pygraph_train.step.families import Families, Family
+from pygraph_train.step.families import Families, Family, volume_of
 from pygraph_train.step.lifecycle import Life, Stage, StageLengths
 from pygraph_train.step.variants import Signature, Variant
 from pygraph_train.tracing.signature import Key
@@ -52,7 +52,8 @@ class Signatures:
             self._met()
             changes = family is not None and family.shapes > 1
             stage = Stage.MET if self._first is not None or changes else Stage.FIRST_LOOK
-            signature = self._by_key[key] = Signature(key, Life(stage), family)
+            volume = 0 if family is None else volume_of(key)
+            signature = self._by_key[key] = Signature(key, Life(stage), family, volume=volume)
             if not changes:
                 self.traces(signature)
             if len(self._by_key) > _MOST_SIGNATURES:  # shapes that never come back leave no trace

@@ -355,6 +355,7 @@ class Signature:
         other_way: what was drawn and read for the present step, which goes another way than any variant.
         refused: steps in a row for which no variant had a graph, and none can get one.
         unseen: so many further steps are taken for such ones without a look.
+        volume: how many elements its batches have, where it has a family.
     """
 
     key: Key
@@ -372,6 +373,7 @@ class Signature:
     other_way: tuple[Any, ...] | None = None
     refused: int = 0
     unseen: int = 0
+    volume: int = 0
 
     def ran_with(self, lead: Variant) -> bool | None:
         """Whether its latest step without a graph had Inductor's kernels of this trace; None where it had others."""
