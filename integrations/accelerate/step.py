@@ -35,7 +35,7 @@ from pygraph_train.integrations.accelerate.calls import (
 )
 from pygraph_train.integrations.accelerate.observation import Observation
 from pygraph_train.integrations.accelerate.stubs import stubs
-from pygraph_train.integrations.accelerate.taken_apart import AtOnce, TakenApartTrace
+from pygraph_train.integrations.accelerate.taken_apart import NO_BACKWARD, SAME_CALLS, AtOnce, TakenApartTrace
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS
@@ -361,7 +361,7 @@ class _StepFunctionProgram(StepOfLoss):
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         loss, result, number = self._taken_apart(call, args, kwargs)
         if loss is None:
-            raise NotLegal(self.problem or Problem("the step calls no backward here"))
+            raise NotLegal(self.problem or NO_BACKWARD)
         return loss, (result, number)
 
     def backward(self, loss: Tensor) -> None:
@@ -495,7 +495,7 @@ class _StepFunctionProgram(StepOfLoss):
             self.problem = Problem(
                 f"the step makes other calls than in its first steps: {in_words(script)} instead of "
                 f"{in_words(expected)}",
-                fix="Make the same calls in every step; only accelerator.sync_gradients may change them",
+                fix=SAME_CALLS,
             )
         if "backward" not in tensors:
             return None, result, -1

@@ -18,7 +18,12 @@ from pygraph_train.tracing.obstacles import gradients_asked, gradients_read
 from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.reproducing import ReproducingTrace
 
-__all__ = ["AtOnce", "TakenApartTrace", "backward_is_here"]
+__all__ = ["NO_BACKWARD", "SAME_CALLS", "AtOnce", "TakenApartTrace", "backward_is_here"]
+
+SAME_CALLS = "Make the same calls in every step; only accelerator.sync_gradients may change them"
+"""What to do where a function makes other calls than in its first steps."""
+
+NO_BACKWARD = Problem("the step calls no backward here", fix=SAME_CALLS)
 
 
 def backward_is_here() -> None:
@@ -92,7 +97,7 @@ class _Looks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         looks = self.looking and self.problem is None
         if looks and any(isinstance(x, nn.Parameter) for x in tree_leaves((args, kwargs))):
-            self.problem = Problem(_USED, user_location(), "Use them outside of the step")
+            self.problem = Problem(_USED, user_location(), _OUTSIDE)
         return func(*args, **(kwargs or {}))
 
 
@@ -100,6 +105,7 @@ _USED = (
     "the step uses parameters or gradients after backward, and a graph would change them before this line or "
     "after it"
 )
+_OUTSIDE = "Use them outside of the step"
 
 
 class TakenApartTrace(ReproducingTrace):
@@ -135,16 +141,9 @@ class TakenApartTrace(ReproducingTrace):
 def _uses_what_is_put_off(graph: torch.fx.GraphModule, fn: Any) -> Problem | None:
     uses = uses_behind_mark(graph)
     if uses is None:
-        return Problem(
-            "the step calls no backward here",
-            fix="Make the same calls in every step; only accelerator.sync_gradients may change them",
-        )
+        return NO_BACKWARD
     if uses:
-        return Problem(
-            _USED,
-            line_of(uses[0]),
-            "Use them outside of the step",
-        )
+        return Problem(_USED, line_of(uses[0]), _OUTSIDE)
     found = next(gradients_read(graph, fn, by_hand=True), None) or next(gradients_asked(fn), None)
     if found is None and gradients_are_set():
         return Problem("the step sets a gradient (p.grad = ...)", fix="Set it outside of the step")
