@@ -208,9 +208,8 @@ def test_what_graphs_of_eager_kernels_have_used_is_given_back(monkeypatch: pytes
 
     monkeypatch.setattr(EmulatedEngine, "shares_memory", True)
     monkeypatch.setattr(EmulatedEngine, "fresh_pool", counted)
-    monkeypatch.setattr(
-        families, "_CHANGING", 1000
-    )  # Inductor waits, as where most steps have the first length
+    # Inductor waits, as where most steps have the first length
+    monkeypatch.setattr(families, "_CHANGING", 1000)
     times = SimulatedTimes(monkeypatch, steps_in_all=3000)
     both(looking(drawn(LENGTHS, 450), look), replays=180, plan="{F B O}", compile=True)
     assert pools == [compiled_in()]

@@ -44,14 +44,16 @@ def points(count: int, size: int = 4) -> list[Tensor]:
     return [torch.randn(size, 3, generator=generator) for _ in range(count)]
 
 
-def run(step: Step, *, make: Callable[[], nn.Module] = Smooth, **expected: Any) -> Any:
-    """Train plainly and graphed, and compare; see `both`."""
+def run(
+    step: Step, *, make: Callable[[], nn.Module] = Smooth, count: int = 12, rows: int = 4, **expected: Any
+) -> Any:
+    """Train plainly and graphed on so many batches of so many rows, and compare; see `both`."""
 
     def script(s: Diary) -> None:
         model = make()
         optimizer = sgd(model)
         graphed = s.step(lambda x: step(model, x), model=model, optimizer=optimizer)
-        for x in points(12):
+        for x in points(count, rows):
             s.write("result", graphed(x))
             s.write("flag", x.requires_grad)
         s.write_state(model, optimizer)
@@ -272,33 +274,21 @@ def test_forward_differentiation_has_zeros_without_memory(step: Step) -> None:
     run(step, replays=4, plan="{F B O}")
 
 
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
 def test_regions_of_forward_differentiation_hand_out_no_zeros_without_memory() -> None:
     """Where a batch has many rows, the zeros of a layer are saved for the backward."""
-
-    def script(s: Diary) -> None:
-        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
-        optimizer = sgd(model)
-        step = s.step(lambda x: along_a_direction(model, x), model=model, optimizer=optimizer)
-        for x in points(12, 8):
-            s.write("loss", step(x))
-        s.write_state(model, optimizer)
-
-    both(script, refused="is zeros without memory", fuse="off", optimizer="off")
+    expected = {"refused": "is zeros without memory", "fuse": "off", "optimizer": "off"}
+    run(along_a_direction, make=two_layers, rows=8, **expected)
 
 
 def test_inductor_gets_no_forward_differentiation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels of CUDA would ask zeros for their memory. The graphs hold eager kernels."""
     let_inductor_compile(monkeypatch, asks=False)
-
-    def script(s: Diary) -> None:
-        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
-        optimizer = sgd(model)
-        step = s.step(lambda x: along_a_direction(model, x), model=model, optimizer=optimizer)
-        for x in points(16, 8):
-            s.write("loss", step(x))
-        s.write_state(model, optimizer)
-
-    report = both(script, replays=8, plan="{F B O}", compile=True)
+    expected = {"replays": 8, "plan": "{F B O}", "compile": True}
+    report = run(along_a_direction, make=two_layers, count=16, rows=8, **expected)
     (told,) = report.fallbacks
     assert "Inductor could not compile the step: it differentiates forward" in told.reason
 
