@@ -396,7 +396,7 @@ def _interrupted(*_: Any) -> None:
 
 
 def _groups_of(pids: Sequence[int]) -> set[int]:
-    """Process groups of these and of all that they have begun, such as the library's process that compiles beside."""
+    """Process groups of these and of all that they have begun."""
     below: dict[int, list[tuple[int, int]]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended

@@ -18,7 +18,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer": ("auto", "on", "off"),
     "fuse": ("auto", "on", "off"),
     "compile": ("auto", True, False),
-    "compile_beside": (True, False),
     "indirection": ("auto", "device", "host", "copy"),
     "verify": ("off", "first", "sample", "always"),
     "engine": ("auto", "cuda", "emulated", "off"),
@@ -34,7 +33,6 @@ class StepOptions(TypedDict, total=False):
     backward: AutoOnOff
     fuse: AutoOnOff
     compile: bool | Literal["auto"]
-    compile_beside: bool
     warmup_steps: int
     max_signatures: int | None
     indirection: Literal["auto", "device", "host", "copy"]
@@ -67,8 +65,6 @@ class PyGraphConfig:
             kernels if its steps are faster with them. True calls Inductor at once. False captures eager kernels, and
             steps have the bits of plain training. On CUDA, forward and backward have graphs of their own then only if
             `forward` or `backward` is "on".
-        compile_beside: whether Inductor works in a process beside the training where `compile` is "auto". Steps are
-            replayed with eager kernels meanwhile. On trial: False by default.
         warmup_steps: the number of steps in which the library watches the reads and writes of a step (>= 2). Two
             more steps run with the kernels of the later graph, and step `warmup_steps + 3` is the first one from
             a graph. Four cases delay it: on CUDA the library may time one or two plain steps first; compilation
@@ -106,7 +102,6 @@ class PyGraphConfig:
     optimizer: AutoOnOff = "auto"
     fuse: AutoOnOff = "auto"
     compile: bool | Literal["auto"] = "auto"
-    compile_beside: bool = False
     warmup_steps: int = 3
     max_signatures: int | None = None
     indirection: Literal["auto", "device", "host", "copy"] = "auto"

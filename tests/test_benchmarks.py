@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("lightning.pytorch")
 
-from benchmarks import before_and_after, compile_beside, known_issues
+from benchmarks import before_and_after, known_issues
 from benchmarks.fallback_loops import LOOPS
 from benchmarks.fallback_states import STATES
 
@@ -105,29 +105,6 @@ def test_host_cost(tmp_path):
     assert row["error"] is None and row["steady"] and row["median_us"] > 0
     assert set(row["parts_us"]) == {"batch in", "launch", "results out", "rest"}
     assert all(us > 0 for us in row["parts_us"].values())
-
-
-@pytest.mark.slow
-def test_compile_beside(tmp_path):
-    options = ("--model", "mlp", "--seconds", "40", "--window-s", "0.2")
-    record = run("benchmarks.compile_beside", tmp_path / "beside.json", *options)
-    beside, here = record["rows"]
-    assert beside["error"] is None and here["error"] is None
-    assert beside["windows_ms"]["worked"] and beside["windows_ms"]["stopped"] and beside["host_mib"] > 0
-    assert not any(here["windows_ms"].values()), "no process works beside this one"
-    assert record["summary"]["first_losses_equal"] is True
-    assert all(row["report"]["steps_replayed"] > 0 for row in (beside, here))
-
-
-def test_compile_beside_notices_what_is_missing_or_differs():
-    beside = {"arm": "beside", "cache_hits": 1, "cache_misses": 1, "first_losses": [2.0, 1.0]}
-    beside |= {"windows_ms": {"worked": [3.0, 3.0, 9.0], "stopped": [2.0]}, "compiled_losses": [2.0, 1.0]}
-    beside |= {"others_mib": {"meanwhile": [700, 1210, 1200]}}
-    here = {"arm": "here", "first_losses": [2.0, 1.5], "compiled_losses": [2.0, 1.5]}
-    summary = compile_beside.summarize([beside, here])
-    assert summary["graphs_missing"] == 1 and summary["first_losses_equal"] is False
-    assert summary["meanwhile_over_stopped"] == 1.5 and summary["worker_device_mib"] == 510
-    assert summary["compiled_losses_differ_by"] == 0.5
 
 
 @pytest.mark.slow

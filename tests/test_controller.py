@@ -301,37 +301,6 @@ def test_unknown_steps_left_are_as_many_as_were_made():
     assert controller.best == COMPILED
 
 
-def test_an_arm_whose_needs_are_made_beside_the_training_is_tried_when_they_are_there():
-    table, progress, asked = {FUSED: 10e-3, COMPILED: 5e-3}, {"ready": False}, []
-
-    def waits(arm):
-        asked.append(arm)
-        return not progress["ready"]
-
-    controller = Controller([FUSED, COMPILED], waits=waits)
-    machine = Machine(table)
-    machine.run(controller, 500)
-    assert controller.best == FUSED and controller.waiting and controller.settled
-    assert set(machine.ran) == {FUSED} and set(asked) == {COMPILED}
-    assert "beside the training" in controller.verdicts[COMPILED]
-    progress["ready"] = True
-    machine.run(controller, 300)
-    assert controller.best == COMPILED and not controller.waiting
-
-
-def test_what_would_be_there_too_late_is_not_begun():
-    asked = []
-    controller = Controller(
-        [FUSED, COMPILED],
-        estimate=lambda arm, best, seconds: Estimate(likely=5e-3, one_time=0.1, after=5.0),
-        steps_left=lambda: 500,
-        waits=lambda arm: asked.append(arm) or True,
-    )
-    Machine({FUSED: 10e-3, COMPILED: 5e-3}).run(controller, 200)
-    assert not asked and not controller.waiting
-    assert "would not pay in 0 steps" in controller.verdicts[COMPILED]
-
-
 def test_the_winner_of_an_earlier_run_is_verified_and_kept():
     machine, controller = Machine({FUSED: 0.010, OFF: 0.02}), Controller([FUSED, OFF], known=0.0101)
     machine.run(controller, 20)

@@ -21,7 +21,7 @@ _NO_HOPE = 0.1
 
 
 _OF_THE_TRAINING = frozenset(
-    ("_estimate", "_steps_left", "_agree", "_decided", "_comes_back", "_waits", "_windows", "_present")
+    ("_estimate", "_steps_left", "_agree", "_decided", "_comes_back", "_windows", "_present")
 )
 """Attributes that hold, or lead to, what is trained."""
 
@@ -40,8 +40,6 @@ class Comparison:
         decided: called after each decision.
         comes_back: seconds that it takes to come back from an arm to the best one, whose graphs would make way for it,
             or the other way round; None where the graphs of both stay.
-        waits: whether an arm that is worth it cannot be tried yet, because what it needs is made beside the training.
-            The first call has it made. Called at the ends of windows.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class Comparison:
         known: float | None = None,
         decided: Callable[[Switch], None] = lambda switch: None,
         comes_back: Callable[[Arm, Arm], float | None] = lambda best, arm: None,
-        waits: Callable[[Arm], bool] = lambda arm: False,
     ) -> None:
         if not arms:
             raise ValueError("a controller needs an arm")
@@ -78,8 +75,6 @@ class Comparison:
         self._known = known
         self._decided = decided
         self._comes_back = comes_back
-        self._waits = waits
-        self._waiting: set[Arm] = set()
         self._reopen: str | None = None
         self._why = ""
         self._too_dear: set[Arm] = set()
@@ -131,7 +126,7 @@ class Comparison:
         """Why an arm is not even tried, None when it is."""
         known, back = self._estimate(arm, self.best, best), self._comes_back(self.best, arm)
         left = self._steps_left()
-        steps = (max(self.steps, 1) if left is None else left) - known.after / best
+        steps = max(self.steps, 1) if left is None else left
         likely = known.least if known.likely is None else known.likely
         seen = 0.0 if known.seen is None or not first else known.seen  # what was seen long ago is stale
         once = known.one_time + (0.0 if first or back is None else back)
@@ -151,9 +146,6 @@ class Comparison:
         if one_time > gain * steps and not self._is_cheap(arm, one_time, best):
             self._wait_for(arm, one_time, gain)
             return f"not tried: {one_time:.3g} s would not pay in {max(steps, 0):.0f} steps{because}"
-        if self._waits(arm):
-            self._waiting.add(arm)
-            return f"not tried yet: what it needs is made beside the training{because}"
         return None
 
     def _is_not_tried(self, arm: Arm, why: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 __all__ = [
     "COMPILE_SECONDS",
-    "COMPILE_SHARE_BESIDE",
     "compile_seconds",
     "saved_by_compiling",
     "steps_until_compiling_pays",
@@ -18,10 +17,6 @@ _SECONDS_PER_OPERATION = 0.04
 """Compilations of whole steps took 3 to 12 s for 180 operations on the device, 17 to 23 s for 800 to 1,200, 38 s for
 900 of a network of convolutions, and 18 to 49 s for 1,540: hosts with 16 cores, cold caches, `compile_seconds` in
 benchmarks/results. This line lies above them."""
-
-COMPILE_SHARE_BESIDE = 1 / 4
-"""What training still waits for where Inductor compiles beside it: two traces, and a look into Inductor's caches. On a
-CPU with a small transformer that was a fifth to a quarter."""
 
 _SAVES = 1 / 3
 """The share of a step that Inductor usually saves."""

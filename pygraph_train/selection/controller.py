@@ -19,7 +19,6 @@ from pygraph_train.selection.windows import Estimate, Switch, Window, of_windows
 __all__ = ["Controller", "Estimate", "Rules", "Switch", "Window"]
 
 _MORE_STEPS = "more steps"
-_MADE = "work beside the training"
 
 _REFERENCES = 2
 """Looks at steps without graphs which later ones are compared with."""
@@ -34,12 +33,6 @@ class Controller(Leaving):
     Args: see `Comparison`.
     """
 
-    @property
-    def waiting(self) -> bool:
-        """Whether an arm is to be tried when what it needs was made, or to come back when that has been paid for."""
-        faster = [arm for arm in self._too_dear if arm in self.times and arm not in self._lost]
-        return bool(self._waiting or faster)
-
     def reopen(self, why: str) -> None:
         """Something changed that times depend on: compare again from the next window on."""
         self._reopen = why
@@ -52,9 +45,9 @@ class Controller(Leaving):
         while True:
             before = self.best
             first = not self.history
-            only = {_MORE_STEPS: self._too_dear, _MADE: self._waiting}.get(self._reopen or "")
+            only = self._too_dear if self._reopen == _MORE_STEPS else None
             arms = [arm for arm in self._arms if only is None or arm in only]
-            self._too_dear, self._waiting = self._too_dear.difference(arms), self._waiting.difference(arms)
+            self._too_dear = self._too_dear.difference(arms)
             self._reopen, self.settled, self._due = None, False, math.inf
             told = self.verdicts.get(before, "")
             yield from self._explore(arms, why, first=first)
@@ -219,8 +212,6 @@ class Controller(Leaving):
                     reference, strikes = now, 0  # the comparison was disturbed, or the device has less to do
                 elif abs(strikes) >= self.rules.patience:
                     self._reopen = self._reopen or f"a drift of {change:+.0%} in the time of {self.best}"
-            if self._waiting and not all(map(self._waits, self._waiting)):
-                self._reopen = self._reopen or _MADE
             again = self._steps_left() is None or not self._too_dear.isdisjoint(self.times)
             if self._too_dear and again and self.steps >= min(2 * began, self._due):
                 self._reopen = self._reopen or _MORE_STEPS

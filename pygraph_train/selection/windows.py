@@ -20,7 +20,6 @@ class Estimate:
         likely: what a step of it probably takes; None when there is no telling.
         seen: the shortest such step of the warm-up, None when there was none.
         one_time: what trying it costs once: capture, compilation.
-        after: until it can be tried, while other arms run.
         why: words for the report.
     """
 
@@ -28,7 +27,6 @@ class Estimate:
     likely: float | None = None
     seen: float | None = None
     one_time: float = 0.0
-    after: float = 0.0
     why: str = ""
 
 

@@ -16,7 +16,6 @@ from pygraph_train.step.families import WithoutGraph
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent, Stage, next_life
 from pygraph_train.step.new_traces import new_trace, traced_anew
-from pygraph_train.step.ordering import Ordering
 from pygraph_train.step.program import Call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
@@ -82,7 +81,6 @@ class Advancing:
         self._watching = watching
         self._capturing, self.make_way = capturing, capturing.make_way
         self._shapes = Shapes(training, updates, decisions, signatures, ungraphed, capturing)
-        self._ordering = Ordering(training, capturing)
         self._replays = replays
         self._together = together
         self._writes = PythonWrites(training.program)
@@ -199,13 +197,6 @@ class Advancing:
                 if made is not None:
                     return made
         return Ran(self._ungraphed.plainly(run))
-
-    def ordered(self, step: StepInFlight, variant: Variant, run: Callable[[Call], R]) -> Ran[R]:
-        """A step that shows what Inductor has to compile beside the training."""
-        step.makes_no_sample()
-        result = self._ordering(step, variant, run)
-        variant.meets(LifeEvent.ORDERED)
-        return Ran(result)
 
     def audited(
         self,

@@ -14,7 +14,6 @@ from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord
 from pygraph_train.step.batch_gradients import undoing
-from pygraph_train.step.beside import WorkState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.comparing import Comparing
 from pygraph_train.step.decisions import Decisions
@@ -195,9 +194,7 @@ class Capturing:
             NotLegal: Inductor has failed, and the variant has other plans. Nothing was executed.
         """
         training, maker = self._training, self._maker
-        prepared = variant.beside if variant.beside and variant.beside.progress is WorkState.READY else None
-        if prepared is None:
-            training.announce("compiling the training step with Inductor, which may take a minute")
+        training.announce("compiling the training step with Inductor, which may take a minute")
         variant.compile_next = False
         program = training.program
         compiled = variant.compiled = self._to_be_compiled(variant)
@@ -210,7 +207,7 @@ class Capturing:
         put_back, take_back = program.scaling.notes(), undoing(flattened((args, kwargs))[1])
         training.engine.trim()  # what steps with eager kernels have left does not come on top
         try:
-            with training.clock.compiling(prepared):
+            with training.clock.compiling():
                 result = self.timed(step, variant, run)
         except BaseException as error:
             problem = compiler_problem(error) if isinstance(error, Exception) else None
@@ -236,8 +233,6 @@ class Capturing:
             variant.meets(LifeEvent.NOT_COMPILED)
             return result
         variant.meets(LifeEvent.RAN)
-        if prepared is not None and prepared.missing:
-            training.report.note(str(prepared.problem()))
         for text in dict.fromkeys(compiled.left):
             training.report.note(text)
         return result

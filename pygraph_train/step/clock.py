@@ -11,9 +11,7 @@ import torch
 
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step.beside import Beside
 from pygraph_train.step.times import Times
-from pygraph_train.torch_private.compile_beside import cache_counts
 
 __all__ = ["Clock"]
 
@@ -94,21 +92,11 @@ class Clock:
         return float(begin.elapsed_time(end)) / 1e3 if self._cuda else end - begin
 
     @contextmanager
-    def compiling(self, prepared: Beside | None = None) -> Iterator[None]:
-        """Inductor works in a step of the warm-up.
-
-        Args:
-            prepared: what has filled its caches. Where all is found there, this says nothing of further compilations.
-        """
-        (_, missed), started = cache_counts(), time.perf_counter()
+    def compiling(self) -> Iterator[None]:
+        """Inductor works in a step of the warm-up."""
+        started = time.perf_counter()
         yield
-        seconds = time.perf_counter() - started
-        if prepared is not None:
-            prepared.missing = cache_counts()[1] - missed
-        if prepared is not None and not prepared.missing:
-            self._report.compiled(seconds, in_step=True)
-        else:
-            self.compiled(seconds, in_step=True)
+        self.compiled(time.perf_counter() - started, in_step=True)
 
     def compiled(self, seconds: float, *, in_step: bool = False) -> None:
         """Something was compiled for so long, perhaps in a step of the warm-up."""

@@ -15,9 +15,8 @@ from pygraph_train.report.step_report import StepReport
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm, Phase, Plan
 from pygraph_train.selection.cache import Decision, DecisionCache
-from pygraph_train.selection.compile_time import COMPILE_SECONDS, COMPILE_SHARE_BESIDE, compile_seconds
+from pygraph_train.selection.compile_time import COMPILE_SECONDS, compile_seconds
 from pygraph_train.selection.controller import Controller, Estimate, Rules, Switch
-from pygraph_train.step.beside import Beside, WorkState, may_begin
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.identity import identity
 from pygraph_train.step.launch_bound import LaunchBoundCheck
@@ -25,7 +24,6 @@ from pygraph_train.step.other_ways import StepCosts
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.times import Times
 from pygraph_train.step.variants import Variant
-from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.traced_code import held_weakly
 
 __all__ = ["Decisions"]
@@ -60,7 +58,6 @@ class Decisions:
 
     Attributes:
         compiles: whether Inductor's kernels can be had.
-        beside: whether a process beside the training may make them.
     """
 
     def __init__(
@@ -76,8 +73,6 @@ class Decisions:
     ) -> None:
         alone = not program.replication.sharded  # otherwise nothing is compared by time
         self.compiles = engine.name == "cuda" and (alone or config.compile is True)
-        asked = config.compile_beside and config.compile == "auto"
-        self.beside = asked and engine.name == "cuda" and may_begin(program)
         self._program = program
         self._config = config
         self._engine = engine
@@ -175,7 +170,6 @@ class Decisions:
             comes_back=lambda best, arm: (
                 None if (alive := me()) is None else alive._comes_back(of_variant(), best, arm, way)
             ),
-            waits=lambda arm: False if (alive := me()) is None else alive._waits(of_variant(), arm),
         )
         self._report.compares(controller)
         kept: list[Arm] = []
@@ -184,7 +178,7 @@ class Decisions:
             if variant is not None:
                 variant.keep_captures_of(arm)
             self._on_settled(arm)
-            if kept != [arm] and not controller.waiting and self._config.cache_dir is not None:
+            if kept != [arm] and self._config.cache_dir is not None:
                 kept[:] = [arm]
                 self._cache.put(self._key(variant), Decision(arm, controller.times[arm]))
 
@@ -253,16 +247,12 @@ class Decisions:
                 why = f"the kernels of {known}, and more launches"
                 return Estimate(least=seconds, one_time=price, why=why)
         if arm.compiled:
-            whole = cost = self._times.compiling or compile_seconds(_operations(variant, arm))
+            cost = self._times.compiling or compile_seconds(_operations(variant, arm))
             share = _COMPILED_SHARE
             last = self._times.latest.get(controller.best)
             if arm.plan.regions and not controller.best.plan.forward_backward and _waits_for_host(last):
                 share = _REGIONS_SHARE
-            after = 0.0
-            if variant is not None and self._is_made_beside(variant, arm):
-                cost = whole * COMPILE_SHARE_BESIDE
-                after = whole if variant.beside is None else 0.0
-            return Estimate(likely=best_seconds * share, one_time=cost, after=after, why="Inductor")
+            return Estimate(likely=best_seconds * share, one_time=cost, why="Inductor")
         if arm.plan.regions and not arm.plan.forward_backward:
             waits = _waits_for_host(self._times.latest.get(controller.best))
             share = _REGIONS_SHARE if waits else _EAGER_SHARE
@@ -300,25 +290,6 @@ class Decisions:
         if variant is None or makes_way is None or alike or not makes_way(variant):
             return None
         return self._seconds_to_capture(variant, best) if best.plan.forward_backward else 0.0
-
-    def _is_made_beside(self, variant: Variant, arm: Arm) -> bool:
-        """Whether training has not to wait for Inductor's kernels of this arm."""
-        if not arm.compiled or arm.plan.regions or variant.compiled is not None:
-            return False
-        if variant.beside is not None:
-            return variant.beside.progress is not WorkState.FAILED
-        alone = variant.lead is None and not variant.one_of_many and not variant.trace.dynamic
-        return self.beside and alone and isinstance(variant.trace, ReproducingTrace)
-
-    def _waits(self, variant: Variant | None, arm: Arm) -> bool:
-        """See `Controller`."""
-        if variant is None or not self._is_made_beside(variant, arm):
-            if variant is not None and variant.beside is not None and variant.beside.why:
-                self._report.note(str(variant.beside.problem()))
-            return False
-        if variant.beside is None:
-            variant.beside = Beside()
-        return variant.beside.progress is not WorkState.READY
 
     def _known(self, variant: Variant | None) -> Decision | None:
         """What an earlier run settled on for such steps."""

@@ -121,12 +121,6 @@ class StepInFlight:
         """It runs without a graph of forward and backward after all, and counts for nothing."""
         self.arm, self.choice, self._whole = NO_GRAPH, None, None
 
-    def makes_no_sample(self) -> None:
-        """It runs without a graph for once, and its time says nothing of any plan."""
-        self.arm = NO_GRAPH
-        if self.choice is not None:
-            self.choice.as_planned = False
-
     @property
     def may_rest(self) -> bool:
         """Whether later steps are left to the plain loop where steps without graphs are kept: see `Resting`."""

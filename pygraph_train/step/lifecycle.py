@@ -45,8 +45,6 @@ class LifeEvent(Enum):
     """Its plan asks for kernels that are not compiled yet."""
     NOT_COMPILED = "not compiled"
     """Inductor has failed, and the step ran with eager kernels."""
-    ORDERED = "ordered"
-    """It ran with eager kernels, and showed what Inductor has to compile beside the training."""
     STALE = "stale"
     """What its captures rest on has changed: they are gone."""
     REFUSED = "refused"
@@ -91,8 +89,6 @@ def next_life(life: Life, event: LifeEvent, lengths: StageLengths) -> Life:
     following = _TABLE.get((stage, event))
     if following is None:
         raise ValueError(f"a call that is {stage.value} cannot become {event.value}")
-    if event is LifeEvent.ORDERED:
-        return life  # a plain step, which counts for nothing
     if event in (LifeEvent.WANTS_INDUCTOR, LifeEvent.STALE, LifeEvent.UNFIT):
         return Life(following)
     made = steps + 1 if following is stage else 1
@@ -116,14 +112,12 @@ _TABLE = {
     (Stage.WATCHED, LifeEvent.UNFIT): Stage.REFUSED,
     (Stage.PREPARED, LifeEvent.RAN): Stage.PREPARED,
     (Stage.PREPARED, LifeEvent.WANTS_INDUCTOR): Stage.COMPILED,
-    (Stage.PREPARED, LifeEvent.ORDERED): Stage.PREPARED,
     (Stage.PREPARED, LifeEvent.STALE): Stage.PREPARED,
     (Stage.COMPILED, LifeEvent.RAN): Stage.PREPARED,
     (Stage.COMPILED, LifeEvent.NOT_COMPILED): Stage.PREPARED,
     (Stage.COMPILED, LifeEvent.STALE): Stage.PREPARED,
     (Stage.GRAPHED, LifeEvent.RAN): Stage.GRAPHED,
     (Stage.GRAPHED, LifeEvent.WANTS_INDUCTOR): Stage.COMPILED,
-    (Stage.GRAPHED, LifeEvent.ORDERED): Stage.GRAPHED,
     (Stage.GRAPHED, LifeEvent.STALE): Stage.PREPARED,
 }
 """The stage that an event leads to, before its steps are counted. Anything else cannot happen."""

@@ -163,8 +163,6 @@ class StepRunner:
                 variant.arm = choice.arm
                 self._updates.serve(variant.arm.plan)
                 self._advance.make_way(variant)
-                if variant.orders:
-                    return self._advance.ordered(step, variant, run)
                 settled_without = choice.controller.settled and not variant.arm.plan.forward_backward
                 signature.no_graphs = choice if settled_without else None
         elif variant.lead is not None:

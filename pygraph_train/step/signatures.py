@@ -130,6 +130,4 @@ class Signatures:
         """Release all captures, and forget everything."""
         for variant in self.variants():
             variant.forget_captures()
-            if variant.beside is not None:
-                variant.beside.close()
         self._by_key.clear()

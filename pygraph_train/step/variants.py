@@ -17,7 +17,6 @@ from pygraph_train.identity import identities
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.selection.returns import Returns, is_sampled
 from pygraph_train.step.batch_gradients import GivenGradients
-from pygraph_train.step.beside import Beside, WorkState
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.families import Family
 from pygraph_train.step.inputs import StaticInputs
@@ -115,7 +114,6 @@ class Variant:
         inputs: where graphs read the batch.
         arm: what it runs with.
         choice: the comparison of its plans, once one of them has a graph.
-        beside: Inductor's work for it in a process of its own; None where none was asked for.
         compile_next: whether its plans begin with Inductor's kernels.
         warmup_seconds: the shortest step without a graph.
         replays, last_used: how often it was replayed, and in which step last.
@@ -146,7 +144,6 @@ class Variant:
     captures: dict[CaptureKey, Capture] = field(default_factory=dict)
     arm: Arm = field(default_factory=lambda: Arm(NOTHING))
     choice: Choice | None = None
-    beside: Beside | None = None
     compile_next: bool = False
     warmup_seconds: float | None = None
     replays: int = 0
@@ -198,11 +195,6 @@ class Variant:
     def one_of_many(self) -> bool:
         """Whether its trace is for one of several shapes: Inductor's kernels should rather be for all of them."""
         return self.family is not None and self.family.shapes > 1 and not self.trace.dynamic
-
-    @property
-    def orders(self) -> bool:
-        """Whether its next step shows what Inductor has to compile beside the training."""
-        return self.beside is not None and self.beside.progress is WorkState.WANTED
 
     def is_for(self, leaves: Sequence[Any]) -> bool:
         """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""

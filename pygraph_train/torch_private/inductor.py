@@ -12,7 +12,6 @@ from pygraph_train.patches import standing_in
 from pygraph_train.torch_private import switches
 from pygraph_train.torch_private.aot import BuildRegion, _note_what_is_donated, _traced
 from pygraph_train.torch_private.changes import SharedChange
-from pygraph_train.torch_private.compile_beside import order_under_way
 
 __all__ = [
     "compile_with_inductor",
@@ -95,13 +94,6 @@ def _grouping() -> Iterator[None]:
 
 
 _grouped = SharedChange(_grouping)
-
-
-def _kernels_are_grouped() -> bool:
-    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Together
-
-    grouping = Together.__dict__["group_algorithm_for_combo_kernels"]
-    return getattr(grouping, "__func__", grouping) is small_ends
 
 
 def small_ends(scheduler: Any, device_type: str = "cuda") -> list[list[Any]]:
@@ -219,11 +211,6 @@ def compile_with_inductor(
         kwargs["cudagraphs"] = None
 
         def compile_kernels(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            if (order := order_under_way()) is not None:
-                tag = (
-                    users_tag if kwargs.get("is_backward") else keys.cache_key_tag
-                )  # backwards are compiled later
-                return order.add(gm, inputs, kwargs, tag, together=_kernels_are_grouped())
             with kernels_for_all_sizes():  # a backward may be compiled later
                 return compile_fx_inner(gm, inputs, **kwargs)  # type: ignore[arg-type, return-value]
 
@@ -239,7 +226,6 @@ def compile_with_inductor(
     tag = users_tag
     if cached:  # what AOTAutograd makes of attention depends on the switches, and its key does not
         tag = f"{tag}{switches.settled_switches()}"
-    cached = cached and order_under_way() is None  # stand-ins for kernels are nothing to keep
     caches = torch._functorch.config.patch(enable_autograd_cache=cached), keys.patch(cache_key_tag=tag)
     with caches[0], caches[1], kernels_for_all_sizes():
         return compile_fx(  # type: ignore[return-value]
