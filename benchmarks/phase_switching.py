@@ -11,8 +11,6 @@ Cases, each with its target:
     hooks        bert, gradient norms logged in on_before_optimizer_step: 1.3x over reduce-overhead
     metric       bert, a metric with Python state in training_step: 1.3x over reduce-overhead
     hostread     a forward that reads on the host: graphs of backward and optimizer, faster than without
-    exploration  bert: finding the winner costs less than 3% against starting with it
-    cache        bert: with decisions of an earlier run the winner replays by step 20
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import functools
 import gc
 import io
 import logging
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +47,7 @@ from benchmarks.workloads import (
 )
 from pygraph_train import PyGraphCallback
 
-CASES = ("models", "compute", "hooks", "metric", "hostread", "exploration", "cache")
+CASES = ("models", "compute", "hooks", "metric", "hostread")
 FOREVER = 1_000_000  # steps that the Trainer believes in: what a long run is worth compiling for
 KEPT_LOSSES = 20
 SETTLED_STEPS = 10  # after the last decision, before the timing
@@ -351,48 +348,6 @@ def hostread(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield _verdict("hostread", "plan", plan, "{B} {O}", "{B}" in plan and "{O}" in plan)
 
 
-def exploration(args: argparse.Namespace, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The same training twice, with a cache of decisions that the first run fills."""
-    timing = {"warmup": 1, "max_warmup": 1, "steps": args.exploration_steps, "planned": FOREVER}
-    # the first fit of a process imports the compiler and starts its workers, whatever the plans are
-    fit(args, "exploration", bert_workload, pygraph=True, **{**timing, "steps": min(60, timing["steps"])})
-    with tempfile.TemporaryDirectory() as directory:
-        cold = fit(args, "exploration", bert_workload, pygraph=True, cache_dir=directory, **timing)
-        yield cold
-        warm = fit(args, "cache", bert_workload, pygraph=True, cache_dir=directory, **timing)
-        yield warm
-    if "exploration" in cases:
-        first, second = _without_one_time_costs(cold), _without_one_time_costs(warm)
-        cost = first / second - 1 if first and second else None
-        yield _verdict(
-            "exploration",
-            "cost, compile, captures, verification apart",
-            cost,
-            "< 0.03",
-            cost is not None and cost < 0.03,
-        )
-    if "cache" in cases:
-        step = warm.get("report", {}).get("first_replay_step")
-        same = cold.get("plan") == warm.get("plan")
-        yield _verdict(
-            "cache",
-            "first replay of the winner, step",
-            step,
-            "<= 20",
-            same and step is not None and step <= 20,
-        )
-
-
-def _without_one_time_costs(row: dict[str, Any]) -> float | None:
-    """Seconds of the timed steps less compilation, captures and their verification: the report names these."""
-    if row["step_ms"] is None:
-        return None
-    report = row["report"]
-    spent = row["step_ms"] * row["timed_steps"] / 1e3
-    once = ("compile_seconds", "capture_seconds", "verify_seconds")
-    return float(spent - sum(report[name] for name in once))
-
-
 def _ratio(above: dict[str, Any], below: dict[str, Any]) -> float | None:
     return above["step_ms"] / below["step_ms"] if above["step_ms"] and below["step_ms"] else None
 
@@ -416,9 +371,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timed", type=int, help="steady steps that are timed (default: 100; CPU: 5)")
     parser.add_argument("--warmup", type=int, help="least steps before them (default: 40; CPU: 10)")
     parser.add_argument("--max-warmup", type=int, help="most steps before them (default: 400; CPU: 60)")
-    parser.add_argument(
-        "--exploration-steps", type=int, help="steps of each of these runs (default: 1000; CPU: 40)"
-    )
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--timeout-s", type=int, default=300, help="limit of one fit; 0: none")
@@ -432,7 +384,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         timed=(100, 5),
         warmup=(40, 10),
         max_warmup=(400, 60),
-        exploration_steps=(1000, 40),
     )
     return args
 
@@ -471,8 +422,6 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield from against_reduce_overhead(args, case)
     if "hostread" in args.cases:
         yield from hostread(args)
-    if {"exploration", "cache"} & set(args.cases):
-        yield from exploration(args, args.cases)
 
 
 def _line(row: dict[str, Any], counts: bool) -> str:

@@ -39,7 +39,6 @@ class StepOptions(TypedDict, total=False):
     verify: Literal["off", "first", "sample", "always"]
     engine: Literal["auto", "cuda", "emulated", "off"]
     on_failure: Literal["fallback", "raise"]
-    cache_dir: str | os.PathLike[str] | None
     log_metrics: bool
 
 
@@ -85,8 +84,6 @@ class PyGraphConfig:
             slower than plain training, and serves tests and demonstrations. "off" uses no graphs. "auto" is "cuda"
             if there is a CUDA device, and "off" otherwise.
         on_failure: "fallback" continues without the graph, and the report gives the reason. "raise" raises it.
-        cache_dir: a directory for decisions. The next run of the same model, signature, GPU, driver and versions
-            starts with the stored plan and only verifies it. None stores nothing.
         log_metrics: whether the loggers of a Lightning Trainer, and the trackers of an Accelerator, get
             `pygraph/share_from_graphs` and, on CUDA, `pygraph/step_ms` and `pygraph/gpu_idle_fraction`
             (docs/report.md). Other loops have no loggers.
@@ -94,7 +91,6 @@ class PyGraphConfig:
     Raises:
         ValueError: an option has a value that is not allowed, or options contradict each other. The
             message names the field.
-        TypeError: `cache_dir` is no path.
     """
 
     forward: AutoOnOff = "auto"
@@ -108,7 +104,6 @@ class PyGraphConfig:
     verify: Literal["off", "first", "sample", "always"] = "sample"
     engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
     on_failure: Literal["fallback", "raise"] = "fallback"
-    cache_dir: str | os.PathLike[str] | None = None
     log_metrics: bool = False
 
     def __post_init__(self) -> None:
@@ -116,8 +111,6 @@ class PyGraphConfig:
             {"warmup_steps": 2} if self.max_signatures is None else {"warmup_steps": 2, "max_signatures": 1}
         )
         check_values(self, _CHOICES, least, "PyGraphConfig.{}={!r}")
-        if self.cache_dir is not None:
-            _check_directory(self.cache_dir)
         if self.fuse == "on":
             off = [p for p in ("forward", "backward", "optimizer") if getattr(self, p) == "off"]
             if off:
@@ -166,15 +159,6 @@ def check_values(
         value = getattr(options, name)
         if type(value) is not int or value < minimum:
             raise ValueError(f"{message.format(name, value)} is not allowed: use a whole number >= {minimum}")
-
-
-def _check_directory(cache_dir: Any) -> None:
-    message = f"PyGraphConfig.cache_dir={cache_dir!r} is not allowed: use a path, or None"
-    if not isinstance(cache_dir, (str, os.PathLike)):
-        raise TypeError(message)
-    path = os.fspath(cache_dir)
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise ValueError(message)
 
 
 def disabled_by_environment() -> bool:

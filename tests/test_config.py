@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 import pytest
 from training import Net
@@ -46,22 +45,6 @@ def test_refused_options(options, message):
 )
 def test_one_of_forward_and_backward_may_be_off(options, phases):
     assert PyGraphConfig(**options).region_phases == phases
-
-
-@pytest.mark.parametrize("value", [3, True, b"here", ["here"]])
-def test_a_cache_directory_of_another_type_is_refused(value):
-    with pytest.raises(TypeError, match=r"PyGraphConfig.cache_dir=.* use a path, or None"):
-        PyGraphConfig(cache_dir=value)  # type: ignore[arg-type]
-
-
-def test_an_empty_cache_directory_is_refused():
-    with pytest.raises(ValueError, match="cache_dir=''"):
-        PyGraphConfig(cache_dir="")
-
-
-@pytest.mark.parametrize("value", ["here", pathlib.Path("here"), None])
-def test_a_cache_directory_is_a_path(value):
-    assert PyGraphConfig(cache_dir=value).cache_dir == value
 
 
 def test_overrides():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -301,19 +299,6 @@ def test_unknown_steps_left_are_as_many_as_were_made():
     assert controller.best == COMPILED
 
 
-def test_the_winner_of_an_earlier_run_is_verified_and_kept():
-    machine, controller = Machine({FUSED: 0.010, OFF: 0.02}), Controller([FUSED, OFF], known=0.0101)
-    machine.run(controller, 20)
-    assert controller.settled and set(machine.ran) == {FUSED}
-    assert "earlier run" in controller.history[0].why
-
-
-def test_the_winner_of_an_earlier_run_that_is_slow_now_is_compared():
-    machine, controller = Machine({FUSED: 0.030, OFF: 0.02}), Controller([FUSED, OFF], known=0.0101)
-    machine.run(controller, 200)
-    assert controller.best == OFF
-
-
 @pytest.mark.parametrize("bad", ARMS[:2])
 def test_an_arm_that_cannot_run_is_dropped(bad):
     machine = Machine(dict.fromkeys(ARMS[:2], 0.01) | {OFF: 0.02})
@@ -352,51 +337,6 @@ def test_decisions_are_told():
     assert told == controller.history
     assert (told[-1].arm, told[-1].before) == (OFF, FUSED)
     assert "against" in told[-1].why and 0 < told[-1].step <= 200
-
-
-class AllReduce:
-    """`agree` of several ranks, each in a thread of its own."""
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=20)
-        self._given: dict[int, Sequence[float]] = {}
-
-    def of(self, rank: int) -> Callable[[Sequence[float]], Sequence[float]]:
-        def agree(numbers: Sequence[float]) -> Sequence[float]:
-            self._given[rank] = list(numbers)
-            self._barrier.wait()
-            agreed = [max(column) for column in zip(*self._given.values(), strict=True)]
-            self._barrier.wait()
-            return agreed
-
-        return agree
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_all_ranks_decide_the_same(ranks):
-    """Each has its own noise, its own delay and its own idea of what is fastest."""
-    for seed in range(6):
-        table = {FUSED: 0.010, SPLIT_ARM: 0.0101, OFF: 0.0102}
-        reduce = AllReduce(ranks)
-        machines = [
-            Machine({arm: t * (1 + 0.02 * rank) for arm, t in table.items()}, 100 * seed + rank, lag=rank)
-            for rank in range(ranks)
-        ]
-        controllers = [Controller([FUSED, SPLIT_ARM, OFF], agree=reduce.of(rank)) for rank in range(ranks)]
-
-        def work(rank: int, machines: list[Machine] = machines, all_: list[Controller] = controllers) -> None:
-            for steps in (700, 700):
-                machines[rank].run(all_[rank], steps)
-                machines[rank].table[all_[rank].best] *= 1.6
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert all(m.ran == machines[0].ran for m in machines), seed
-        assert all(c.history == controllers[0].history for c in controllers)
-        assert len(machines[0].ran) >= 1400
 
 
 SPLIT_ARM = Arm(SPLIT)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed
 
-from pygraph_train.parallel.processes import OneProcess, SeveralProcesses, processes
+from pygraph_train.parallel.processes import why_no_comparison
 from pygraph_train.parallel.spread import Spread
 
 
@@ -29,22 +29,12 @@ def group(world_size: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def test_a_process_alone_may_compare_and_agrees_with_itself() -> None:
-    alone = processes()
-    assert isinstance(alone, OneProcess) and alone.why_no_comparison is None
-    assert list(alone.agree([0.5, float("inf")])) == [0.5, float("inf")]
-
-
-@pytest.mark.parametrize(("ranks", "kind"), [(1, OneProcess), (2, SeveralProcesses)])
-def test_the_process_group_tells_how_many_there_are(ranks: int, kind: type) -> None:
-    with group(ranks):
-        assert type(processes()) is kind
-    assert type(processes()) is OneProcess
-
-
-def test_several_processes_say_why_they_compare_nothing() -> None:
-    why = SeveralProcesses.why_no_comparison
-    assert why == "several processes: the first plan is kept, without a comparison"
+def test_several_processes_compare_nothing_and_say_why() -> None:
+    with group(1):
+        assert why_no_comparison() is None
+    with group(2):
+        assert why_no_comparison() == "several processes: the first plan is kept, without a comparison"
+    assert why_no_comparison() is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from training import Diary, Net, adam, adamw, batches, both, loss_of, sgd
 
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
 from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
-from pygraph_train.parallel.processes import SeveralProcesses
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import (
     FORWARD_BACKWARD,
@@ -568,7 +567,7 @@ def test_what_was_asked_for_is_no_failure(switch):
 
 def test_several_processes_keep_the_first_plan(declared, monkeypatch):
     """Ranks that compared plans alone could end up with different ones."""
-    monkeypatch.setattr(decisions, "processes", SeveralProcesses)
+    monkeypatch.setattr(decisions, "why_no_comparison", lambda: "several processes")
     declared[NOTHING] = 0.1
     report = both(training(steps=120), replays=100, plan="{F B O}")
     assert [str(s.arm) for s in report.switches] == ["{F B O}"]

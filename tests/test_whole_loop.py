@@ -28,7 +28,6 @@ from pygraph_train import PyGraph, PyGraphConfig, PyGraphFabric, StepReport
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.parallel import processes
 from pygraph_train.regions import inductor
 from pygraph_train.regions.inductor import close_graphs
 from pygraph_train.regions.region import Region
@@ -365,7 +364,7 @@ def test_a_loop_that_is_captured_again_and_again_keeps_what_it_has(
 
 def test_several_processes_compare_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.best = NOTHING
-    monkeypatch.setattr(whole_loop, "processes", processes.SeveralProcesses)
+    monkeypatch.setattr(whole_loop, "why_no_comparison", lambda: "several processes")
     report = Loops(steps=100).accelerate()
     assert report.plan == "{F} {B} {O}" and not report.controllers, str(report)
     assert any("several processes" in note for note in report.notes)

@@ -20,9 +20,7 @@ _NO_HOPE = 0.1
 """Of what trials may take: for an arm of which no window was faster than the best arm."""
 
 
-_OF_THE_TRAINING = frozenset(
-    ("_estimate", "_steps_left", "_agree", "_decided", "_comes_back", "_windows", "_present")
-)
+_OF_THE_TRAINING = frozenset(("_estimate", "_steps_left", "_decided", "_comes_back", "_windows", "_present"))
 """Attributes that hold, or lead to, what is trained."""
 
 
@@ -35,8 +33,6 @@ class Comparison:
         estimate: what is known of an arm, given the best arm so far and its time in seconds.
         steps_left: training steps still to come; None when unknown: then as many as were made so far, the
             rule of whoever rents skis for an unknown number of days, looked at again when they have doubled.
-        agree: element-wise maximum of these numbers over all ranks; every rank calls it at the same steps.
-        known: time of the first arm in seconds from an earlier run: found true, it needs no exploration.
         decided: called after each decision.
         comes_back: seconds that it takes to come back from an arm to the best one, whose graphs would make way for it,
             or the other way round; None where the graphs of both stay.
@@ -49,8 +45,6 @@ class Comparison:
         rules: Rules | None = None,
         estimate: Callable[[Arm, Arm, float], Estimate] = lambda arm, best, seconds: Estimate(),
         steps_left: Callable[[], float | None] = lambda: None,
-        agree: Callable[[Sequence[float]], Sequence[float]] = tuple,
-        known: float | None = None,
         decided: Callable[[Switch], None] = lambda switch: None,
         comes_back: Callable[[Arm, Arm], float | None] = lambda best, arm: None,
     ) -> None:
@@ -71,8 +65,6 @@ class Comparison:
         self._arms = list(arms)
         self._estimate = estimate
         self._steps_left = steps_left
-        self._agree = agree
-        self._known = known
         self._decided = decided
         self._comes_back = comes_back
         self._reopen: str | None = None
@@ -132,20 +124,17 @@ class Comparison:
         once = known.one_time + (0.0 if first or back is None else back)
         if once and arm in self.times:
             likely = self.times[arm]
-        least, likely, earlier, one_time, steps = self._agree(
-            [known.least, likely, -seen, once, float(steps)]
-        )
         because = f" ({known.why})" if known.why else ""
-        if least >= best * (1 - self.rules.min_gain):
-            return f"not tried: at least {least * 1e3:.3g} ms{because}"
-        if -earlier > best * (self.rules.warmup_slack if back is None else self.rules.slack_apart):
-            return f"not tried: {-earlier * 1e3:.3g} ms in warm-up{because}"
+        if known.least >= best * (1 - self.rules.min_gain):
+            return f"not tried: at least {known.least * 1e3:.3g} ms{because}"
+        if seen > best * (self.rules.warmup_slack if back is None else self.rules.slack_apart):
+            return f"not tried: {seen * 1e3:.3g} ms in warm-up{because}"
         gain = max(0.0, best - likely)
         if best <= self._lost.get(arm, 0.0) * (1 + self.rules.drift):
             gain = 0.0  # it was no faster, whatever noise has made of its time
-        if one_time > gain * steps and not self._is_cheap(arm, one_time, best):
-            self._wait_for(arm, one_time, gain)
-            return f"not tried: {one_time:.3g} s would not pay in {max(steps, 0):.0f} steps{because}"
+        if once > gain * steps and not self._is_cheap(arm, once, best):
+            self._wait_for(arm, once, gain)
+            return f"not tried: {once:.3g} s would not pay in {max(steps, 0):.0f} steps{because}"
         return None
 
     def _is_not_tried(self, arm: Arm, why: str) -> None:

@@ -1,8 +1,7 @@
 """Compares arms in alternating windows of real training steps, and keeps the fastest (SCG).
 
 Pure logic: it never looks at a clock. The caller asks for a `Window` (run this arm for so many steps), puts the
-times of the measured steps into it, and asks for the next one. Every decision depends only on step counts and
-on numbers that went through `agree`, so that ranks which count the same steps decide the same.
+times of the measured steps into it, and asks for the next one.
 """
 
 from __future__ import annotations
@@ -63,19 +62,13 @@ class Controller(Leaving):
 
     def _explore(self, arms: Sequence[Arm], why: str, *, first: bool) -> Generator[Window, None, None]:
         incumbent = [(yield from self._one_window(self.best))]
-        while not math.isfinite(
-            now := self._agree([of_windows(incumbent).mean])[0]
-        ):  # read later, never waited for
+        while not math.isfinite(now := of_windows(incumbent).mean):  # read later, never waited for
             if self._reopen is not None:
                 return
             incumbent.append((yield from self._one_window(self.best)))
         if self._reopen is not None:
             return
         self.times[self.best] = now
-        known, self._known = self._known, None
-        if known is not None and abs(now / known - 1) <= self.rules.drift:
-            self._choose(self.best, "the winner of an earlier run, as fast as then")
-            return
         # no graphs first: whatever the budget leaves undecided, it is not that
         left = sorted((arm for arm in arms if arm != self.best), key=lambda a: not a.without_graphs)
         begun, spent = self.best, 0
@@ -195,7 +188,7 @@ class Controller(Leaving):
             if window.problem is not None:
                 self._drop(self.best, window.problem)
                 return
-            (now,) = self._agree([summary(window.samples).mean])
+            now = summary(window.samples).mean
             if math.isfinite(now):
                 self.times[self.best] = now
                 if self.best.without_graphs and len(first) < _REFERENCES:
@@ -221,17 +214,12 @@ class Controller(Leaving):
     def _agreed(
         self, rounds: Sequence[tuple[Window, Sequence[Window]]]
     ) -> tuple[Summary, Summary, tuple[int, int]]:
-        """What all ranks have measured: of the incumbent, of the challenger, and in how many rounds each was slower."""
+        """What was measured: of the incumbent, of the challenger, and in how many rounds each was slower."""
         a, b = (
             of_windows([window for _, mine in rounds for window in mine]),
             of_windows([window for window, _ in rounds]),
         )
         apart = [of_windows(windows).mean for window, mine in rounds for windows in (mine, [window])]
-        numbers = self._agree([a.mean, a.error, -a.freedom, b.mean, b.error, -b.freedom, *apart])
-        pairs = [pair for pair in zip(numbers[6::2], numbers[7::2], strict=True) if math.isfinite(sum(pair))]
+        pairs = [pair for pair in zip(apart[::2], apart[1::2], strict=True) if math.isfinite(sum(pair))]
         slower = sum(there < here for here, there in pairs)
-        ours, other = (
-            Summary(numbers[0], numbers[1], -numbers[2]),
-            Summary(numbers[3], numbers[4], -numbers[5]),
-        )
-        return ours, other, (slower, len(pairs) - slower)
+        return a, b, (slower, len(pairs) - slower)

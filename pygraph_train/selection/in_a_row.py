@@ -7,7 +7,7 @@ capture. So the arm that runs is measured well before it is left, and it is left
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -60,20 +60,15 @@ class Known(NamedTuple):
     fastest: float = math.inf
 
 
-def known(windows: Sequence[Window], agree: Callable[[Sequence[float]], Sequence[float]]) -> Known:
-    """Look at windows of one arm. Of those that ended a moment ago, times may be under way.
-
-    Args:
-        agree: see `Comparison`.
-    """
-    means = agree([of_windows([w]).mean if 2 * len(w.samples) >= w.measured else math.inf for w in windows])
+def known(windows: Sequence[Window]) -> Known:
+    """Look at windows of one arm. Of those that ended a moment ago, times may be under way."""
+    means = [of_windows([w]).mean if 2 * len(w.samples) >= w.measured else math.inf for w in windows]
     fastest = min(means, default=math.inf)
     if not math.isfinite(fastest):
         return Known(0, 0, of_windows(()))
     quiet = [w for w, mean in zip(windows, means, strict=True) if mean <= _DISTURBED * fastest]
     found = of_windows(quiet)
-    mean, error, freedom = agree([found.mean, found.error, -found.freedom])
-    return Known(sum(map(math.isfinite, means)), len(quiet), Summary(mean, error, -freedom), fastest)
+    return Known(sum(map(math.isfinite, means)), len(quiet), found, fastest)
 
 
 def is_known_well(ours: Known, made: int, rules: Rules) -> bool:

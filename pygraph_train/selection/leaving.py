@@ -70,7 +70,7 @@ class Leaving(Comparison):
 
     def _at_hand(self, arms: Sequence[Arm], apart: Sequence[Arm]) -> Iterator[Arm]:
         """Arms for which no graph makes way, and that cost nothing once: they come before the best one is left."""
-        return (arm for arm in arms if arm not in apart and self._agree([self._price(arm)])[0] == 0)
+        return (arm for arm in arms if arm not in apart and self._price(arm) == 0)
 
     def _needed(self, apart: Sequence[Arm]) -> int:
         """Steps that are kept for arms that graphs make way for: it is not no graphs that stays undecided."""
@@ -81,7 +81,7 @@ class Leaving(Comparison):
     def _known_well(self, arm: Arm, windows: list[Window]) -> Generator[Window, None, Summary | None]:
         """Windows of the best arm, until it can be left. They are steps like all others."""
         while self._reopen is None:
-            ours, every = known(windows[-MOST_WINDOWS:], self._agree), known(windows, self._agree)
+            ours, every = known(windows[-MOST_WINDOWS:]), known(windows)
             if is_known_well(ours, len(windows), self.rules):
                 self.times[arm], self._fastest[arm] = ours.found.mean, every.fastest
                 return ours.found
@@ -104,7 +104,7 @@ class Leaving(Comparison):
                 self._drop(challenger, problem)
             if problem is not None or self._reopen is not None:
                 return spent, None, other
-            all_of_it = known(windows, self._agree)
+            all_of_it = known(windows)
             other, found = all_of_it.found, outcome(ours, all_of_it, self.rules)
             self._fastest[challenger] = all_of_it.fastest
             if found is not None:
@@ -142,7 +142,7 @@ class Leaving(Comparison):
             return False
         left = self._steps_left()
         here, there = self.times[home], self.times[challenger]
-        price, steps = self._agree([self._price(home), float(max(self.steps, 1) if left is None else left)])
+        price, steps = self._price(home), max(self.steps, 1) if left is None else left
         if price <= (there - here) * steps:
             return False
         why = f"to capture {home} again takes {price:.3g} s, and does not pay in {steps:.0f} steps"

@@ -136,7 +136,7 @@ class Advancing:
             variant.arm = self._shapes.arm_of(variant, args, kwargs)
         elif variant.choice is None:
             variant.arm = self._decisions.arms(variant, self._updates.plans())[0]
-            if not variant.arm.plan.forward_backward:  # an earlier run knew better than to capture
+            if not variant.arm.plan.forward_backward:
                 variant.choice = self.compare_plans(variant)
         step.arm = variant.arm
         self._updates.serve(variant.arm.plan)

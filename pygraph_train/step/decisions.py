@@ -1,4 +1,4 @@
-"""Which arms there are for a kind of steps, what is known of them, and what earlier runs settled on."""
+"""Which arms there are for a kind of steps, and what is known of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
-from pygraph_train.parallel.processes import processes
+from pygraph_train.parallel.processes import why_no_comparison
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm, Phase, Plan
-from pygraph_train.selection.cache import Decision, DecisionCache
 from pygraph_train.selection.compile_time import COMPILE_SECONDS, compile_seconds
 from pygraph_train.selection.controller import Controller, Estimate, Rules, Switch
 from pygraph_train.step.choice import Choice
-from pygraph_train.step.identity import identity
 from pygraph_train.step.launch_bound import LaunchBoundCheck
 from pygraph_train.step.other_ways import StepCosts
 from pygraph_train.step.program import StepProgram
@@ -81,7 +78,6 @@ class Decisions:
         self._steps_left = steps_left
         self._on_decision = on_decision
         self._on_settled = on_settled
-        self._cache = DecisionCache(config.cache_dir)
         self._stopwatch: timing.Stopwatch = (
             timing.CudaStopwatch(engine.device)
             if engine.name == "cuda"
@@ -113,11 +109,6 @@ class Decisions:
         fused = bool(plans) and plans[0].forward_backward
         first = not fused and not (cuda and compile is not True)  # what they cost has to pay
         arms = [*regions, *arms] if first else [*arms, *regions]
-        if processes().why_no_comparison is not None:
-            return arms
-        known = self._known(variant)
-        if known is not None and known.arm in arms:
-            arms.sort(key=lambda arm: arm != known.arm)
         return arms
 
     def choice(
@@ -150,12 +141,10 @@ class Decisions:
             if switch.before != switch.arm:
                 log.info("pygraph: step %d: %s: %s", switch.step, switch.arm, switch.why)
 
-        known = self._known(variant)
         arms = self.arms(variant, plans)
-        together = processes()
-        if together.why_no_comparison is not None:
-            arms, known = arms[:1], None
-            self._report.note(together.why_no_comparison)
+        if (alone := why_no_comparison()) is not None:
+            arms = arms[:1]
+            self._report.note(alone)
         controller = Controller(
             arms,
             estimate=lambda arm, best, seconds: (
@@ -164,23 +153,17 @@ class Decisions:
                 else alive._estimate(of_variant(), controller, arm, seconds)
             ),
             steps_left=lambda: None if (alive := me()) is None else alive._steps_left(),
-            agree=together.agree,
-            known=known.seconds if known is not None and known.arm == arms[0] else None,
             decided=decided,
             comes_back=lambda best, arm: (
                 None if (alive := me()) is None else alive._comes_back(of_variant(), best, arm, way)
             ),
         )
         self._report.compares(controller)
-        kept: list[Arm] = []
 
         def settled(arm: Arm) -> None:
             if variant is not None:
                 variant.keep_captures_of(arm)
             self._on_settled(arm)
-            if kept != [arm] and self._config.cache_dir is not None:
-                kept[:] = [arm]
-                self._cache.put(self._key(variant), Decision(arm, controller.times[arm]))
 
         return Choice(controller, self._stopwatch, self._times.latest, settled)
 
@@ -290,25 +273,6 @@ class Decisions:
         if variant is None or makes_way is None or alike or not makes_way(variant):
             return None
         return self._seconds_to_capture(variant, best) if best.plan.forward_backward else 0.0
-
-    def _known(self, variant: Variant | None) -> Decision | None:
-        """What an earlier run settled on for such steps."""
-        if self._config.cache_dir is None:
-            return None
-        known = self._cache.get(self._key(variant))
-        if known is None or not known.arm.compiled:
-            return known
-        # that may have been a longer run: at best half of each step is gained
-        left = self._steps_left()
-        pays = left is None or left * known.seconds / 2 > (self._times.compiling or COMPILE_SECONDS)
-        return known if pays else None
-
-    def _key(self, variant: Variant | None) -> dict[str, Any]:
-        program = self._program
-        signature = None if variant is None else variant.key
-        return identity(
-            program.model, program.optimizer, program.device, self._engine.name, self._config, signature
-        )
 
 
 def _operations(variant: Variant | None, arm: Arm) -> int | None:

@@ -256,7 +256,6 @@ class Together:
 def facts_of(training: TrainingRun) -> dict[str, str]:
     """What has to be the same on all ranks."""
     options = {f"the option {name}": repr(value) for name, value in vars(training.config).items()}
-    options.pop("the option cache_dir", None)
     return {
         **versions(),
         "the engine": training.engine.name,

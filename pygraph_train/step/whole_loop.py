@@ -18,7 +18,7 @@ from typing import Protocol
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.graph import OptimizerGraph
-from pygraph_train.parallel.processes import processes
+from pygraph_train.parallel.processes import why_no_comparison
 from pygraph_train.regions.pair import Bounds
 from pygraph_train.report.backend_report import RegionRecord, RegionRuns
 from pygraph_train.report.step_report import StepReport
@@ -238,7 +238,7 @@ class WholeLoop:
                 arms.append(arm)
         if len(arms) == 1:
             return
-        if (together := processes().why_no_comparison) is not None:
+        if (together := why_no_comparison()) is not None:
             self._open = False
             return self._report.note(together)
         self._choice = Choice(self._controller(arms), self._stopwatch, {})
