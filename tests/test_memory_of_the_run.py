@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,21 +11,17 @@ import torch
 from live_bytes import peak_bytes
 from replays import text_of
 from torch import Tensor, nn
-from training import Diary, Net, adamw, batches, both, loss_of, sgd
+from training import Diary, Net, adamw, batches, both, loss_of
 
-from pygraph_train import GraphedStep, putting_back
+from pygraph_train import putting_back
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.graphs.memory import fingerprints
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.putting_back import ScratchState, copy_in_parts
 from pygraph_train.step import capture_maker, capturing
-from pygraph_train.step.advancing import Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
-from pygraph_train.step.comparing import Comparing
 from pygraph_train.step.region_memory import SMALL
-from pygraph_train.tracing import saved_on_host
-from pygraph_train.tracing.saved_on_host import SHARE_OF_WARM_UP, SavedOnHost
 from pygraph_train.verification import Audits, Fingerprint
 
 MIB = 1 << 20
@@ -219,210 +214,6 @@ def test_an_audit_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     report = both(script, replays=8, plan="{F B O}", verify="always")
     assert len(made) > 4 and "beside the graph the step needs more memory" in text_of(report)
     assert not report.fallbacks
-
-
-# -- what a step saves while it is only looked at, before Inductor compiles it -----------------------------
-
-
-class Watched(SavedOnHost):
-    """Its steps leave `share` on the host where they are not told how much."""
-
-    share = SHARE_OF_WARM_UP
-
-    def waiting(self, share: float | None = None) -> AbstractContextManager[None]:
-        self.runs = getattr(self, "runs", 0) + (share == 1.0)
-        return super().waiting(self.share if share is None else share)
-
-
-@pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """As on CUDA with `compile=True`: a part of what watched steps save is copied, however small it is."""
-    made = Watched(in_warm_up=True)
-    monkeypatch.setattr(Advancing, "_saved", lambda self, variant: made)
-    monkeypatch.setattr(saved_on_host, "_LEAST", 1)
-    return made
-
-
-def waited(saved: Watched, make: Callable[[], nn.Module], **options: Any) -> list[int]:
-    """Compare a training with plain training. Returns what has waited in each step of both, in bytes."""
-    moved: list[int] = []
-
-    def script(diary: Diary) -> None:
-        model = make()
-        optimizer = adamw(model)
-        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-        for batch in batches(16):
-            diary.write("loss", step(batch))
-            diary.write("gradients", [p.grad for p in model.parameters()])
-            moved.append(saved.moved)
-        diary.write_state(model, optimizer)
-
-    report = both(script, replays=8, plan="{F B O}", **options)
-    assert not report.fallbacks
-    return moved
-
-
-class Attentive(nn.Module):
-    """Strided views, a softmax whose result is saved, dropout, and a buffer of whole numbers that changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(6, 24)
-        self.dropout = nn.Dropout(0.1)
-        self.norm = nn.LayerNorm(8)
-        self.out = nn.Linear(8, 3)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        q, k, v = self.project(x).view(-1, 3, 8).unbind(1)
-        weights = self.dropout(torch.softmax(q @ k.t(), -1))
-        return self.out(self.norm(torch.exp(weights @ v).t().contiguous().t()))
-
-
-@pytest.mark.parametrize("make", [Attentive, Net], ids=["attention", "batch norm"])
-@pytest.mark.parametrize("share", [0.4, 1.0])
-def test_steps_whose_saved_tensors_wait_on_the_host_are_plain_steps(
-    saved: Watched, make: Callable[[], nn.Module], share: float
-) -> None:
-    saved.share = share
-    moved = waited(saved, make, warmup_steps=3)
-    assert moved[16] > 0, "the first step with the library has copied what it saved"
-
-
-LATEST: ContextVar[torch.Size] = ContextVar("LATEST")
-
-
-class Storing(nn.Module):
-    """Stores something in another way where it is compiled, as models of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            LATEST.set(x.shape)
-        return self.net(x)
-
-
-def test_what_a_step_saves_waits_where_it_stores_in_another_way_when_it_is_compiled(saved: Watched) -> None:
-    moved = waited(saved, Storing, warmup_steps=3)
-    assert moved[16] > 0, "the first step with the library has copied what it saved"
-
-
-def squared(x: Tensor) -> Tensor:
-    return x * x
-
-
-def activated_in_place(x: Tensor) -> Tensor:
-    y = nn.functional.layer_norm(x, (6,))
-    y += x
-    return nn.functional.hardswish(nn.functional.relu(y, True) - 1, inplace=True)
-
-
-def changed_what_was_saved(x: Tensor) -> Tensor:
-    return nn.functional.relu(x.exp(), inplace=True)
-
-
-def changed_what_was_saved_by_position(x: Tensor) -> Tensor:
-    return nn.functional.hardswish(torch.sigmoid(x), True)
-
-
-def changed_what_another_one_saved(x: Tensor) -> Tensor:
-    y = x + 1
-    z = y * y
-    return z + nn.functional.relu(y, inplace=True)
-
-
-def changed_a_view(x: Tensor) -> Tensor:
-    y = x.exp()
-    return nn.functional.relu(y[1:], inplace=True).sum() + y
-
-
-def added(x: Tensor) -> Tensor:
-    y = x.exp()
-    y += 1
-    return y
-
-
-def assigned(x: Tensor) -> Tensor:
-    y = x.exp()
-    y[0] = 1.0
-    return y
-
-
-def differentiated(x: Tensor) -> Tensor:
-    return torch.func.grad(lambda z: (z**3).sum())(x)
-
-
-def checkpointed(x: Tensor) -> Tensor:
-    return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
-
-
-WRONG = (
-    *(added, assigned, changed_what_was_saved, changed_what_was_saved_by_position),
-    *(changed_what_another_one_saved, changed_a_view),
-)
-"""Plain training ends with an error."""
-
-
-@pytest.mark.parametrize(
-    ("fn", "moves"),
-    [
-        *((fn, True) for fn in (squared, activated_in_place)),
-        *((fn, False) for fn in (*WRONG, differentiated, checkpointed)),
-    ],
-)
-def test_nothing_waits_on_the_host_where_hooks_might_show(
-    saved: Watched, fn: Callable[[Tensor], Tensor], moves: bool
-) -> None:
-    saved.share = 1.0
-    model = nn.Linear(6, 6)
-    step = GraphedStep(
-        lambda x: fn(model(x)).sum(), model=model, optimizer=sgd(model), engine="emulated", warmup_steps=2
-    )
-    wrong = fn in WRONG
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") if wrong else nullcontext():
-        step(torch.randn(4, 6))  # an error where plain training has one
-    assert (saved.moved > 0) is moves
-    step.close()
-
-
-def test_a_part_of_what_a_step_saves_leaves_the_device(saved: Watched) -> None:
-    model = nn.Sequential(*[nn.Tanh() for _ in range(20)])
-
-    def make() -> Tensor:
-        return torch.randn(1 << 20, requires_grad=True)
-
-    def waits(x: Tensor) -> None:
-        with saved.waiting():
-            loss = saved(model, [x]).sum()
-        loss.backward()
-
-    plain = peak_bytes(make, lambda x: model(x).sum().backward())
-    copies_included = peak_bytes(make, waits)
-    assert saved.moved == 48 * MIB and plain >= 80 * MIB
-    assert copies_included <= plain + 4 * MIB, "so 44 of 80 MiB fewer lie on the device"
-    saved(model, [make()])
-    assert saved.moved == 48 * MIB, "no other run copies anything"
-
-
-def test_comparisons_beside_a_graph_leave_all_that_they_save_on_the_host(
-    saved: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on CUDA, where a step with eager kernels runs from its trace."""
-    saved.in_warm_up = False
-    made = Comparing.__init__
-    monkeypatch.setattr(
-        Comparing,
-        "__init__",
-        lambda self, training, updates, maker, call_of, together: made(
-            self, training, updates, maker, lambda variant: variant.trace, together
-        ),
-    )
-    moved = waited(saved, Attentive, verify="always")
-    assert moved[16] == 0 < moved[-1] and saved.runs > 6, "the warm-up did not wait, and all audits did"
 
 
 @pytest.mark.parametrize("fits", [True, False])

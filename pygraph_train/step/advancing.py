@@ -31,7 +31,6 @@ from pygraph_train.step.watching import Watching
 from pygraph_train.tracing.changing_numbers import changing_numbers
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, unsupported_leaf
 from pygraph_train.tracing.reproducing import ReproducingTrace
-from pygraph_train.tracing.saved_on_host import SavedOnHost
 from pygraph_train.verification import PlainRuns
 
 __all__ = ["REPLAYS_BEFORE_COMPILING", "Advancing"]
@@ -367,18 +366,8 @@ class Advancing:
         wanted = training.config.compile is True and self._decisions.compiles and other_way is None
         soon = family is not None and not family.steps_before_compiling(training.step)
         variant.compile_next = wanted and (soon or self._signatures.is_first(signature))
-        trace.saved = self._saved(variant)
         signature.variants.insert(0, variant)
         return variant
-
-    def _saved(self, variant: Variant) -> SavedOnHost | None:
-        """Where steps with eager kernels leave what they save: before Inductor compiles the step, and beside its graph.
-
-        Hooks of FSDP, and those of several processes, stay among themselves.
-        """
-        program = self._training.program
-        alone = program.replication.group is None and not program.replication.sharded and not program.by_hand
-        return SavedOnHost(in_warm_up=variant.compile_next) if alone else None
 
     def compare_plans(self, variant: Variant) -> Choice:
         """A comparison of the plans of this kind of call, from the next step on."""

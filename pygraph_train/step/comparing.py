@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
@@ -91,10 +91,8 @@ class Comparing:
         def without_graph() -> Fingerprint:
             # with the batch itself: what loads the graph's inputs is compared as well
             call, updates, sync = self._call_of(variant), capture.updates, step.position.sync
-            saved = variant.trace.saved
             most = self._most() if capture.verified and self._samples else None
-            waiting = nullcontext() if saved is None else saved.waiting(1.0)
-            with _nothing_made(), waiting, training.engine.bounded(most):
+            with _nothing_made(), training.engine.bounded(most):
                 return maker.reference(
                     variant, capture.gradients, call, args, kwargs, updates=updates, sync=sync
                 )

@@ -25,5 +25,5 @@ def new_trace(training: TrainingRun, ways: OtherWays, dynamic: Dims | None) -> T
 def traced_anew(training: TrainingRun, ways: OtherWays, old: Trace) -> Trace:
     """A trace of the same calls, which knows what steps have shown since the old one began."""
     made = new_trace(training, ways, old.dynamic)
-    made.saved, made.gaps.islands = old.saved, old.gaps.islands
+    made.gaps.islands = old.gaps.islands
     return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -51,20 +50,17 @@ class Watching:
         """Make the step. Returns its result, and a reason against a graph of it."""
         training = self._training
         first = variant.life.stage is not Stage.WATCHED
-        versions, saved = _versions(leaves), variant.trace.saved
-        waits = saved is not None and saved.in_warm_up
+        versions = _versions(leaves)
         with (
             self._updates.context(),
             self._maker.warm_up(fresh=step.position.fresh),
-            training.clock.ungraphed(traced=first or waits),
-            saved.waiting() if saved is not None and waits else nullcontext(),
+            training.clock.ungraphed(traced=first),
         ):
-            result = run(self._watched(variant, waits=waits))
+            result = run(self._watched(variant))
         if first and variant.family is not None:
             dynamic = bool(variant.trace.dynamic)
             variant.family.trace_returns.traced(training.times.ungraphed, dynamic=dynamic)
-        if not waits:  # a step that copies what it saves is slower than one that does not
-            variant.seen_in_warmup(training.times.ungraphed, compiled=False)
+        variant.seen_in_warmup(training.times.ungraphed, compiled=False)
         problem = training.program.replication.not_called_once() or variant.trace.problem
         if problem is None and first:
             problem = self._read_leaves(variant, args, kwargs, leaves)
@@ -72,12 +68,8 @@ class Watching:
             problem = Problem("the step changes its batch in place, and a replay would change a copy instead")
         return result, problem
 
-    def _watched(self, variant: Variant, *, waits: bool) -> Call:
-        """The trace, and whether forward writes parameters in place (Embedding(max_norm=...) does).
-
-        Args:
-            waits: a part of what the step saves waits on the host, which it does in what was traced only.
-        """
+    def _watched(self, variant: Variant) -> Call:
+        """The trace, and whether forward writes parameters in place (Embedding(max_norm=...) does)."""
         model, clock = self._training.program.model, self._training.clock
 
         def call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +78,7 @@ class Watching:
             before = _versions([*parameters, *others])
             moves = Moves([*parameters, *model.buffers()])
             try:
-                with variant.trace.branches.in_steps(traced=waits):
+                with variant.trace.branches.in_steps():
                     result = variant.trace(fn, args, kwargs)
                 clock.mark("B")
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done

@@ -37,7 +37,7 @@ class Branches:
 
     def __init__(self, *, plain: bool) -> None:
         self.compiled: str | None = None
-        self._makes_steps = self._traced = False
+        self._makes_steps = False
         self._plain = plain
         self._asked: list[str] = []
         self._as_compiled = _files_that_store()  # their questions are answered as in compiled code
@@ -74,13 +74,9 @@ class Branches:
         return True
 
     @contextmanager
-    def in_steps(self, *, traced: bool = False) -> Iterator[None]:
-        """Inside, calls of the trace make steps of the training that have no graph.
-
-        Args:
-            traced: as they were traced, where that computes what plain training computes.
-        """
-        self._makes_steps, self._traced = True, traced
+    def in_steps(self) -> Iterator[None]:
+        """Inside, calls of the trace make steps of the training that have no graph."""
+        self._makes_steps = True
         try:
             yield
         finally:
@@ -91,7 +87,7 @@ class Branches:
 
         Where a branch of compiled code only stores something in another way, both compute the same.
         """
-        return self._makes_steps and self.taken and not (self._traced and self.compiled is None)
+        return self._makes_steps and self.taken
 
     def in_the_way(self, refused: Problem) -> Problem:
         """Why there is no trace: an exception on branches that plain training does not take is no reason."""

@@ -28,6 +28,7 @@ from pygraph_train.torch_private.dynamo import (
     writes_to_inputs,
 )
 from pygraph_train.torch_private.guards import guard_failures
+from pygraph_train.torch_private.modes import leaving_no_mode
 from pygraph_train.torch_private.side_effects import SideEffect
 from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes, weights_are_flat
 from pygraph_train.tracing import obstacles
@@ -51,11 +52,10 @@ from pygraph_train.tracing.reasons import (
     problem_of_guard,
     readable,
 )
-from pygraph_train.tracing.recompute import checkpoint_that_adds
+from pygraph_train.tracing.recompute import as_eager, checkpoint_that_adds
 from pygraph_train.tracing.recurrent import draws_of_cudnn
 from pygraph_train.tracing.required_gradients import GivenTensors
 from pygraph_train.tracing.returned_objects import ReturnedObjects
-from pygraph_train.tracing.saved_on_host import SavedOnHost, eager_forward
 from pygraph_train.tracing.signature import Dims, batch_expressions, flattened
 from pygraph_train.tracing.stillness import Stillness
 from pygraph_train.tracing.traced_code import fresh_code, held_weakly
@@ -114,7 +114,6 @@ class Trace:
         """Expressions of those of `inputs` that the step gives other memory (`p.data = ...`)."""
         self.written: list[str] = []
         """Expressions of those of `inputs` that forward writes to, or may write to."""
-        self.saved: SavedOnHost | None = None
         """Takes a part of what steps save, where they are compiled later. For one who sets it before the first call."""
         self.left: list[str] = []
         """What the compilation could not do."""
@@ -342,7 +341,7 @@ class Trace:
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
         if self._compiler is not None:
             return self._compiler(graph, example_inputs, self.left)
-        return eager_forward(graph, self.saved)
+        return leaving_no_mode(graph, as_eager(graph).forward)
 
     def _written(self) -> Iterable[Problem]:
         """Writes to Python that a replay would not make."""
