@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from pygraph_train.dropout_of_layers import DropoutOfLayers
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.cudnn_dropout import set_random_state
 from pygraph_train.torch_private.memory import copy_all, keep_versions
@@ -22,15 +21,13 @@ class ScratchState:
     """Random state and tensors that a run without consequences may change; `restore` puts them back.
 
     Args:
-        device: whose generators are kept, torch's and cuDNN's, besides those of the host.
+        device: whose generator is kept, besides those of the host.
         tensors: kept by value, on the device: buffers are small.
     """
 
     def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._device = device
         self._host_random = HostRandomState()
-        self._layers = DropoutOfLayers.known_on(device)
-        self._place = None if self._layers is None else self._layers.place()
         self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._tensors = [local_tensor(t.detach()) for t in tensors]
         self._values = [torch.empty_like(t) for t in self._tensors]
@@ -43,8 +40,6 @@ class ScratchState:
         self._host_random.restore()
         if self._random is not None:
             set_random_state(self._device, self._random)
-        if self._layers is not None:
-            self._layers.put_back(self._place)
         _put_back(self._tensors, self._values)
 
 

@@ -326,9 +326,10 @@ def test_dropout_of_cudnn_is_seen(
     for kind in KINDS:
         model, (x, y) = Recurrent(kind, dropout=dropout).train(training), sequences(1)[0]
         Trace(torch.device("cpu"), compiler=keep)(loss_of(model), (x, y), {})
-        found = draws_of_cudnn(graphs[-1], torch.device("cuda"))
+        found = list(draws_of_cudnn(graphs[-1], torch.device("cuda")))
         assert len(found) == (dropout > 0 and training and cudnn)
-        assert not draws_of_cudnn(graphs[-1], torch.device("cpu"))
+        assert all("test_recurrent.py" in str(problem.where) and problem.fix for problem in found)
+        assert not list(draws_of_cudnn(graphs[-1], torch.device("cpu")))
 
 
 @pytest.mark.passes_without_graphs("nothing is captured")

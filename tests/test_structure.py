@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("config", "dict_versions", "gaps", "identity", "patches", "problems", "random_state"),
     ("torch_private",),
-    ("dropout_of_layers",),
     ("graphs", "putting_back", "selection", "verification"),
     ("tracing", "report"),
     ("gradients",),

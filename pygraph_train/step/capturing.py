@@ -34,7 +34,7 @@ from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import hooked
 from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
-from pygraph_train.tracing.refusals import BEGINS_ANEW, COUNTED_ELSEWHERE, compiler_problem, draws_unseen
+from pygraph_train.tracing.refusals import compiler_problem
 from pygraph_train.tracing.reproducing import ReproducingTrace
 from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.silent_call import SilentCall
@@ -238,24 +238,9 @@ class Capturing:
         return result
 
     def may_begin(self, variant: Variant, position: PositionInAccumulation) -> bool:
-        """Whether nothing is worth waiting for: gradients that the graph would own, and the optimizer's state.
-
-        Raises:
-            NotLegal: there is no end of waiting.
-        """
+        """Whether nothing is worth waiting for: gradients that the graph would own, and the optimizer's state."""
         compiled = variant.arm.compiled
         if not self._training.program.replication.ready():
-            return False
-        layers = variant.trace.layers
-        if not variant.draws_on():
-            if layers is not None and layers.unreadable:
-                raise NotLegal(draws_unseen(layers.unreadable))
-            if variant.anew > self.allowed(variant):
-                raise NotLegal(BEGINS_ANEW)
-            return False
-        if layers is not None and not layers.advances():
-            if layers.looks > MOST_RETRACES:
-                raise NotLegal(COUNTED_ELSEWHERE)
             return False
         if not position.fresh and not self._training.addresses.are_written(compiled=compiled):
             # the graph of the first micro-batch is to own the gradients, if there is one

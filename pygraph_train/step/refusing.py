@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING
-from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import Ran, StepInFlight
 from pygraph_train.step.lifecycle import Life, LifeEvent, Scope, Stage, refusal
@@ -17,10 +16,9 @@ from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
-from pygraph_train.step.variants import Capture, Signature, Variant
+from pygraph_train.step.variants import Signature, Variant
 from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.tracing.gradient_hooks import backward_hook
-from pygraph_train.tracing.refusals import BEGINS_ANEW
 
 __all__ = ["Refusing"]
 
@@ -185,28 +183,6 @@ class Refusing:
             self.run(problem, everything=True)
         else:
             self._training.note(problem)
-
-    def admits(
-        self,
-        step: StepInFlight,
-        signature: Signature,
-        variant: Variant,
-        capture: Capture,
-        leaves: Sequence[Any],
-    ) -> bool:
-        """Whether gradients are as a capture found them, and the step draws what a replay draws. Hot path.
-
-        A kind of call that draws something else again and again has no graph any more.
-        """
-        if not capture.fits(leaves):
-            return False
-        if variant.draws_on():
-            return True
-        if variant.anew > Capturing.allowed(variant):
-            self.calls(step, signature, variant, BEGINS_ANEW)
-        else:
-            self.plain_step(BEGINS_ANEW, for_good=False)
-        return False
 
     def update(self, step: StepInFlight, problem: Problem) -> None:
         """The update has no graph from now on, and no other graph holds it."""

@@ -126,7 +126,6 @@ class Variant:
         family: of kinds of calls that differ in sizes alone.
         way: the answers after which its trace was made, of a signature that has traces of other ways; None otherwise.
         lead: whose trace it shares, and whose plan it follows. None for a kind of call with a trace of its own.
-        anew: how often cuDNN's generator for recurrent networks had begun anew before a step that was to be replayed.
         opened: whether objects of its call are opened from now on, so that their tensors are leaves.
         proved: how many graphs of each kind there were that made way, since one of them was compared with a plain step.
         makes_way: whether its graphs had to make way for steps without them.
@@ -157,7 +156,6 @@ class Variant:
     stay: set[int] = field(default_factory=set)
     family: Family | None = None
     lead: Variant | None = None
-    anew: int = 0
     opened: bool = False
     proved: Counter[CaptureKey] = field(default_factory=Counter)
     makes_way: bool = False
@@ -199,16 +197,6 @@ class Variant:
     def is_for(self, leaves: Sequence[Any]) -> bool:
         """Whether `anchored` leaves are still those tensors. Hot path; the trace holds for this call."""
         return all(leaves[i] is self.trace.latest_tensors[k] for i, k in self.anchored)
-
-    def draws_on(self) -> bool:
-        """Whether recurrent networks draw where they have stopped, as graphs do. Hot path.
-
-        Otherwise the next step has to be made without a graph.
-        """
-        if self.trace.layers is None or self.trace.layers.goes_on():
-            return True
-        self.anew += 1
-        return False
 
     def movable(self) -> dict[int, bool]:
         """Those of `moving` that a capture may follow: not what is passed as well, and not what the step rebinds."""

@@ -22,8 +22,6 @@ from pygraph_train.tracing.trace import Trace
 __all__ = [
     "ANOMALY",
     "BATCH_IN_STATE",
-    "BEGINS_ANEW",
-    "COUNTED_ELSEWHERE",
     "DISPATCH_MODE",
     "FUNCTION_MODE",
     "GLOBAL_HOOK",
@@ -31,7 +29,6 @@ __all__ = [
     "SAVED_TENSORS_HOOKS",
     "check_copies",
     "compiler_problem",
-    "draws_unseen",
     "history",
     "may_be_of_step",
     "problem_of",
@@ -58,31 +55,12 @@ SAVED_TENSORS_HOOKS = Problem(
     "saved_tensors_hooks are active around the step and would see nothing of a replay, so the step runs "
     "without a graph"
 )
-BEGINS_ANEW = Problem(
-    "the random state of the device was set before the step, so cuDNN makes its generator for the dropout between the "
-    "layers of recurrent networks anew, which no graph does",
-    fix="Set random states rarely (torch.manual_seed, torch.random.fork_rng), not around each step",
-)
-COUNTED_ELSEWHERE = Problem(
-    "the generator that cuDNN has for the dropout between the layers of recurrent networks stays as it is in a step, "
-    "so a graph would draw the same numbers in each replay",
-    fix="Make a module of each layer, with nn.Dropout between them, or set torch.backends.cudnn.enabled to False",
-)
 OUT_OF_MEMORY = Problem(
     "out of memory during the capture", fix="Use a smaller batch, so that the graph's memory fits"
 )
 ANOMALY = Problem(
     "anomaly detection reads every gradient on the host", fix="Turn anomaly detection off (detect_anomaly)"
 )
-
-
-def draws_unseen(why: str) -> Problem:
-    """Nobody can put cuDNN's generator back."""
-    return Problem(
-        "cuDNN draws for the dropout between the layers of recurrent networks, and this build of torch does not show "
-        f"from where ({why})",
-        fix=COUNTED_ELSEWHERE.fix,
-    )
 
 
 def history(trace: Trace, tensors: Sequence[Tensor]) -> Problem | None:

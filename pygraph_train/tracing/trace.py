@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.dropout_of_layers import DropoutOfLayers
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamic_shapes import sizes_are_symbols
 from pygraph_train.torch_private.dynamo import (
@@ -128,7 +127,6 @@ class Trace:
         """What is known of a step before it is made."""
         self.host = HostTables(takes=self.may_read)
         """What the graph has of tensors of the host."""
-        self.layers: DropoutOfLayers | None = None  # what recurrent networks of the step draw from
         self._constants: list[Tensor] = []  # what is captured reads them, also after Dynamo forgot its graph
         self._arguments: list[str] = []
         self._read: Read = lambda L, G: ((), (), ())
@@ -333,9 +331,10 @@ class Trace:
         if self.problem is None:
             host = obstacles.on_host(graph, self.device, self._fn, constants.nodes)
             values = decided_by_values(graph, constants.nodes)
-            self.problem = next(chain(self._written(), obstacles.copies_that_stay(), host, values), None)
-        if draws_of_cudnn(graph, self.device):
-            self.layers = DropoutOfLayers.on(self.device)
+            draws = draws_of_cudnn(graph, self.device)
+            self.problem = next(
+                chain(self._written(), obstacles.copies_that_stay(), host, values, draws), None
+            )
         if self._compiles == 1:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
