@@ -67,10 +67,8 @@ def speech(model: nn.Module, x: Tensor) -> Any:
 
 
 def moved(model: nn.Module, x: Tensor) -> Any:
-    """No obstacle: the numbers stay on the device, or are read when the graph has run."""
-    y = model(x)
-    places = y.detach().mean(0).topk(2).indices
-    loss = (y.roll(-int(places[0]), 1) * torch.stack([y[:, places[1]]], 1)).square().mean()
+    """No obstacle: the number is read when the graph has run."""
+    loss = model(x).square().mean()
     return {"loss": loss, "value": loss.item()}
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.torch_private.device_numbers import changes as held_numbers
 from pygraph_train.torch_private.dynamo import (
     dynamo_refusal,
     forget_compiled,
@@ -213,9 +212,8 @@ class _OneLook:
     def _values(self) -> tuple[Any, ...]:
         """How Dynamo traces values of the host differently: as in training, see `LookingAhead.changes`."""
         recording = self._recording
-        numbers = held_numbers(recording) if isinstance(recording, ReadingAhead) else ()
         late = () if self._by_hand else CallNumbers(self._device).changes()
-        return (*drawing(recording), *numbers, *late)
+        return (*drawing(recording), *late)
 
     def _ended(self, problem: Problem, *, raises: bool) -> None:
         """The way has an end before that of the step: the step raises an exception itself, or cannot be followed."""

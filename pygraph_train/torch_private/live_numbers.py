@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pygraph_train.torch_private import host_numbers
 from pygraph_train.torch_private.changes import Around
-from pygraph_train.torch_private.device_numbers import ASKING, is_device_number
 from pygraph_train.torch_private.dynamic_shapes import source_of_size
 from pygraph_train.torch_private.jumps import conditional_jumps, instructions
 from pygraph_train.torch_private.live_variables import (
@@ -54,6 +53,10 @@ _TEXTS = {str: "{!s}", repr: "{!r}"}
 _WAITS = frozenset({round, min, max, *_TEXTS})
 _CONVERSIONS = ("", "!s", "!r", "!a")
 _OF_TYPES = frozenset({isinstance, type, issubclass, callable, hasattr, id})
+_ASKING = frozenset(
+    {"__contains__", "index", "count", "remove", "sort", "__eq__", "__ne__", "__lt__", "__gt__"}
+)
+"""Methods of lists and tuples: Dynamo compares constants with constants alone."""
 _STORES = frozenset({setattr, operator.setitem})
 _METHODS = {
     **{"add": "add", "sub": "sub", "mul": "mul", "div": "truediv"},
@@ -268,7 +271,7 @@ class _Hooks:
         """Methods of lists and tuples."""
 
         def called(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name in ASKING and name != "__contains__":  # which is `containing`
+            if name in _ASKING and name != "__contains__":  # which is `containing`
                 self._refuse_any([variable, *args])
             return call_method(variable, tx, name, args, kwargs)
 
@@ -302,8 +305,6 @@ class _Hooks:
         args = [self._number(tx, x) for x in args]
         live = [x for x in args if isinstance(x, self._class)]
         for x in args:
-            if is_device_number(x):
-                x.refuse()
             if is_symbol(x):  # a counter, which is a number of this kind in the next trace
                 self._recorder.met_counter = True
                 host_numbers.end_graph("SymNodeVariable: a number that changes is an input of the graph")

@@ -12,7 +12,6 @@ from torch import Tensor
 from pygraph_train.graphs.memory import Storages
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
-from pygraph_train.torch_private.device_numbers import changes as held_numbers
 from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
 from pygraph_train.torch_private.host_draws import changes as drawing
 from pygraph_train.torch_private.sharding import local_tensor
@@ -80,8 +79,7 @@ class LookingAhead:
         """How Dynamo traces differently."""
         if not self._may_draw:
             return ()
-        numbers = held_numbers(self._recording) if isinstance(self._recording, ReadingAhead) else ()
-        return (*drawing(self._recording), *numbers)
+        return drawing(self._recording)
 
     def finish(self, graph: torch.fx.GraphModule) -> None:
         """At the end of the first trace.

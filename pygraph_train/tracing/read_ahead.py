@@ -20,20 +20,17 @@ from pygraph_train.torch_private.dispatch import no_autocast, no_fake_mode
 from pygraph_train.torch_private.drawn_numbers import CallResult
 from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
 from pygraph_train.torch_private.memory import tensor_version
-from pygraph_train.torch_private.selected import unfit_selections
 from pygraph_train.torch_private.selections import changed_mask
 from pygraph_train.tracing.call_keys import hashable, key_of, made_once
 from pygraph_train.tracing.chains import chain_of, chain_with_writes
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.graph_calls import alike, function_of, is_apart, is_write, slots_in, tensors_in
 from pygraph_train.tracing.host_draws import Given, HostDraws, Made, filled
-from pygraph_train.tracing.reasons import line_of, read_on_host
+from pygraph_train.tracing.reasons import line_of
 from pygraph_train.tracing.signature import ARGUMENTS
 
 __all__ = ["ReadingAhead"]
 
-_NUMBER = "number at {}"
-"""A place whose numbers are no tensors, among those that are left to the step."""
 
 
 class ReadingAhead(Recording):
@@ -172,25 +169,12 @@ class ReadingAhead(Recording):
         """See `Recording.was_read`."""
         return bool(self._read_at.get(slot.place))
 
-    def holds_number(self, where: str) -> bool:
-        """See `device_numbers.NumberReader`."""
-        self.has_read |= (held := _NUMBER.format(where) not in self._left)
-        return held
-
-    def leave_number(self, where: str) -> None:
-        """See `device_numbers.NumberReader`."""
-        self._left.add(_NUMBER.format(where))
-
     # -- at the end of a trace ----------------------------------------------------------------------------
 
     def finish(self, graph: fx.GraphModule) -> HostDraws | None:
         """See `Recording.finish`. The graph loses what is computed for conditions alone."""
         if (changed := changed_mask(graph.graph)) is not None:
             raise NotLegal(_changed_later(changed))
-        if unfit := list(unfit_selections(graph.graph)):
-            for where in unfit:
-                self.leave_number(where)
-            raise NotLegal(read_on_host(unfit[0]))
         if self._trace is graph.graph:
             for node in reversed(graph.graph.nodes):
                 known = node in self._followed or node in self._on_the_way

@@ -17,8 +17,6 @@ from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator
 from pygraph_train.torch_private.host_backwards import backward_in_gap
 from pygraph_train.torch_private.island_gaps import island_of_node
 from pygraph_train.torch_private.memory import storage_key, tensor_version
-from pygraph_train.torch_private.rolled import rolled
-from pygraph_train.torch_private.selected import selected
 from pygraph_train.tracing.graph_calls import function_of, is_write, tensors_in
 from pygraph_train.tracing.late_checks import Check
 
@@ -101,7 +99,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return _written_within(node)
     if (one := island_of_node(node)) is not None:
         return [x for x in node.args[-len(one.buffers) :] if isinstance(x, fx.Node)] if one.buffers else []
-    if fn in (counted_scatter, ctc_loss, backward_in_gap, rolled, selected):
+    if fn in (counted_scatter, ctc_loss, backward_in_gap):
         return []
     found: list[fx.Node] = []
     names = _STATISTICS.get(getattr(fn, "__name__", ""), {}).get(
