@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pygraph_train.torch_private.late_imports import minifier_waits, networkx_waits
-
 __all__ = [
     "CHECKPOINT",
     "CUSTOM_FUNCTION",
@@ -63,10 +61,8 @@ def dynamo_cache_entries(code: types.CodeType) -> list[Any]:
 def through_dynamo(
     function: Callable[..., Any], backend: Callable[..., Any], **options: Any
 ) -> Callable[..., Any]:
-    """`torch.compile` with these options, and without what it would read from the disk for nothing. (2.11, 2.13)"""
-    networkx_waits()
-    with minifier_waits():
-        compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
+    """`torch.compile` with these options."""
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
     return compiled
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
-from pygraph_train.torch_private import beside_tracing
 from pygraph_train.torch_private.cudnn_dropout import generators_apart
 
 __all__ = ["PerThread", "Trace", "TracedBy", "around_traces", "no_other_trace"]
@@ -138,7 +137,7 @@ def _tracer() -> tuple[type, str, Trace, Trace]:
 
     def trace(*args: Any) -> Any:
         # Dynamo sets random states to what they are
-        with generators_apart(), beside_tracing.old_objects_wait(), beside_tracing.read_once():
+        with generators_apart():
             return stock(*args)
 
     def ours(*args: Any) -> Any:

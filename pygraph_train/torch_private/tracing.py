@@ -13,7 +13,6 @@ import torch
 
 from pygraph_train.torch_private import (
     autocast,
-    beside_tracing,
     checkpoints,
     copies,
     function_classes,
@@ -27,7 +26,6 @@ from pygraph_train.torch_private import (
 from pygraph_train.torch_private.changes import Around, no_bounded_deques
 from pygraph_train.torch_private.compiling import as_in_plain_python
 from pygraph_train.torch_private.guards import with_place
-from pygraph_train.torch_private.late_imports import tools_wait
 from pygraph_train.torch_private.traces_of_threads import Trace, TracedBy
 
 __all__ = [
@@ -89,8 +87,6 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         *_mends(),
         *lacking_guards.mends(regions=regions),
         *quiet.mends(),
-        *beside_tracing.left_out(),
-        *tools_wait(),
         _forgetful(),
         _with_places(),
     ]

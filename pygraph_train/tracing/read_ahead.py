@@ -32,7 +32,6 @@ from pygraph_train.tracing.signature import ARGUMENTS
 __all__ = ["ReadingAhead"]
 
 
-
 class ReadingAhead(Recording):
     """Notes what one trace draws on the host, and what it reads of tensors that it is given.
 
