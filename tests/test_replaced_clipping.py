@@ -13,17 +13,13 @@ pytest.importorskip("lightning")
 
 import accelerate_training
 import fabric_training
-import torch
 from accelerate_training import fresh  # noqa: F401
 from fabric_training import loss_of
 from test_replaced_calls_of_the_loop import counting
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
 
 OWNERS: dict[str, tuple[Any, str]] = {
     "clipping": (nn.utils, "clip_grad_norm_"),
-    "norm": (clip_grad, "_get_total_norm"),
-    "norm of torch": (torch, "_foreach_norm"),
 }
 
 

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from pygraph_train.optimizers.kernels import is_unknown, plan_group, supported_class, unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import Problem, defined_at
-from pygraph_train.torch_private.inner_functions import inside_of_steps
 from pygraph_train.torch_private.optim import (
     optimizer_step_function,
     optimizer_step_hook_tables,
@@ -40,15 +39,6 @@ def look_at_optimizer(optimizer: Optimizer, device: torch.device) -> tuple[list[
         found.append(
             Problem(
                 f"{_OUTSIDE}: {name}.step was replaced on the object, and a replay would not run it", step
-            )
-        )
-    inner = inside_of_steps(optimizer)
-    if inner is not None:
-        found.append(
-            Problem(
-                f"{_OUTSIDE}: {inner[0]} was replaced, which {name}.step may call, and a replay would not run it",
-                defined_at(inner[1]),
-                "Leave it as it is in torch",
             )
         )
     for hook in chain.from_iterable(table.values() for table in optimizer_step_hook_tables(optimizer)):

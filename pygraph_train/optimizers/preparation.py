@@ -40,7 +40,6 @@ from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.rates import LearningRate
 from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.problems import Problem
-from pygraph_train.torch_private.inner_functions import inside_of_steps
 from pygraph_train.torch_private.memory import is_alone
 from pygraph_train.torch_private.optim import (
     count_optimizer_step,
@@ -142,9 +141,6 @@ class OptimizerPreparation:
         override = optimizer_step_override(optimizer)
         if override is not None:
             return f"{name}.step was replaced by {_describe(override)}, which a replay would not run"
-        inner = inside_of_steps(optimizer)
-        if inner is not None:
-            return f"{inner[0]} was replaced by {_describe(inner[1])}, which a replay would not run"
         for hook in chain.from_iterable(table.values() for table in self._step_hooks):
             if not isinstance(getattr(hook, "__self__", None), OptimizerPreparation):
                 return f"the optimizer step hook {_describe(hook)} would not run in a replay"
@@ -426,7 +422,7 @@ class OptimizerPreparation:
             return ()
         baked: list[Any] = [
             tuple(chain.from_iterable(self._step_hooks)) if any(self._step_hooks) else (),
-            optimizer_step_override(self._optimizer) or inside_of_steps(self._optimizer),
+            optimizer_step_override(self._optimizer),
         ]
         for group, rate in zip_longest(self._optimizer.param_groups, self._rates):
             if group is None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.torch_private.inner_functions import inside_of_scalers
 from pygraph_train.torch_private.optim import (
     put_scaler_notes_back,
     scaler_methods,
@@ -71,10 +70,6 @@ class Scaling:
     def methods(self) -> tuple[Any, ...]:
         """Those of the scaler that a step calls. Hot path."""
         return () if self._scaler is None else scaler_methods(self._scaler)
-
-    def replaced_within(self) -> tuple[str, Any] | None:
-        """A function of torch that these call and that somebody has replaced, by its name. Hot path."""
-        return None if self._scaler is None else inside_of_scalers(self._scaler)
 
     @property
     def unscaled(self) -> bool:

@@ -9,7 +9,6 @@ import torch
 
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.program import StepProgram
-from pygraph_train.torch_private.inner_functions import Found, inside_of_clipping, inside_of_steps
 from pygraph_train.torch_private.optim import SCALER_METHODS
 from pygraph_train.torch_private.packages import layers_of
 
@@ -39,26 +38,12 @@ class ReplacedFunctions:
     def problem(self) -> Problem | None:
         """Which one is replaced now, `zero_grad` apart. Hot path."""
         methods = self._program.scaling.methods
-        present = torch.Tensor.backward, torch.autograd.backward, self._inside(), *methods
+        clipping = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
+        present = torch.Tensor.backward, torch.autograd.backward, *clipping, *methods
         if present != self._seen:
             self._seen = present
             self._problem = self._look(*present)
         return self._problem
-
-    def _inside(self) -> Found | None:
-        program = self._program
-        clipping = inside_of_clipping()
-        if clipping is not None and (program.clips or program.by_hand):
-            return clipping
-        return program.scaling.replaced_within() or self._inside_of_steps()
-
-    def _inside_of_steps(self) -> Found | None:
-        """What is replaced that optimizers call, where no step may be made a second time to see what it does."""
-        optimizer = self._program.optimizer
-        if not self._program.by_hand or optimizer is None:
-            return None
-        members = getattr(optimizer, "members", (optimizer,))
-        return next((found for one in members if (found := inside_of_steps(one)) is not None), None)
 
     def problem_of_optimizers(self) -> Problem | None:
         """Whether `zero_grad` is replaced, which steps with regions call. Hot path."""
@@ -72,18 +57,22 @@ class ReplacedFunctions:
         found = self._problem_of_optimizers
         return found if found is None or self._program.empties_gradients else None
 
-    def _look(self, of_tensors: Any, of_autograd: Any, inside: Any, *of_scaler: Any) -> Problem | None:
-        found = {
-            "torch.Tensor.backward": of_tensors,
-            "torch.autograd.backward": of_autograd,
-            **{
-                f"{name} of the GradScaler": one for name, one in zip(SCALER_METHODS, of_scaler, strict=False)
-            },
+    def _look(
+        self, of_tensors: Any, of_autograd: Any, clip_norm: Any, clip_value: Any, *of_scaler: Any
+    ) -> Problem | None:
+        found = {"torch.Tensor.backward": of_tensors, "torch.autograd.backward": of_autograd}
+        if self._program.clips or self._program.by_hand:
+            found |= {
+                "torch.nn.utils.clip_grad_norm_": clip_norm,
+                "torch.nn.utils.clip_grad_value_": clip_value,
+            }
+        found |= {
+            f"{name} of the GradScaler": one for name, one in zip(SCALER_METHODS, of_scaler, strict=False)
         }
         for name, function in found.items():
             if (foreign := _foreign(function)) is not None:
                 return _told(name, foreign)
-        return None if inside is None else _told(*inside)
+        return None
 
     def _look_at_optimizers(self, zero_grads: list[Any]) -> Problem | None:
         optimizer = self._program.optimizer
