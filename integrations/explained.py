@@ -83,7 +83,7 @@ def _of_function(
     given = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     optimizers = list(map(_unwrapped, given))
     device = _device(model, args, kwargs)
-    subject = Subject(_name(fn), fn, args, kwargs, model, optimizers, device, gives_gradients=not manual)
+    subject = Subject(_name(fn), fn, args, kwargs, model, optimizers, device)
     if not manual:
         return subject
     program = FunctionByHand(fn, model or nn.Module(), OptimizerSet(optimizers), device)

@@ -56,7 +56,6 @@ class Subject:
         notes: sentences for the reader.
         takes_loss_from: how the loss is found: "result" (a tensor, or a dict with "loss") or "" (not looked for).
         by_hand: whether the step makes its backwards and updates itself.
-        gives_gradients: whether tensors of the batch may require a gradient.
     """
 
     name: str
@@ -72,7 +71,6 @@ class Subject:
     notes: list[str] = field(default_factory=list)
     takes_loss_from: str = "result"
     by_hand: bool = False
-    gives_gradients: bool = False
 
 
 def explained(subject: Subject) -> Explanation:
@@ -91,8 +89,7 @@ def explained(subject: Subject) -> Explanation:
     context = subject.context if replication.group is None else replication.seen_through
     args, kwargs = _on_device((subject.args, subject.kwargs), subject.device)
     leaves = flattened((args, kwargs))[1]
-    gives = subject.gives_gradients and replication.group is None
-    unsupported = unsupported_leaves(subject.fn, args, kwargs, leaves, gives)
+    unsupported = unsupported_leaves(subject.fn, args, kwargs, leaves)
     found = [*subject.problems, *around_the_step(), *unsupported]
     if subject.model is not None:
         found += backward_hooks(subject.model)

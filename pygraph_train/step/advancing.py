@@ -324,7 +324,7 @@ class Advancing:
         training, program = self._training, self._training.program
         self._signatures.traces(signature)
         problem = (
-            unsupported_leaf(program.function(), args, kwargs, leaves, program.gives_gradients)
+            unsupported_leaf(program.function(), args, kwargs, leaves)
             or program.replication.not_called_once()
         )
         other_way = signature.other_way

@@ -17,7 +17,6 @@ from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import optimized
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.putting_back import HostCopy, ScratchState
-from pygraph_train.step.batch_gradients import BatchGradients, GivenGradients, check_batch
 from pygraph_train.step.inputs import StaticInputs
 from pygraph_train.step.moving import CannotBeLoaded, LoadedTensors, homes
 from pygraph_train.step.outputs import Outputs
@@ -41,6 +40,11 @@ from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = ["CaptureMaker"]
+
+_OF_BATCH = Problem(
+    "a tensor of the batch requires a gradient, and a graph would write the gradient to a copy of it",
+    fix="Pass the tensor without a gradient, and let the step do x = x.detach().requires_grad_()",
+)
 
 
 class CaptureMaker:
@@ -129,8 +133,9 @@ class CaptureMaker:
         program, replication = self._program, self._program.replication
         gradients = self.gradients(variant, args, kwargs, position)
         with self.stage():
-            check_batch(leaves, gradients.parameters)
             problem = history(variant.trace, reads)
+            if problem is None and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+                problem = _OF_BATCH
             if problem is None and hooked(gradients.parameters):
                 problem = backward_hook(program.model) or Problem("a parameter has a gradient hook")
             if problem is not None:
@@ -141,13 +146,11 @@ class CaptureMaker:
         gradients.empty()  # as the step would; the memory of old gradients is wanted now
         before = gradients.snapshot()
         static_leaves: list[Any] = []
-        of_batch, of_callers = BatchGradients(()), BatchGradients(leaves)
         writer = call.trace if isinstance(call, SilentCall) and call.trace.reproduces else None
         moves = self.moves(variant, args, kwargs)
 
         def body() -> tuple[Tensor, Outputs]:
             gradients.empty()
-            of_batch.begin()
             with replication.micro_batch(sync=position.sync):
                 loss, tree = program.forward(captured, static_args, static_kwargs)
                 program.backward(variant.trace.gaps.checked(loss))
@@ -183,8 +186,6 @@ class CaptureMaker:
                 variant.inputs.load(leaves)
                 static_args, static_kwargs = variant.inputs.tree((args, kwargs))
                 static_leaves += flattened((static_args, static_kwargs))[1] + variant.inputs.further
-                of_batch = BatchGradients(static_leaves)
-                of_callers.begin()
                 captured = call
                 if isinstance(call, SilentCall):
                     call = SilentCall(call.trace, variant.inputs.further)
@@ -217,9 +218,6 @@ class CaptureMaker:
                 undrawn(variant.trace, traced, self._engine),
             ):
                 graph, (loss, outputs) = self._engine.capture(body, gaps=variant.trace.gaps.left)
-            places = [place for place, _ in variant.anchored]
-            of_callers.check_untouched()
-            computed = GivenGradients(static_leaves, set(map(id, gradients.parameters)), places)
             if numbers is not None:
                 graph = numbers.follow(graph, bool if self._together is None else self._together.anywhere)
         except BaseException as error:
@@ -235,8 +233,6 @@ class CaptureMaker:
             raise NotLegal(problem_of(error, variant.trace, program.function())) from error
         finally:
             forget()
-            of_batch.put_back()
-            of_callers.put_back()
             moves.put_back()
             self.anchors.end([*rebound, *kept])
         put_back()
@@ -271,7 +267,6 @@ class CaptureMaker:
             loaded=loaded,
             ids=list(map(id, reads)),
             writer=writer,
-            given=computed,
             optimized=identities(optimized(program.optimizer)),
         )
         return capture, expected
@@ -299,7 +294,7 @@ class CaptureMaker:
         stage = out_of_step if replication.sharded else self.stage
         with self.stage():
             before = gradients.snapshot()
-            moves, of_batch = self.moves(variant, args, kwargs), BatchGradients(flattened((args, kwargs))[1])
+            moves = self.moves(variant, args, kwargs)
             scratch = ScratchState(self._program.device, self.beside_parameters(variant, args, kwargs))
             put_back = self._program.scaling.notes()
         try:
@@ -313,7 +308,6 @@ class CaptureMaker:
                 ):
                     gradients.empty()
                     gradients.isolate()
-                    of_batch.begin()
                     loss, _ = self._program.forward(call, args, kwargs)
                     self._program.backward(loss)
                 if sync:
@@ -321,13 +315,12 @@ class CaptureMaker:
                 with stage():
                     if updates:
                         self._program.transform_gradients(in_kernels=False)
-                    left = [*gradients.snapshot(), *self._program.left_behind(), *of_batch.found()]
+                    left = [*gradients.snapshot(), *self._program.left_behind()]
                     return Fingerprint.of(loss.detach(), left)
         finally:
             moves.put_back()
             scratch.restore()
             gradients.restore(before)
-            of_batch.put_back()
             put_back()
 
     def stage(self) -> AbstractContextManager[None]:

@@ -13,7 +13,6 @@ from pygraph_train.optimizers.kernels import advice_on_numbers
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.report.step_report import CaptureRecord
-from pygraph_train.step.batch_gradients import undoing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.comparing import Comparing
 from pygraph_train.step.decisions import Decisions
@@ -36,7 +35,6 @@ from pygraph_train.tracing.opened_trace import OpenedTrace
 from pygraph_train.tracing.reasons import readable
 from pygraph_train.tracing.refusals import compiler_problem
 from pygraph_train.tracing.reproducing import ReproducingTrace
-from pygraph_train.tracing.signature import flattened
 from pygraph_train.tracing.silent_call import SilentCall
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.verification import PlainRuns
@@ -204,7 +202,7 @@ class Capturing:
         scratch = ScratchState(program.device, maker.beside_parameters(variant, args, kwargs))
         moves = maker.moves(variant, args, kwargs)
         gradients.isolate()
-        put_back, take_back = program.scaling.notes(), undoing(flattened((args, kwargs))[1])
+        put_back = program.scaling.notes()
         training.engine.trim()  # what steps with eager kernels have left does not come on top
         try:
             with training.clock.compiling():
@@ -219,7 +217,6 @@ class Capturing:
             moves.put_back()
             scratch.restore()
             gradients.restore(before)
-            take_back()
             put_back()
             if variant.choice is not None:
                 variant.meets(LifeEvent.STALE)

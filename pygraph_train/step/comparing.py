@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
-from pygraph_train.step.batch_gradients import undoing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.program import Call
@@ -21,7 +20,6 @@ from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
 from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, problem_of
-from pygraph_train.tracing.signature import flattened
 from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = ["Comparing"]
@@ -105,10 +103,7 @@ class Comparing:
                     raise
                 return self._unaudited(step, variant, capture, started, replay)
         with _nothing_made():
-            before, take_back = (
-                capture.gradients.snapshot(),
-                undoing(flattened((args, kwargs))[1]),
-            )
+            before = capture.gradients.snapshot()
             with maker.stage():
                 backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
         put_back = training.program.replication.notes()
@@ -117,7 +112,6 @@ class Comparing:
             backup.restore()
             put_back()
             capture.gradients.restore(before)
-            take_back()
 
         def undo() -> None:
             back()
@@ -236,7 +230,7 @@ class Comparing:
     def _left_by(self, capture: Capture) -> Fingerprint:
         """What the last replay has left."""
         program = self._training.program
-        left = [*capture.gradients.final, *program.left_behind(), *capture.given.computed]
+        left = [*capture.gradients.final, *program.left_behind()]
         return Fingerprint.of(capture.loss, left)
 
     def _same_arithmetic(self, capture: Capture) -> bool:

@@ -63,15 +63,12 @@ class StaticInputs:
         self.further = self.tensors[len(first) :]
 
     def tree(self, args: Any) -> Any:
-        """`args` with every used tensor leaf replaced by its buffer, which requires a gradient where the leaf does."""
+        """`args` with every used tensor leaf replaced by its buffer."""
         leaves = flattened(args)[1]
         buffers = {
             i: tensor if size is None else tensor.expand(leaves[i].shape)
             for i, tensor, size in zip(self._index, self.tensors, self._written, strict=True)
         }
-        for i, buffer in buffers.items():
-            if i < len(leaves) and leaves[i].requires_grad:
-                buffers[i] = buffer.detach().requires_grad_()
         by_position = {i: buffers[k] for i, k in self._same.items()}
         position = iter(range(1 << 62))
         return copied(lambda leaf: by_position.get(next(position), leaf), args)

@@ -208,11 +208,6 @@ class LossProgram(StepOfLoss):
     empties_first: bool = True
     detaches_results: bool = True
 
-    @property
-    def gives_gradients(self) -> bool:
-        """See `StepProgram`."""
-        return type(self) is LossProgram and self.replication.group is None and not self.replication.sharded
-
     def __init__(
         self,
         step_fn: Callable[..., Any],

@@ -54,10 +54,6 @@ class StepProgram(UpdateProgram, Protocol):
     def empties_gradients(self) -> bool:
         """Whether a replay empties gradients in the place of `zero_grad` of the optimizer."""
 
-    @property
-    def gives_gradients(self) -> bool:
-        """Whether tensors of the batch may require a gradient: one backward adds to it, and nothing else reads it."""
-
     def new_trace(self, dynamic: Dims | None = None) -> Trace:
         """A trace for one kind of call of `function`.
 
@@ -114,11 +110,6 @@ class StepOfLoss:
     def empties_gradients(self) -> bool:
         """See `StepProgram`."""
         return True
-
-    @property
-    def gives_gradients(self) -> bool:
-        """See `StepProgram`."""
-        return False
 
     def new_trace(self, dynamic: Dims | None = None) -> Trace:
         """A trace for one kind of call. Modules with hooks of torch's own are opened for it."""

@@ -48,7 +48,6 @@ class ProgramByHand:
     clips: bool = False
     empties_gradients: bool = False
     by_hand: bool = True
-    gives_gradients: bool = False
 
     def __init__(
         self,

@@ -171,7 +171,7 @@ class StepRunner:
         if not variant.arm.plan.forward_backward and (choice or variant.lead) is not None:
             return Ran(self._ungraphed.as_its_arm_says(step, run))
         capture = variant.captures.get(variant.capture_key(step.position))
-        if capture is not None and not capture.fits(leaves):
+        if capture is not None and not capture.fits():
             return Ran(self._ungraphed.plainly(run))
         loaded = self._writes.load(variant, capture, args, kwargs, leaves) if variant.trace.loads else leaves
         if capture is not None and self._lookup.reads_written_memory(variant, capture, loaded):
@@ -204,7 +204,6 @@ class StepRunner:
                 capture.gradients.empty()
             raise
         capture.gradients.after_replay()
-        capture.given.give(leaves)
         if capture.number:
             self._training.program.replication.replayed(sync=capture.sync)
         capture.audits.left -= 1

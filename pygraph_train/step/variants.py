@@ -16,7 +16,6 @@ from pygraph_train.graphs.memory import Storages
 from pygraph_train.identity import identities
 from pygraph_train.selection.arms import NOTHING, Arm
 from pygraph_train.selection.returns import Returns, is_sampled
-from pygraph_train.step.batch_gradients import GivenGradients
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.families import Family
 from pygraph_train.step.inputs import StaticInputs
@@ -86,13 +85,11 @@ class Capture:
     """What tells the parameters that the optimizer holds: whose gradients are emptied before a step."""
     writer: ReproducingTrace | None = None
     """What makes the step's writes to Python after a replay. None where there are none."""
-    given: GivenGradients = field(default_factory=lambda: GivenGradients(()))
-    """What it computes for tensors of the batch that require a gradient."""
     leaf_identities: bytes = field(init=False)
 
-    def fits(self, leaves: Sequence[Any]) -> bool:
+    def fits(self) -> bool:
         """Whether gradients are as it found them: not where they were emptied in an accumulation. Hot path."""
-        return self.gradients.fit() and self.given.fit(leaves)
+        return self.gradients.fit()
 
     def __post_init__(self) -> None:
         self.leaf_identities = identities(tuple(self.leaves))

@@ -16,7 +16,7 @@ from pygraph_train.torch_private.hooks import (
     hooks_on_accumulation,
 )
 
-__all__ = ["backward_hook", "backward_hooks", "hooked", "may_be_given_gradients"]
+__all__ = ["backward_hook", "backward_hooks", "hooked"]
 
 
 def hooked(tensors: Sequence[Any]) -> bool:
@@ -31,11 +31,6 @@ def hooked(tensors: Sequence[Any]) -> bool:
         or any(map(accumulation_hooks, tensors))
         or any(map(hooks_on_accumulation, tensors))
     )
-
-
-def may_be_given_gradients(tensor: Tensor) -> bool:
-    """Whether backward does no more with a tensor's gradient than to add it to `.grad`, in memory of its own."""
-    return tensor.is_leaf and 0 not in tensor.stride() and not hooked([tensor])
 
 
 def backward_hook(model: nn.Module) -> Problem | None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.problems import NotLegal, Problem, defined_at, first_line, is_user_file, user_location
 from pygraph_train.torch_private.dynamo import raising_node
-from pygraph_train.tracing.gradient_hooks import may_be_given_gradients
 from pygraph_train.tracing.obstacles import BATCH_IN_STATE, kept_result
 from pygraph_train.tracing.reading import reader
 from pygraph_train.tracing.reasons import line_of, problem_of_guard, readable
@@ -133,10 +132,9 @@ def unsupported_leaf(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     leaves: Sequence[Any],
-    gives_gradients: bool,
 ) -> Problem | None:
     """The first of `unsupported_leaves`."""
-    return next(unsupported_leaves(fn, args, kwargs, leaves, gives_gradients), None)
+    return next(unsupported_leaves(fn, args, kwargs, leaves), None)
 
 
 def unsupported_leaves(
@@ -144,13 +142,8 @@ def unsupported_leaves(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     leaves: Sequence[Any],
-    gives_gradients: bool = False,
 ) -> Iterator[Problem]:
-    """Arguments that cannot be kept in a static buffer. The line is that of the step's function, which gets them.
-
-    Args:
-        gives_gradients: whether those that require a gradient get it after a replay.
-    """
+    """Arguments that cannot be kept in a static buffer. The line is that of the step's function, which gets them."""
     paths = leaf_paths(args, kwargs, ("args", "kwargs"))
     where = _definition(fn)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -165,7 +158,7 @@ def unsupported_leaves(
         if type(leaf) is not Tensor or leaf.is_nested:
             told = f"{path} is a {type(leaf).__name__}, and a graph would treat it as a plain tensor"
             yield Problem(told, where)
-        elif leaf.requires_grad and not (gives_gradients and may_be_given_gradients(leaf)):
+        elif leaf.requires_grad:
             yield Problem(
                 f"{path} requires a gradient, and a graph would write the gradient to a copy of this tensor",
                 where,
