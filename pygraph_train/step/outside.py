@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pygraph_train.problems import Problem
-from pygraph_train.step.kept_casts import KEPT_CASTS, KeptCasts
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.replaced_functions import ReplacedFunctions
 from pygraph_train.step.turns import OTHER_THREAD, has_turn
@@ -75,7 +74,6 @@ class Outside:
         self._program = program
         self._global_hooks = global_module_hook_tables()
         self._replaced = ReplacedFunctions(program)
-        self._casts = KeptCasts(program.model, program.device.type)
         self._settled = False
 
     def why_plain(self) -> Problem | None:
@@ -103,8 +101,5 @@ class Outside:
     def _at_first(self) -> Problem | None:
         """What is looked at in the first steps."""
         problem = uninitialized(self._program.model)
-        if problem is None and self._casts.look():
-            self.for_good = True
-            return KEPT_CASTS
-        self._settled = problem is None and self._casts.settled
+        self._settled = problem is None
         return problem
