@@ -63,16 +63,6 @@ def test_a_step_may_ask_whether_it_is_the_same_tensor(call: str) -> None:
     assert report.steps_replayed >= 15, str(report)
 
 
-@pytest.mark.parametrize("of", ["batch", "parameter"])
-@pytest.mark.quick
-def test_a_cached_function_meets_the_same_tensor(of: str) -> None:
-    def loss(model: Any, size_of: Any, x: Tensor, y: Tensor) -> Tensor:
-        tensor = x if of == "batch" else model.first.weight
-        return cross_entropy(model(x), y) * size_of(dropout(tensor, 0.5, training=False)) * size_of(tensor)
-
-    _train(loss, replays=10)
-
-
 def test_a_probability_that_is_none_raises() -> None:
     with pytest.raises(ValueError, match="dropout probability"):
         _train(lambda model, size_of, x, y: cross_entropy(dropout(model(x), 1.5, False), y), replays=1)

@@ -104,8 +104,7 @@ def _answering(call_function: Callable[..., Any]) -> Callable[..., Any]:
 def dropout_as_it_is() -> tuple[Any, str, Any]:
     """A change of Dynamo: dropout that drops nothing returns the tensor that it gets, as it does in plain Python.
 
-    Dynamo takes what it returns for another tensor: `dropout(x, p, training=False) is x` is false for it, and a
-    function under `functools.lru_cache` gets a tensor that it has not met. (2.11, 2.13)
+    Dynamo takes what it returns for another tensor: `dropout(x, p, training=False) is x` is false for it. (2.11, 2.13)
     """
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 

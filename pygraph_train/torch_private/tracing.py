@@ -15,9 +15,8 @@ from pygraph_train.torch_private import (
     autocast,
     checkpoints,
     copies,
-    function_classes,
     host_numbers,
-    lacking_guards,
+    ordered_dicts,
     quiet,
     second_derivatives,
     switches,
@@ -81,11 +80,11 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
     settings["invalidate_compile_context_weakrefs"] = True  # `torch.utils.swap_tensors` refuses what has any
     changes = [(config, name, value) for name, value in settings.items()]
     mends = [
-        *(mend for part in (host_numbers, copies, function_classes) for mend in part.mends()),
+        *(mend for part in (host_numbers, copies) for mend in part.mends()),
         *checkpoints.mends(regions=regions),
         *texts.mends(),
         *_mends(),
-        *lacking_guards.mends(regions=regions),
+        ordered_dicts.moving_nothing(),
         *quiet.mends(),
         _forgetful(),
         _with_places(),

@@ -9,7 +9,6 @@ from torch import nn
 
 from pygraph_train.problems import Problem
 from pygraph_train.torch_private.guards import asked_expression, guarded_expression, question_of
-from pygraph_train.tracing.methods import Environment, Methods, classes_of, reads_environment
 from pygraph_train.tracing.reading import owner_of
 from pygraph_train.tracing.stillness import Settings, lack, pinned
 from pygraph_train.tracing.traced_code import is_of_this_file
@@ -34,11 +33,6 @@ class KeptGuards:
         self.modules: dict[str, None] = {}
         self.asked: dict[str, None] = {}
         self.settings: Settings = {}
-        self._classes: dict[type, None] = {}
-        self._methods = Methods(())
-        self._environment: Environment | None = None
-        self._reads_environment = False
-        self._noted = 0
 
     def keep(self, guards: Sequence[Any], *, settings: bool) -> list[bool]:
         """Whether each guard (a `GuardFilterEntry`) stays Dynamo's: the others are seen more cheaply.
@@ -49,9 +43,6 @@ class KeptGuards:
         self.settings |= pinned(guards) if settings else {}
         kept, classes, known = [], _classes_by_expression(guards), set[Hashable]()
         for guard in guards:
-            if guard.has_value:
-                self._classes |= dict.fromkeys(classes_of(guard.value))
-                self._reads_environment |= reads_environment(guard.value)
             expression = guarded_expression(guard)
             watched = is_watched(guard) or is_of_this_file(guard)
             if watched and guard.has_value and isinstance(guard.value, nn.Module):
@@ -67,26 +58,13 @@ class KeptGuards:
             kept.append(stays)
         return kept
 
-    def note_unguarded(self) -> None:
-        """After a trace, once classes are no longer patched for it: from now on all that no guard sees has to stay."""
-        if self._noted < len(self._classes):
-            self._noted = len(self._classes)
-            self._methods = Methods(self._classes)
-        if self._reads_environment and self._environment is None:
-            self._environment = Environment()
-
     def unguarded_holds(self) -> bool:
-        """Whether all is as it was that no guard of Dynamo sees: methods of classes, and the environment. Hot path."""
-        environment, of_gaps = self._environment, self.of_gaps
-        if of_gaps is not None and of_gaps() is not None:
-            return False
-        return self._methods.are_as_they_were() and (environment is None or environment.is_as_it_was())
+        """Whether all is as it was that no guard of Dynamo sees: what parts of the step in gaps depend on. Hot path."""
+        return self.of_gaps is None or self.of_gaps() is None
 
     def unguarded_problem(self) -> Problem | None:
         """What of that is not as it was."""
-        environment = self._environment
-        found = self._methods.problem() or (None if environment is None else environment.problem())
-        return found or (None if self.of_gaps is None else self.of_gaps())
+        return None if self.of_gaps is None else self.of_gaps()
 
 
 def _classes_by_expression(guards: Sequence[Any]) -> dict[str, type]:

@@ -214,7 +214,6 @@ class Trace:
             raise NotLegal(problem) from None
         finally:
             forget_notes(self._notes)
-            self._kept.note_unguarded()
         drawn = drawn if before else self.ahead.end
         if drawn is not None:
             drawn.restore(but=self.draws_in_graph)
