@@ -86,9 +86,8 @@ def printed(model: nn.Module, x: Tensor) -> Any:
 
 
 def decided(model: nn.Module, x: Tensor) -> Any:
-    """No obstacle: steps that go another way are taken back."""
     loss = model(x).square().mean()
-    if loss > 1000 or torch.isnan(loss) or loss.item() < -1:
+    if loss > 1000 or torch.isnan(loss) or loss.item() < -1:  # here: read on the host
         loss = loss / 2
     return loss
 
@@ -212,6 +211,7 @@ STEPS = (
     *(
         item,
         printed,
+        decided,
         decided_by_many,
         counter,
         drawn,
@@ -250,7 +250,7 @@ def several(model: nn.Module, x: Tensor) -> Any:
         memory.losses.append(loss)  # here: memory.losses is written
     else:
         loss = loss + torch.randn(3, generator=own_generator).sum()  # here: its own torch.Generator
-    if torch.isnan(loss):
+    if torch.isnan(loss):  # here: read on the host
         raise ValueError("not a number")
     for name, value in zip(["a", "b"], helper(loss), strict=True):
         memory.texts[name] = f"{value}"  # here: puts a tensor into a text
@@ -343,7 +343,7 @@ def computed_later(model: nn.Module, x: Tensor) -> Any:
     return {"loss": loss, "kept": (round(value, 3), min(value, 1.0) / len(x), f"{value:.3f}")}
 
 
-@pytest.mark.parametrize("fn", [only_read, computed_later, speech, moved, decided])
+@pytest.mark.parametrize("fn", [only_read, computed_later, speech, moved])
 def test_what_graphs_do_late_or_in_gaps_is_no_obstacle(fn: Callable[..., Any]) -> None:
     found = explained(fn)
     assert found.is_one_graph and not found.obstacles, found
@@ -582,21 +582,21 @@ def test_every_way_of_a_chain_of_conditions_is_looked_at() -> None:
 
     def step_fn(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
-        if loss > 3:
+        if loss > 3:  # here: read on the host
             memory.count += 1  # here: memory.count is written
-        elif loss > 2:
+        elif loss > 2:  # here: read on the host
             memory.texts = {"a": "b"}  # here: memory.texts is written
-        elif loss > 1:
+        elif loss > 1:  # here: read on the host
             print("small")  # here: calls print()
         else:
             memory.losses = [1]  # here: memory.losses is written
-        if loss < 0:
+        if loss < 0:  # here: read on the host
             raise ValueError("negative")
         return loss
 
     found = explain(step_fn, torch.randn(6, 6), model=model)
     expected = promised(step_fn)
-    assert len(expected) == 4
+    assert len(expected) == 8
     for where, words in expected.items():
         assert any(p.where == where and words in p.reason for p in found.obstacles), (
             f"{where} {words}\n{found}"
@@ -613,7 +613,7 @@ def test_a_step_with_very_many_conditions_says_that_some_ways_were_left_out() ->
     namespace: dict[str, Any] = {"model": model}
     exec(compile(code, str(Path(__file__).with_name("made.py")), "exec"), namespace)
     found = explain(namespace["step_fn"], torch.randn(6, 6), model=model)
-    assert not found.obstacles
+    assert len(found.obstacles) >= 5 and all("read on the host" in p.reason for p in found.obstacles)
     assert any("some were not looked at" in note for note in found.notes), found.notes
 
 
@@ -663,13 +663,6 @@ def test_batches_that_cannot_be_static_are_all_listed() -> None:
     found = explain(lambda batch: model(batch["a"]).square().mean(), batch, model=model)
     reasons = " ".join(p.reason for p in found.obstacles)
     assert "args[0]['b'] is a NumPy" in reasons and "args[0]['c'] requires a gradient" in reasons
-
-
-def test_a_batch_may_require_a_gradient() -> None:
-    model = Net()
-    x, y = batches(1)[0]
-    found = explain(loss_of(model), (x.requires_grad_(), y), model=model)
-    assert not found.obstacles, str(found)
 
 
 def test_something_that_is_no_step_is_refused() -> None:

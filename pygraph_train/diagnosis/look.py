@@ -172,7 +172,6 @@ class _OneLook:
             reads=self._reads,
             shapes=lambda where: self._note(shape_of_values(where)),
             texts=lambda where: self._note(text_of_tensor(where)),
-            decides=not by_hand,
             leaves_out=leaves_out,
         )
         self._fn, self._args, self._kwargs = fn, args, kwargs
@@ -183,7 +182,7 @@ class _OneLook:
         self._notes: list[tuple[Any, str]] = []
         self._only_read: list[Problem] = []  # of `found`: reads of numbers
         self._stands_in = False  # whether somebody who depends on such a number may be unknown
-        self._gaps = Gaps(device, islands=False)
+        self._gaps = Gaps()
         self._gaps.allowed = not by_hand
         self._reached = False
 

@@ -15,11 +15,11 @@ from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import WithoutGraph
 from pygraph_train.step.flight import Ran, Replayed, StepInFlight
 from pygraph_train.step.lifecycle import LifeEvent, Stage, next_life
-from pygraph_train.step.new_traces import new_trace, traced_anew
+from pygraph_train.step.new_traces import new_trace
 from pygraph_train.step.program import Call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
-from pygraph_train.step.replays import TAKEN_BACK, Replays
+from pygraph_train.step.replays import Replays
 from pygraph_train.step.shapes import Shapes
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.together import Together
@@ -181,8 +181,6 @@ class Advancing:
                     return Ran(self._ungraphed.plainly(run))
                 return self._replayed(step, variant, capture, args, kwargs, leaves, run)
             return self._compared(step, variant, capture, args, kwargs, leaves, expected)
-        except TAKEN_BACK as error:  # and everything is as before
-            self._refusing.of_values(step, variant, error)
         except NotLegal as refused:
             if variant.lead is not None and refused.problem is OUT_OF_MEMORY:
                 step.give_up()
@@ -211,8 +209,6 @@ class Advancing:
         """A replay that another rank wants to be compared with a plain step."""
         try:
             return self._compared(step, variant, capture, args, kwargs, leaves, None)
-        except TAKEN_BACK as error:  # and everything is as before
-            self._refusing.of_values(step, variant, error)
         except NotLegal as refused:
             self._refusing.calls(step, signature, variant, refused.problem)
         return Ran(self._ungraphed.plainly(run))
@@ -252,7 +248,7 @@ class Advancing:
     ) -> Replayed | Ran[R]:
         loaded = self._writes.load(variant, capture, args, kwargs, leaves)
         made = self._replays(step, variant, capture, args, kwargs, loaded)
-        return made if isinstance(made, Replayed) else self._refusing.taken_back(step, variant, made, run)
+        return made if isinstance(made, Replayed) else self._refusing.taken_back(step, run)
 
     def _making(self) -> AbstractContextManager[None]:
         return nullcontext() if self._together is None else self._together.making()
@@ -291,13 +287,9 @@ class Advancing:
         if variant.opened:
             self._signatures.forget(signature)  # the next call has another key
             return result
-        if problem is not None and variant.trace.gaps.islands.learned:
-            variant.trace = traced_anew(self._training, self._refusing.ways, variant.trace)
-            variant.trace.gaps.islands.learned = False
-            return result
         variant.meets(LifeEvent.RAN if problem is None else LifeEvent.UNFIT)
         if problem is not None and variant.life.stage is Stage.SECOND_LOOK:
-            variant.trace = traced_anew(self._training, self._refusing.ways, variant.trace)
+            variant.trace = new_trace(self._training, variant.trace.dynamic)
         elif problem is not None and variant.trace.dynamic:
             self._shapes.refused(variant)
         elif problem is not None and variant.way is not None:
@@ -346,7 +338,7 @@ class Advancing:
             return None
         # ways are counted, and shapes apart from them
         family = None if other_way is not None else signature.family
-        trace = new_trace(training, self._refusing.ways, None if family is None else family.dynamic)
+        trace = new_trace(training, None if family is None else family.dynamic)
         if isinstance(trace, ReproducingTrace) and other_way is None:
             known = [other.trace for other in signature.variants]
             with program.context():
@@ -359,8 +351,6 @@ class Advancing:
             family=family,
             way=other_way,
         )
-        for other in signature.variants[:1]:
-            trace.gaps.islands.knows(other.trace.gaps.islands)
         if family is not None:
             family.traced(variant)
         wanted = training.config.compile is True and self._decisions.compiles and other_way is None

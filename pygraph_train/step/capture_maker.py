@@ -28,7 +28,6 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.variants import Capture, Variant
 from pygraph_train.step.ways import undrawn
 from pygraph_train.torch_private.hooks import hook_registrations
-from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.compiled_units import CompiledUnits
 from pygraph_train.tracing.gradient_hooks import backward_hook, hooked
@@ -153,7 +152,7 @@ class CaptureMaker:
             gradients.empty()
             with replication.micro_batch(sync=position.sync):
                 loss, tree = program.forward(captured, static_args, static_kwargs)
-                program.backward(variant.trace.gaps.checked(loss))
+                program.backward(loss)
             if updates:
                 program.transform_gradients()
                 with nullcontext() if numbers is None else numbers.marked():
@@ -203,7 +202,6 @@ class CaptureMaker:
             run = functools.partial(  # its accumulators, in another stream, are none of the capture's
                 self.reference, *given_again, updates=updates, sync=position.sync, around=around
             )
-            variant.trace.gaps.islands.show(run)
             if verify:
                 expected, reference = PlainRuns(run()), time.perf_counter() - started
                 while self._engine.shares_memory and self._together is None and expected.may_differ:
@@ -227,7 +225,7 @@ class CaptureMaker:
             put_back()
             if exchanges and isinstance(error, Exception):
                 replication.reset()
-            as_it_is = PyGraphError | NumbersNotFound | CannotBeLoaded | OtherWay
+            as_it_is = PyGraphError | NumbersNotFound | CannotBeLoaded
             if not isinstance(error, Exception) or isinstance(error, as_it_is):
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error, variant.trace, program.function())) from error

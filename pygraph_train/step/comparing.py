@@ -13,12 +13,10 @@ from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.program import Call
 from pygraph_train.step.region_memory import LIMIT, SMALL
-from pygraph_train.step.replays import TAKEN_BACK, before_gradients, taking_back, undone
 from pygraph_train.step.together import Together
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
-from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.tracing.refusals import OUT_OF_MEMORY, problem_of
 from pygraph_train.verification import Fingerprint, PlainRuns
 
@@ -82,7 +80,6 @@ class Comparing:
             replay: makes the replay. It is called again where the first one had to be undone.
         Raises:
             NotLegal: it gives something else, and is undone.
-            OtherWay, Unlike, BackwardChanged: values of the step do not fit the graph. Nothing stands.
         """
         started, training, maker = time.perf_counter(), self._training, self._maker
 
@@ -108,25 +105,15 @@ class Comparing:
                 backup = maker.backup(variant, capture, args, kwargs, self._updates.preparation)
         put_back = training.program.replication.notes()
 
-        def back() -> None:
+        def undo() -> None:
             backup.restore()
             put_back()
             capture.gradients.restore(before)
-
-        def undo() -> None:
-            back()
             training.replays -= 1
             training.clock.undone()
 
-        def replayed() -> R:
-            try:
-                return replay()
-            except TAKEN_BACK:
-                back()
-                raise
-
         bits, stands = self._same_arithmetic(capture), True
-        result = self._timed(variant, replayed)
+        result = self._timed(variant, replay)
         try:
             found = self._left_by(capture)
             difference = runs.first.compare(found, bits=bits)
@@ -138,7 +125,7 @@ class Comparing:
                     runs.add(without_graph())
                 difference = None if difference is None else runs.refuse(found)
                 if not self._anywhere(difference is not None):
-                    result, stands = replayed(), True
+                    result, stands = replay(), True
                     found = self._left_by(capture)
                     difference = runs.first.compare(found, bits=bits)
             difference = None if difference is None else runs.refuse(found)
@@ -147,7 +134,7 @@ class Comparing:
                 if stands:
                     undo()
                 stands, tries = False, tries + 1
-                result, stands = replayed(), True
+                result, stands = replay(), True
                 found = self._left_by(capture)
                 difference = runs.first.compare(found, bits=bits)
                 difference = None if difference is None else runs.refuse(found)
@@ -206,14 +193,7 @@ class Comparing:
         capture.audits.took(time.perf_counter() - started, first=False)
         training.clock.interrupted()
         training.report.note(_NO_MEMORY_TO_COMPARE)
-        if not variant.trace.gaps.left:  # nothing takes it back, and memory is short
-            return replay()
-        undo = taking_back(capture, before_gradients(training.program, variant))
-        try:
-            return replay()
-        except TAKEN_BACK as error:
-            undone(step, error, undo)
-            raise
+        return replay()
 
     def _timed(self, variant: Variant, replay: Callable[[], R]) -> R:
         """Make a replay that is compared, and so waited for. What it takes decides which shapes get graphs."""
@@ -270,7 +250,7 @@ def _nothing_made() -> Iterator[None]:
     """
     try:
         yield
-    except (PyGraphError, OtherWay):
+    except PyGraphError:
         raise
     except Exception as error:
         raise NotLegal(problem_of(error)) from error

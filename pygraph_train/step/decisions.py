@@ -14,10 +14,9 @@ from pygraph_train.report.step_report import StepReport
 from pygraph_train.selection import timing
 from pygraph_train.selection.arms import NOTHING, OPTIMIZER, Arm, Phase, Plan
 from pygraph_train.selection.compile_time import COMPILE_SECONDS, compile_seconds
-from pygraph_train.selection.controller import Controller, Estimate, Rules, Switch
+from pygraph_train.selection.controller import Controller, Estimate, Switch
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.launch_bound import LaunchBoundCheck
-from pygraph_train.step.other_ways import StepCosts
 from pygraph_train.step.program import StepProgram
 from pygraph_train.step.times import Times
 from pygraph_train.step.variants import Variant
@@ -166,24 +165,6 @@ class Decisions:
             self._on_settled(arm)
 
         return Choice(controller, self._stopwatch, self._times.latest, settled)
-
-    def costs(self, variant: Variant, arm: Arm, plans: Sequence[Plan]) -> StepCosts | None:
-        """What steps take that some go another way of; None where it was not measured.
-
-        Args:
-            arm: what its graph runs with.
-            plans: the legal ones.
-        """
-        known = variant if variant.lead is None else variant.lead
-        times = {} if known.choice is None else dict(known.choice.controller.times)
-        if known.warmup_seconds is not None:
-            times.setdefault(Arm(NOTHING), known.warmup_seconds / Rules().warmup_slack)
-        if self._engine.name == "emulated":
-            times = {other: timing.declared_seconds(other) for other in self.arms(variant, plans)}
-        if arm not in times or Arm(NOTHING) not in times:
-            return None
-        otherwise = min(seconds for other, seconds in times.items() if not other.plan.forward_backward)
-        return StepCosts(times[arm], times[Arm(NOTHING)], otherwise)
 
     def launch_bound(self, step: Callable[[], int]) -> LaunchBoundCheck | None:
         """What finds out whether the GPU waits for the host at all, None where that is no question.

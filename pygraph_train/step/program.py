@@ -121,7 +121,7 @@ class StepOfLoss:
         trace = kind(self.device, recorder=self.recorder, dynamic=dynamic)
         alone = self.replication.group is None
         trace.ahead.of_buffers = alone  # others have them from the first process
-        trace.gaps.allowed = trace.gaps.decide = alone
+        trace.gaps.allowed = alone
         return trace
 
     def emptied(self, trace: Trace, owned: list[Tensor]) -> list[Tensor]:

@@ -10,14 +10,12 @@ from pygraph_train.selection.arms import NOTHING
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import Ran, StepInFlight
 from pygraph_train.step.lifecycle import Life, LifeEvent, Scope, Stage, refusal
-from pygraph_train.step.other_ways import OtherWays
 from pygraph_train.step.program import Call
 from pygraph_train.step.signatures import Signatures
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Signature, Variant
-from pygraph_train.torch_private.late_decisions import OtherWay
 from pygraph_train.tracing.gradient_hooks import backward_hook
 
 __all__ = ["Refusing"]
@@ -34,7 +32,6 @@ class Refusing:
     Attributes:
         off: why no graph holds forward and backward any more.
         stopped: whether not even the update has one.
-        ways: of steps that go another way than their graph.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class Refusing:
     ) -> None:
         self.off: Problem | None = None
         self.stopped = False
-        self.ways = OtherWays()
         self._training = training
         self._updates = updates
         self._decisions = decisions
@@ -69,64 +65,10 @@ class Refusing:
         if problem is not None:
             self.run(problem, asked=asked is not None)
 
-    def taken_back(
-        self, step: StepInFlight, variant: Variant, error: Exception, run: Callable[[Call], R]
-    ) -> Ran[R]:
-        """Make a step whose replay has raised this, and was taken back."""
-        self.of_values(step, variant, error)
+    def taken_back(self, step: StepInFlight, run: Callable[[Call], R]) -> Ran[R]:
+        """Make a step whose replay has raised an exception, and was taken back."""
+        step.give_up()
         return Ran(self._ungraphed.plainly(run))
-
-    def of_values(self, step: StepInFlight, variant: Variant, error: Exception) -> None:
-        """A replay has raised this, and was taken back: calls that do so again and again get no graph any more."""
-        variant.trace.gaps.islands.let_go()
-        if isinstance(error, OtherWay):
-            return self._other_way(step, variant, error.where)
-        step.give_up()
-        unlike, signature = variant.trace.gaps.islands.unlike_too_often(), self._signatures.get(variant.key)
-        if unlike is not None and signature is not None:
-            self.calls(step, signature, variant, unlike)
-
-    def _other_way(self, step: StepInFlight, variant: Variant, where: str) -> None:
-        """A value that is asked for there leads another way than that of the graph."""
-        arm, ways = step.arm, self.ways
-        step.give_up()
-        ways.took(where)
-        alike = [other for other in self._signatures.variants() if where in other.trace.gaps.lines]
-        replays = sum(other.replays for other in alike)
-        if variant.lead is None and ways.begins_anew(where, replays):
-            return self._begin_anew(variant)
-        costs = self._decisions.costs(variant, arm, self._updates.plans())
-        if (problem := ways.problem(where, replays, costs)) is not None:
-            if all(where in other.trace.gaps.in_modules for other in alike):
-                for other in alike:  # that module may run in a gap: the next trace ends there
-                    self._begin_anew(other)
-                return
-            self._leave(alike, problem)
-
-    def _begin_anew(self, variant: Variant) -> None:
-        """Calls of this kind are traced once more."""
-        self._signatures.drop(variant, doubled=False)
-        if variant.family is not None:
-            variant.family.drop(variant)
-
-    def _leave(self, variants: list[Variant], problem: Problem) -> None:
-        """These kinds of calls have no graph any more, whatever their plans are."""
-        first, others = False, self._training.replays
-        for variant in variants:
-            others -= variant.replays
-            variant.forget_captures()
-            variant.meets(LifeEvent.REFUSED)
-            if variant.choice is not None:
-                self._training.report.start_over(variant.choice.controller)
-                variant.choice = None
-            if variant.family is not None:
-                variant.family.ended = problem
-            if (signature := self._signatures.get(variant.key)) is not None:
-                signature.life, signature.no_graphs = Life(Stage.REFUSED), None
-                first |= self._signatures.is_first(signature)
-        if refusal(other_plans=False, first=first, replayed=others > 0) is Scope.RUN:
-            return self.run(problem)
-        self._training.note(problem)
 
     def calls(
         self, step: StepInFlight, signature: Signature, variant: Variant | None, problem: Problem

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from pygraph_train.problems import PyGraphError
 from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import Replayed, StepInFlight
@@ -16,13 +15,8 @@ from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Capture, Variant
-from pygraph_train.torch_private.islands import BackwardChanged, Unlike
-from pygraph_train.torch_private.late_decisions import OtherWay
 
-__all__ = ["TAKEN_BACK", "Replays", "before_gradients", "taking_back", "undone"]
-
-TAKEN_BACK = (OtherWay, Unlike, BackwardChanged)
-"""What a replay raises where values of the step do not fit its graph."""
+__all__ = ["Replays"]
 
 
 class Replays:
@@ -72,7 +66,7 @@ class Replays:
         except Exception as error:
             if undo is None or isinstance(error, torch.OutOfMemoryError):
                 raise
-            undone(step, error, undo)
+            undo()
             step.replayed = False
             error.__cause__ = error.__context__ = None
             return error.with_traceback(None)  # its frames hold tensors, and the step runs next
@@ -83,20 +77,20 @@ class Replays:
     ) -> Callable[[], None]:
         """Before a replay: what takes it back."""
         if variant.trace.gaps.left:  # what raises there comes before anything writes gradients
-            backup: ScratchState | HostCopy = before_gradients(self._program, variant)
+            backup: ScratchState | HostCopy = _before_gradients(self._program, variant)
         else:
             backup = self._maker.backup(variant, capture, args, kwargs, self._updates.preparation)
-        return taking_back(capture, backup)
+        return _taking_back(capture, backup)
 
 
-def before_gradients(program: StepProgram, variant: Variant) -> ScratchState:
+def _before_gradients(program: StepProgram, variant: Variant) -> ScratchState:
     """What the forward of a replay may change. Hot path: the lookup has read the tensors."""
     names, tensors = set(variant.trace.written), variant.trace.latest_tensors
     written = [t for name, t in zip(variant.trace.inputs, tensors, strict=True) if name in names]
     return ScratchState(program.device, [*written, *program.extra_state()])
 
 
-def taking_back(capture: Capture, backup: ScratchState | HostCopy) -> Callable[[], None]:
+def _taking_back(capture: Capture, backup: ScratchState | HostCopy) -> Callable[[], None]:
     """What puts everything back that a replay changes: this, and which tensors are the gradients."""
     before = capture.gradients.snapshot()
 
@@ -105,17 +99,3 @@ def taking_back(capture: Capture, backup: ScratchState | HostCopy) -> Callable[[
         capture.gradients.restore(before)
 
     return undo
-
-
-def undone(step: StepInFlight, error: Exception, undo: Callable[[], None]) -> None:
-    """Take back a replay that has raised this.
-
-    Args:
-        undo: puts back all but the values of gradients that are added to.
-
-    Raises:
-        PyGraphError: such gradients were written.
-    """
-    undo()
-    if isinstance(error, BackwardChanged) and not step.position.fresh:
-        raise PyGraphError(f"gradients of this accumulation are lost: {error}") from error

@@ -188,7 +188,7 @@ class StepRunner:
             if variant.choice is None and variant.lead is None:
                 variant.choice = self._advance.compare_plans(variant)
             made = self._replays(step, variant, capture, args, kwargs, loaded)
-            return made if isinstance(made, Replayed) else self._refusing.taken_back(step, variant, made, run)
+            return made if isinstance(made, Replayed) else self._refusing.taken_back(step, run)
         return self._advance(step, signature, variant, args, kwargs, leaves, run)
 
     def _replay(self, variant: Variant, capture: Capture, leaves: Sequence[Any]) -> Replayed:

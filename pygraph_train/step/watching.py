@@ -82,11 +82,8 @@ class Watching:
                     result = variant.trace(fn, args, kwargs)
                 clock.mark("B")
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
-                islands = variant.trace.gaps.islands
-                try:
-                    return islands.see(fn, args, kwargs, refused.problem)
-                finally:
-                    variant.trace.problem = islands.with_reason(refused.problem)
+                variant.trace.problem = refused.problem
+                return fn(*args, **kwargs)
             changed = before != _versions([*parameters, *others])
             variant.writes_parameters |= changed or _writes_a_parameter(variant.trace, fn, args, kwargs)
             if moves.found() and not variant.trace.rebound and variant.trace.problem is None:

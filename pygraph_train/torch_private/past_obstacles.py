@@ -59,7 +59,6 @@ class PastObstacles:
         reads: called with `file:line` where the host reads the value of a tensor.
         shapes: called with `file:line` where the shape of a tensor depends on values of another one.
         texts: called with `file:line` where a tensor goes into a text.
-        decides: whether a condition may depend on one value that the step computes.
         leaves_out: of conditions that are not known, whether the code that follows them is left out. It is not where
             nothing is said.
 
@@ -78,14 +77,12 @@ class PastObstacles:
         reads: Callable[[str], None],
         shapes: Callable[[str], None],
         texts: Callable[[str], None],
-        decides: bool,
         leaves_out: Mapping[Condition, bool],
     ) -> None:
         self._met = met
         self._reads = reads
         self._shapes = shapes
         self._texts = texts
-        self._decides = decides
         self._leaves_out = leaves_out
         self._made: dict[int, Any] = {}  # tensors and texts that were looked at
         self._visits: Counter[Condition] = Counter()
@@ -171,8 +168,7 @@ class PastObstacles:
     def _go_on(self, tx: Any, inst: Any, stack: list[Any], error: Exception, *, follows: bool) -> None:
         """Put something in the place of the result of an instruction that failed."""
         where = user_place(tx)
-        if not (self._decides and _is_condition(inst) and _is_one_value(stack[-1])):
-            self._met(error, where, follows)
+        self._met(error, where, follows)
         self._visits[tx.f_code, inst.offset] += 1
         if (
             inst.opname.startswith(_MORE_THAN_ONE_RESULT)
@@ -315,16 +311,6 @@ def user_place(tx: Any) -> str:
 
 def _is_condition(inst: Any) -> bool:
     return (inst.target is not None and "JUMP_IF" in inst.opname) or "_IF_" in inst.opname
-
-
-def _is_one_value(variable: Any) -> bool:
-    """Whether a condition is a tensor with one element, or a number of one."""
-    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-
-    if isinstance(variable, SymNodeVariable):
-        return True
-    example = variable.proxy.node.meta.get("example_value") if type(variable) is TensorVariable else None
-    return isinstance(example, Tensor) and example.numel() == 1
 
 
 def _operands(stack: list[Any], inst: Any) -> list[Any]:

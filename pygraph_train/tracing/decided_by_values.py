@@ -17,9 +17,9 @@ from pygraph_train.problems import Problem
 from pygraph_train.torch_private.dynamic_shapes import depends_on_values
 from pygraph_train.torch_private.dynamo import example_of
 from pygraph_train.torch_private.selections import is_number_of_host
-from pygraph_train.tracing.reasons import line_of, read_on_host, shape_of_values
+from pygraph_train.tracing.reasons import line_of, shape_of_values
 
-__all__ = ["decided_by_values", "first_decided"]
+__all__ = ["decided_by_values"]
 
 
 def decided_by_values(graph: fx.GraphModule, constants: frozenset[fx.Node]) -> Iterator[Problem]:
@@ -37,18 +37,6 @@ def decided_by_values(graph: fx.GraphModule, constants: frozenset[fx.Node]) -> I
                 yield shape_of_values(line_of(node))
             elif _backward_reads(node):
                 yield _of_backward(node)
-
-
-def first_decided(graph: fx.GraphModule, constants: frozenset[fx.Node]) -> tuple[fx.Node, Problem] | None:
-    """The first operation of the step itself whose shape values decide, or that reads them on the host."""
-    for node in graph.graph.nodes:
-        if node in constants or node.op not in ("call_function", "call_method"):
-            continue
-        if node.op == "call_method" and node.target in ("item", "tolist"):
-            return node, read_on_host(line_of(node))
-        if _is_decided(node):
-            return node, shape_of_values(line_of(node))
-    return None
 
 
 def _is_decided(node: fx.Node) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from pygraph_train.problems import Problem
 from pygraph_train.torch_private.guards import asked_expression, guarded_expression, question_of
 from pygraph_train.tracing.reading import owner_of
 from pygraph_train.tracing.stillness import Settings, lack, pinned
@@ -18,16 +17,13 @@ __all__ = ["KeptGuards"]
 
 
 class KeptGuards:
-    """What the guards of one trace are about that are left to `ModuleWatch` and `Stillness`, and what no guard sees.
+    """What the guards of one trace are about that are left to `ModuleWatch` and `Stillness`.
 
     Attributes:
         modules: expressions of modules that the step calls.
         asked: expressions of objects that the step asks for attributes.
         settings: constants of modules that the step depends on.
-        of_gaps: what has changed that parts of the step in gaps depend on.
     """
-
-    of_gaps: Callable[[], Problem | None] | None = None
 
     def __init__(self) -> None:
         self.modules: dict[str, None] = {}
@@ -57,14 +53,6 @@ class KeptGuards:
                 known.add(question)
             kept.append(stays)
         return kept
-
-    def unguarded_holds(self) -> bool:
-        """Whether all is as it was that no guard of Dynamo sees: what parts of the step in gaps depend on. Hot path."""
-        return self.of_gaps is None or self.of_gaps() is None
-
-    def unguarded_problem(self) -> Problem | None:
-        """What of that is not as it was."""
-        return None if self.of_gaps is None else self.of_gaps()
 
 
 def _classes_by_expression(guards: Sequence[Any]) -> dict[str, type]:

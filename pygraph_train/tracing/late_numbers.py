@@ -16,14 +16,11 @@ from torch import Tensor, fx
 
 from pygraph_train.torch_private.dynamo import module_of_copy
 from pygraph_train.torch_private.side_effects import SideEffect
-from pygraph_train.tracing.late_checks import Check
 from pygraph_train.tracing.late_marks import LateFloat, LateInt, LateTensor
 from pygraph_train.tracing.late_nodes import LateNodes, nothing_depends_on_numbers, value_of
 from pygraph_train.tracing.reasons import line_of
 
 __all__ = ["LateNumbers", "late_numbers", "replaced_later", "without_late_numbers"]
-
-_CHECK = "check_of_decisions"
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,6 @@ class LateNumbers:
         floats: for each, whether it is a float, which that code takes out of a tensor; otherwise an int.
         lines: for each, `file:line` where it is read or computed.
         compute: takes these tensors and returns these numbers.
-        checks: ask in each run whether values lead the way of the graph.
     """
 
     reads: int
@@ -46,7 +42,6 @@ class LateNumbers:
     floats: tuple[bool, ...]
     lines: tuple[str | None, ...]
     compute: Callable[..., tuple[Any, ...]]
-    checks: tuple[Check, ...] = ()
     _results: list[tuple[Any, ...]] = field(
         default_factory=list
     )  # of the replay whose writes are still to be made
@@ -87,7 +82,7 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
     """The numbers that a graph of Dynamo's reads, None where it reads none, or something depends on one."""
     found = LateNodes.of(gm)
     outputs: Any = gm.graph.output_node().args[0]
-    if not (found.reads or found.asks) or not nothing_depends_on_numbers(gm):
+    if not found.reads or not nothing_depends_on_numbers(gm):
         return None
     places = [i for i, node in enumerate(outputs) if node in found.numbers]
     if any(isinstance(value_of(outputs[i]), torch.SymBool) for i in places):
@@ -96,8 +91,7 @@ def late_numbers(gm: fx.GraphModule) -> LateNumbers | None:
     compute = found.function(gm, [outputs[i] for i in places], found.reads)
     alone = tuple(_read_alone(outputs[i], found.reads) for i in places)
     lines = tuple(_line(outputs[i]) for i in places)
-    checks = tuple(found.check(gm, asks) for asks in found.groups(gm))
-    return LateNumbers(len(found.reads), alone, tuple(places), floats, lines, compute, checks)
+    return LateNumbers(len(found.reads), alone, tuple(places), floats, lines, compute)
 
 
 def on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -138,12 +132,7 @@ def without_late_numbers(gm: fx.GraphModule, found: LateNumbers) -> fx.GraphModu
         with graph.inserting_before(copies[node]):
             alone = graph.call_method("detach", (copies[node].args[0],))
             read[node] = graph.call_method("clone", (alone,))
-    for number, (asks, check) in enumerate(zip(of_graph.groups(gm), found.checks, strict=True)):
-        gm.add_module(f"{_CHECK}_{number}", check)
-        with graph.inserting_after(copies[asks[-1]]):
-            graph.call_module(f"{_CHECK}_{number}", tuple(map(read.__getitem__, check.tensors)))
-        check.tensors.clear()
     graph.output((*(value for i, value in enumerate(values) if i not in found.results), *read.values()))
-    for node in reversed([x for x in gm.graph.nodes if x in of_graph.numbers or x in of_graph.asks]):
+    for node in reversed([x for x in gm.graph.nodes if x in of_graph.numbers]):
         graph.erase_node(copies.pop(node))
     return module_of_copy(gm, graph, copies)

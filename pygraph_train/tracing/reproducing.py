@@ -29,7 +29,6 @@ from pygraph_train.torch_private.dynamo import (
 from pygraph_train.torch_private.side_effects import hooks_in_frame
 from pygraph_train.tracing.counters import counters, without_counters
 from pygraph_train.tracing.host_draws import Ahead
-from pygraph_train.tracing.late_nodes import has_questions
 from pygraph_train.tracing.late_numbers import late_numbers, replaced_later, without_late_numbers
 from pygraph_train.tracing.live_numbers import OTHER_DECISION, CallNumbers
 from pygraph_train.tracing.number_guards import changed_numbers
@@ -277,8 +276,8 @@ class ReproducingTrace(Trace):
         self.live.take(numbers)
         self._numbers -= numbers
 
-    def _look_again(self, graph: torch.fx.GraphModule, *, decides: bool = True) -> None:
-        self._again, self.gaps.decide = True, self.gaps.decide and decides
+    def _look_again(self, graph: torch.fx.GraphModule) -> None:
+        self._again = True
         self._notes += tracing_notes(graph)
         with forgetting_values([graph]):
             raise NotLegal(Problem("the step is traced again"))
@@ -298,9 +297,7 @@ class ReproducingTrace(Trace):
             if self.live.drop(self.ahead.given(graph)):
                 self._look_again(graph)
         made: list[torch.fx.GraphModule] = []  # copies
-        if (late := late_numbers(graph)) is None and has_questions(graph):
-            self._look_again(graph, decides=False)
-        if late is not None:
+        if (late := late_numbers(graph)) is not None:
             made.append(graph := without_late_numbers(graph, late))
         found = counters(graph)
         numbers = [i for i, value in enumerate(example_inputs) if not isinstance(value, Tensor)]
@@ -320,10 +317,7 @@ class ReproducingTrace(Trace):
         seat = Seat(found, late)
         with forgetting_values(made):
             seat.graph = super()._backend(graph, example_inputs)
-        if self.gaps.decided and self.rebound:  # nobody takes back what a run gives other memory
-            self._look_again(graph, decides=False)
         if self._compiles == 1:
-            self.gaps.islands.check_writes(effects, self._frame, self._code.__globals__, bool(self.rebound))
             writes = bool(effects) or appends_in_frame()
             self.reproduces = (writes or self._is_filled()) and self.problem is None
             self._lists.clear()

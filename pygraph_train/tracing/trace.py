@@ -137,7 +137,7 @@ class Trace:
         self._guards: Any = None
         self._given = GivenTensors(runs=self.runs_graph)
         self._kept = KeptGuards()
-        self.objects, self.gaps = ReturnedObjects(), Gaps(device, islands=not self.dynamic)
+        self.objects, self.gaps = ReturnedObjects(), Gaps()
         self._further: tuple[tuple[Any, str, Any], ...] = ()  # changes of Dynamo while it traces
         self._watch: ModuleWatch | None = None
         self._still = Stillness({}, {})
@@ -170,8 +170,7 @@ class Trace:
 
     def _is_worth_another_look(self, refused: Problem) -> bool:
         """After a trace that was given up, and ran nothing: whether the function is traced in another way now."""
-        known = self._compiles or self.gaps.may_learn(refused)
-        if known or not (self.ahead.learned() or self.branches.others(refused)):
+        if self._compiles or not (self.ahead.learned() or self.branches.others(refused)):
             return False
         self._go_through_dynamo(self._function_to_trace())
         return True
@@ -194,7 +193,7 @@ class Trace:
         before, stale = self._compiles, None
         if self.traced and not self.holds(fn, args, kwargs):
             stale = self._why(frame)
-            seen = self._still.settings_hold(frame) and self._kept.unguarded_holds()
+            seen = self._still.settings_hold(frame)
             if stale is not None and not seen:
                 raise NotLegal(stale)  # Dynamo does not look there
         drawn = self.ahead.as_traced(frame, stale) if before else None
@@ -267,7 +266,7 @@ class Trace:
         """True when the trace is valid for this call. Runs nothing of `fn`. Hot path."""
         guards, frame = self._guards, {"fn": fn, "args": args, "kwargs": kwargs}
         # no cache entry: reset, or an object died that a guard knows by its id
-        if guards.cache_entry is None or not guards.check(frame) or not self._kept.unguarded_holds():
+        if guards.cache_entry is None or not guards.check(frame):
             return False
         assert self._watch is not None
         if (tensors := self._still.tensors(frame)) is not None:
@@ -324,7 +323,7 @@ class Trace:
         self._given.look_at(graph)
         given = (graph, self.device, self.host, self._is_of_batch)
         constants = make_once(*given) if self.runs_graph else HostConstants()
-        self._kept.of_gaps = self.gaps.look_at(graph, constants.nodes)
+        self.gaps.look_at(graph)
         self._constants += constants.values
         self.made_once = constants.told if self._compiles == 1 else self.made_once
         if self.problem is None:
@@ -376,8 +375,7 @@ class Trace:
     def _why(self, frame: dict[str, Any]) -> Problem | None:
         """What is not as it was: the first guard that fails, and what the watch sees, which may be the real reason."""
         failures = (self.failures(frame) or self._still.changed_settings(frame))[:1]
-        found = list(filter(None, [self._kept.unguarded_problem()]))
-        found += self._what_changed(frame, by_itself=not (failures or found))
+        found = self._what_changed(frame, by_itself=not failures)
         for guard, where in failures:
             if not (found and is_of_tensor(guard)):  # the watch says it better
                 found.insert(0, problem_of_guard(guard, where, frame["fn"]))

@@ -15,10 +15,8 @@ from pygraph_train.torch_private.counted_scatter import counted_scatter
 from pygraph_train.torch_private.ctc_loss import ctc_loss
 from pygraph_train.torch_private.dispatch import FakeTensor, HigherOrderOperator, written_by_schema
 from pygraph_train.torch_private.host_backwards import backward_in_gap
-from pygraph_train.torch_private.island_gaps import island_of_node
 from pygraph_train.torch_private.memory import storage_key, tensor_version
 from pygraph_train.tracing.graph_calls import function_of, is_write, tensors_in
-from pygraph_train.tracing.late_checks import Check
 
 __all__ = ["NORMALISATIONS", "maybe_written", "memory_in_trace", "statistics_written", "written_arguments"]
 
@@ -90,15 +88,12 @@ def _origins(node: fx.Node) -> set[fx.Node]:
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation may write to."""
     if node.op == "call_module":
-        module = getattr(node.graph.owning_module, str(node.target), None)
-        return [] if isinstance(module, Check) else node.all_input_nodes
+        return node.all_input_nodes
     if node.op not in ("call_function", "call_method"):
         return []
     fn = function_of(node)
     if isinstance(fn, HigherOrderOperator):
         return _written_within(node)
-    if (one := island_of_node(node)) is not None:
-        return [x for x in node.args[-len(one.buffers) :] if isinstance(x, fx.Node)] if one.buffers else []
     if fn in (counted_scatter, ctc_loss, backward_in_gap):
         return []
     found: list[fx.Node] = []
