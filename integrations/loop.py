@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pygraph_train.boundary import Boundary, once
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
@@ -64,6 +65,7 @@ class Loop:
     ) -> None:
         self.config = config
         self.report = LoopReport()
+        self.boundary = Boundary(self._failed, self.release)
         self._taken: Living[nn.Module] = Living()
         self._calls: Living[RegionedCall] = Living()
         self._optimizers: Living[OptimizerGraph] = Living()
@@ -156,7 +158,15 @@ class Loop:
                 wait.begin_anew()
                 self._waiting = wait
             call = RegionedCall(
-                module, options, first, self._tell, whole, keeps_code=keeps_code, wait=wait, **compile_options
+                module,
+                options,
+                first,
+                self._tell,
+                whole,
+                keeps_code=keeps_code,
+                wait=wait,
+                boundary=self.boundary,
+                **compile_options,
             )
             self._taken.add(module)
             self._calls.add(call)
@@ -266,6 +276,9 @@ class Loop:
         """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""
         if graph is None:
             return body()
+        self.boundary.make(lambda: self._step(graph, once(body), constants), once(body))
+
+    def _step(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
         if self._over:
             body()
             if self._rounds.ends_with(graph):
@@ -291,6 +304,9 @@ class Loop:
 
     def update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the step of one optimizer, in a training step that ends with `step_ended`."""
+        self.boundary.make(lambda: self._update(graph, once(body), constants), once(body))
+
+    def _update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
         graph.run(body, constants)
         if self._counts_steps and not graph.suspended:
             self._replayed.append(graph.replayed)
@@ -300,6 +316,9 @@ class Loop:
 
         While no optimizer was taken over nobody knows whether the step made an update.
         """
+        self.boundary.make(self._end_step, lambda: None)
+
+    def _end_step(self) -> None:
         replayed, self._replayed = self._replayed, []
         self._count(all(replayed) and bool(self._optimizers))
 
@@ -352,6 +371,10 @@ class Loop:
         graphs = self._optimizers
         given_back = all(call.removed for call in self._calls)
         self._over = given_back and bool(graphs) and all(g.over and not g.suspended for g in graphs)
+
+    def _failed(self, problem: Problem) -> None:
+        """The library has failed in itself."""
+        self.refuse(problem.reason, problem.fix)
 
     def _tell(self, problem: Problem) -> None:
         if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._steps)):

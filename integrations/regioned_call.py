@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pygraph_train.boundary import FORWARD, Boundary, done, executes
 from pygraph_train.integrations.backend_for_calls import backend_for_calls, begins
 from pygraph_train.integrations.first_calls import (
     FirstCalls,
@@ -58,6 +59,7 @@ class RegionedCall:
         tell: called with the reason why calls run as they are later on.
         whole: compares the loop as a whole; gets the regions.
         keeps_code: see `TakenModule`.
+        boundary: of the loop.
         wait: says when the module may be compiled. None: after its first calls.
         **compile_options: further arguments of `torch.compile`.
 
@@ -83,9 +85,11 @@ class RegionedCall:
         *,
         keeps_code: bool,
         wait: CompileWait | None = None,
+        boundary: Boundary,
         **compile_options: Any,
     ) -> None:
         self.module = module
+        self._boundary = boundary
         self._wait = wait
         self.keeps_code = keeps_code
         self.leaving = False
@@ -111,13 +115,16 @@ class RegionedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
             return _call(self.module, args, kwargs)
+        return self._boundary.make(lambda: self._make(args, kwargs), lambda: _call(self.module, args, kwargs))
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.leaving:
             return self._leave(args, kwargs)
         kind = any(map(_requires_grad, args)) or any(map(_requires_grad, kwargs.values())), present()
         first = self._first_of(kind)
         if first is not None:
             if not first.over:
-                result = _call(self.module, args, kwargs)
+                result = done(_call(self.module, args, kwargs))
                 first.look_at(result, None if self._wait is None else (args, kwargs))
                 return result
             if self._wait is not None and self._wait.holds(self):
@@ -133,7 +140,7 @@ class RegionedCall:
         known = self._autocast[kind]
         around = kind[1] if known is None else known
         with dynamo_region_config(around) as failures:
-            result = self._compiled(self.module, args, kwargs)
+            result = done(self._compiled(self.module, args, kwargs))
         watch_backward(result, around, type(self.module).__name__, self._late)
         if failures:
             reason = getattr(failures[0], "inner_exception", None)
@@ -228,7 +235,7 @@ class RegionedCall:
             self._aside = weakref.finalize(module, _nothing, self)
             self._aside.atexit = False
             del self.module
-            result = _call(module, args, kwargs)
+            result = done(_call(module, args, kwargs))
         before_backward(result, whole.make_way_again)  # many a loop empties gradients just before it
         return result
 
@@ -289,6 +296,7 @@ def _requires_grad(value: object) -> bool:
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    executes(FORWARD)
     return uncompiled_call(module)(*args, **kwargs)
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "PyGraphError",
     "defined_at",
     "first_line",
+    "is_library_file",
     "is_user_file",
     "not_the_users",
     "user_line_in",
@@ -110,6 +111,11 @@ def _is_user_code(frame: types.FrameType) -> bool:
         return False
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package not in _packages
+
+
+def is_library_file(path: str) -> bool:
+    """Whether a source file belongs to the library itself."""
+    return path.startswith(tuple(_folders))
 
 
 def is_user_file(path: str) -> bool:

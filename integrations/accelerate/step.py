@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.boundary import STEP, Boundary, done, executes
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.by_hand import AccelerateByHand, why_not_by_hand
 from pygraph_train.integrations.accelerate.calls import (
@@ -92,6 +93,7 @@ class GraphedStepFunction(NotCopied):
         self._loop = loop
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self._report = StepReport()
+        self._boundary = Boundary(self._report.failed, lambda: self._leave(None))
         self._observed: dict[bool, Script] = {}
         self._hoists_accumulate = False
         self._by_hand = False
@@ -118,6 +120,17 @@ class GraphedStepFunction(NotCopied):
             return detached_results(self._fn(*args, **kwargs))
         if self._rest:
             return self._plain_step(args, kwargs)
+        return self._boundary.make(
+            lambda: self._make(args, kwargs), lambda: detached_results(self._plainly(args, kwargs))
+        )
+
+    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function as it is."""
+        executes(STEP)
+        with self._loop.paused():
+            return self._fn(*args, **kwargs)
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._hoists_accumulate:
             self._accelerator._do_sync()
         script = self._observed.get(self._accelerator.sync_gradients)
@@ -144,6 +157,7 @@ class GraphedStepFunction(NotCopied):
                 result = program.finish(result, number, step.update, updated=outcome.updated)
             else:
                 result = outcome.result
+            done(result)
             step.finish()
         if isinstance(program, AccelerateByHand):
             self._lost = 0 if step.replayed else self._lost + (_SERIOUS if step.given_up else 1)
@@ -207,7 +221,9 @@ class GraphedStepFunction(NotCopied):
         watch = Observation(self._accelerator, hoisted=self._hoists_accumulate)
         sync = self._replication().micro_batch(sync=_exchanges(self._accelerator))
         with watch.observing(), self._loop.paused(), sync:
+            executes(STEP)
             result = self._fn(*args, **kwargs)
+        done(detached_results(result))
         problem = watch.problem_with(result)
         if problem is not None and watch.may_be_by_hand and watch.problem_of_result(result) is None:
             self._by_hand = True
@@ -426,6 +442,7 @@ class _StepFunctionProgram(StepOfLoss):
             sync = self.replication.micro_batch(sync=position.sync)
             with ExitStack() as outside, sync, standing_in(self._live_calls(outside, update)):
                 outside.enter_context(self._as_outside())
+                executes(STEP)
                 return detached_results(self._fn(*args, **kwargs))
         for event in before_backward(position.constants[1]):
             self._make(event, update)

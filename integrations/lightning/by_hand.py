@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from pygraph_train.boundary import Boundary, done, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.lightning.hooks import (
     INSIDE_FORWARD_BACKWARD,
@@ -31,7 +32,7 @@ from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.flight import Replayed
-from pygraph_train.step.program import Call, StepProgram
+from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.runner import StepRunner
 
 __all__ = ["StepsByHand", "why_not_whole"]
@@ -85,6 +86,7 @@ class StepsByHand:
         module: under manual optimization, and `why_not_whole` has found nothing.
         runner: makes the runner of a program.
         warmup_steps: before a capture.
+        tell: called with the reason where the library fails in itself.
     """
 
     def __init__(
@@ -93,10 +95,12 @@ class StepsByHand:
         module: LightningModule,
         runner: Callable[[StepProgram], StepRunner],
         warmup_steps: int,
+        tell: Callable[[Problem], None],
     ) -> None:
         self._trainer = trainer
         self._program = ManualProgram(trainer, module)
         self._runner = runner(self._program)
+        self._boundary = Boundary(tell, self._runner.close)
         self._loop = trainer.fit_loop.epoch_loop.manual_optimization
         self._patches = ExitStack()
         self._lost = 0  # how many more steps ran as they are than were replayed
@@ -128,6 +132,11 @@ class StepsByHand:
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the strategy's: one batch."""
+        return self._boundary.make(
+            lambda: self._make_step(args, kwargs), lambda: self._program.run(plain_call, args, kwargs)
+        )
+
+    def _make_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program, progress = self._program, self._loop.optim_step_progress
         before: Any = None
 
@@ -143,16 +152,18 @@ class StepsByHand:
         step = self._runner.begin(program.position())
         outcome = self._runner.make(step, args, kwargs, run)
         if not isinstance(outcome, Replayed):
+            done(outcome.result)
             step.finish()
             program.book.ran()
             self._lost += _SERIOUS if step.given_up else 1
             return outcome.result
         self._lost = max(0, self._lost - 1)
         output, logged, updates = outcome.outputs
-        program.book.replayed(logged)
+        quietly(lambda: program.book.replayed(logged))
         for _ in range(updates):
             self._loop._on_before_step()
             self._loop._on_after_step()
+        done(output)
         step.finish()
         return output
 

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pygraph_train.boundary import STEP, Boundary, done, executes, quietly
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning.by_hand import StepsByHand, why_not_whole
@@ -195,7 +196,9 @@ class PyGraphCallback(Callback):
             if problem is not None:
                 self._report.note(problem.reason)
                 return self._graph_phases(trainer, pl_module)
-            self._step = by_hand = StepsByHand(trainer, pl_module, runner_of, self.config.warmup_steps)
+            self._step = by_hand = StepsByHand(
+                trainer, pl_module, runner_of, self.config.warmup_steps, self._report.failed
+            )
             return by_hand.attach()
         program = _LightningProgram(trainer, pl_module)
         self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner_of(program), self)
@@ -267,6 +270,7 @@ class _AutomaticStep:
         self._program = program
         self._runner = runner
         self._step: StepInFlight | None = None
+        self._boundary = program.boundary = Boundary(callback.report().failed, self._let_go)
         self._rest: float = 0  # so many further batches are Lightning's alone
         self._idle = [hook for hook in ON_EACH_BATCH if not overrides(callback, hook)]
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -298,6 +302,11 @@ class _AutomaticStep:
     def _give_back(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+    def _let_go(self) -> None:
+        """The library has failed too often: every further batch is Lightning's alone."""
+        self._runner.close()
+        self._begin_rest(math.inf)
 
     def _only_count(self) -> None:
         """No step can have a graph any more: Lightning makes them, and the report counts them."""
@@ -355,6 +364,18 @@ class _AutomaticStep:
         """One batch: forward, backward and, at the end of an accumulation, the optimizer."""
         if self._rest:
             return self._run_at_rest(optimizer, batch_idx, kwargs)
+        return self._boundary.make(
+            lambda: self._run(optimizer, batch_idx, kwargs),
+            lambda: self._run_plainly(optimizer, batch_idx, kwargs),
+        )
+
+    def _run_plainly(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """One batch as Lightning makes it, after the library has failed."""
+        self._step = None
+        quietly(self._program.book.ran)
+        return self._lightning_run(optimizer, batch_idx, kwargs)
+
+    def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         loop, trainer = self._loop, self._trainer
         if loop._skip_backward:
             self._program.book.ran()
@@ -388,6 +409,8 @@ class _AutomaticStep:
                 progress.load_state_dict(before)
             elif call is not plain_call:
                 before = progress.state_dict()
+            if call is plain_call:
+                executes(STEP)
             with self._program.running_through(call):
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
@@ -396,12 +419,13 @@ class _AutomaticStep:
         self._step = step = self._runner.begin(position)
         outcome = self._runner.make(step, tuple(kwargs.values()), {}, run)
         if not isinstance(outcome, Replayed):
+            done(outcome.result)
             step.finish()
             self._program.book.ran()
             self._begin_rest(self._runner.take_rest())
             return outcome.result
         output, logged = outcome.outputs
-        self._program.book.replayed(logged)
+        quietly(lambda: self._program.book.replayed(logged))
         if position.fresh:
             progress.optimizer.zero_grad.increment_ready()
             progress.optimizer.zero_grad.increment_started()
@@ -413,6 +437,7 @@ class _AutomaticStep:
             output = self._update(output, optimizer, batch_idx, kwargs)
         else:
             self._after_backward(output["loss"])
+        done(output)
         step.finish()
         return output
 
@@ -441,6 +466,15 @@ class _AutomaticStep:
         self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """In the place of the precision plugin's: what it does, with the end of it from a graph."""
+        stock = self._lightning_optimizer_step
+        return self._boundary.make(
+            lambda: self._make_optimizer_step(optimizer, model, closure, **kwargs),
+            lambda: stock(optimizer, model=model, closure=closure, **kwargs),
+        )
+
+    def _make_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         step = self._step
         if step is None or kwargs or optimizer is not self._program.optimizer or self._loop._skip_backward:
             return self._lightning_optimizer_step(optimizer, model=model, closure=closure, **kwargs)
@@ -457,7 +491,7 @@ class _AutomaticStep:
             return self._lightning_optimizer_step(optimizer, model=model, closure=lambda: result)
         body = self._program.before_update(optimizer)
         step.update(body, (self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm))
-        return result
+        return done(result)
 
     def _observe(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """The first step of an optimizer of another library, as it is: when does it ask for the loss?"""
@@ -504,6 +538,7 @@ class _LightningProgram(StepOfLoss):
         self.scaling = Scaling(getattr(self._precision, "scaler", None), self.optimizer)
         self.replication = _replication(trainer)
         self.book = LogBook(trainer, module, self.replication)
+        self.boundary = Boundary()
         self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
         self.split_after_backward = overridden(trainer, module, "on_after_backward") is not None
@@ -530,11 +565,17 @@ class _LightningProgram(StepOfLoss):
 
         # on the strategy, not on the module: attributes of the module are guarded
         def training_step(*args: Any, **kwargs: Any) -> Any:
+            return self.boundary.make(
+                lambda: recorded(*args, **kwargs), lambda: self._plain_training_step(*args, **kwargs)
+            )
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             with self._as_outside(), self._precision.train_step_context():
                 with self._recording() as recorder, self.replication.around():
                     output = call(self.function(), args, kwargs)
                     records = list(recorder.records)
                     recorder.records.clear()
+                done(output)
                 for record in records:  # in the context as well: it sets the default dtype
                     self.model.log(record.name, record.value, *record.args, **record.kwargs)
             self.book.know(records)
@@ -546,6 +587,7 @@ class _LightningProgram(StepOfLoss):
     def _plain_training_step(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._trainer.strategy
         with self._as_outside():
+            executes(STEP)
             return type(strategy).training_step(strategy, *args, **kwargs)
 
     def _as_outside(self) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pygraph_train.boundary import STEP, Boundary, done, executes
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
@@ -30,6 +31,7 @@ from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed, StepInFlight
+from pygraph_train.step.loss_program import plain_update
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepOfLoss, plain_call
 from pygraph_train.step.runner import StepRunner
@@ -112,6 +114,7 @@ class _WholeStep:
         self._step: StepInFlight | None = None
         self._rest: float = 0  # so many further steps are the Trainer's alone
         self._undo: Callable[[], None] = lambda: None
+        self._boundary = Boundary(self._report.failed, self.close)
         problem = _not_whole(trainer)
         self._replication = _replication(trainer)
         if problem is None:
@@ -127,6 +130,20 @@ class _WholeStep:
         runner = self._runner
         if runner is None:
             return step(model, inputs)
+        return self._boundary.make(
+            lambda: self._make(runner, step, model, inputs, num_items),
+            lambda: self._plainly(step, model, inputs),
+        )
+
+    def _plainly(self, step: Callable[..., Tensor], model: nn.Module, inputs: Any) -> Tensor:
+        """The Trainer's own step, after the library has failed."""
+        self._step = None
+        executes(STEP)
+        return step(model, inputs)
+
+    def _make(
+        self, runner: StepRunner, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
+    ) -> Tensor:
         trainer, program = self._trainer, self._program
         if self._rest:
             self._rest, self._step = self._rest - 1, None
@@ -147,6 +164,7 @@ class _WholeStep:
         def run(call: Call) -> Tensor:
             with replication.micro_batch(sync=position.sync):
                 if call is plain_call:
+                    executes(STEP)
                     return step(program.model, inputs)
                 loss, _ = program.forward(call, (inputs, num_items), {})
                 program.backward(loss)
@@ -158,6 +176,7 @@ class _WholeStep:
             self.updated = outcome.updated
         else:
             loss = outcome.result
+        done(loss)
         if not update:
             self._end(runner, self._step)
         return loss
@@ -196,14 +215,19 @@ class _WholeStep:
 
     def _optimizer_step(self, body: Callable[[], None]) -> None:
         """In the place of the optimizer's: nothing after a replay that held it."""
+        updated, self.updated = self.updated, False
+        self._boundary.make(
+            lambda: self._update(body, updated), (lambda: None) if updated else lambda: plain_update(body)
+        )
+
+    def _update(self, body: Callable[[], None], updated: bool) -> None:
         runner, step = self._runner, self._step
         if step is None:
             return body()
         assert runner is not None
-        if self.updated:
-            self.updated = False
-        else:
+        if not updated:
             step.update(body)
+        done(None)
         self._end(runner, step)
         if runner.stopped or runner.hopeless:
             self._fall_back(None)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from types import TracebackType
+
+from pygraph_train.boundary import rehearsal
 
 __all__ = ["OneCapture"]
 
@@ -21,6 +24,7 @@ class OneCapture:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: int | None = None
+        self._rehearsal: AbstractContextManager[None] = rehearsal()
 
     @property
     def anywhere(self) -> bool:
@@ -36,9 +40,12 @@ class OneCapture:
         if self.here or not self._lock.acquire(timeout=_WAIT):
             raise RuntimeError("another capture is under way: a process captures one graph at a time")
         self._thread = threading.get_ident()
+        self._rehearsal = rehearsal()
+        self._rehearsal.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._rehearsal.__exit__(None, None, None)
         self._thread = None
         self._lock.release()

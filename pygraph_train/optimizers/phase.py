@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train.boundary import UPDATE, done, executes, taken_back
+from pygraph_train.boundary import put_back as put_all_back
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.gradients.places import Layout, Source
@@ -184,10 +186,12 @@ class OptimizerPhase:
             with torch.no_grad():
                 copy_all(list(map(local_tensor, buffers)), list(map(local_tensor, present)))
         self._preparation.sync()
+        executes(UPDATE)
         capture.graph.replay()
         if buffers is not None:  # clipped and unscaled, and whoever holds one sees that
             with torch.no_grad():
                 copy_all(list(map(local_tensor, present)), list(map(local_tensor, buffers)))
+        done(None)
         capture.replays += 1
         self._replays += 1
 
@@ -294,9 +298,10 @@ class OptimizerPhase:
             return Fingerprint.of(torch.zeros((), device=device), [*state, *map(_grad, parameters)])
 
         def undo() -> None:
-            backup.restore()
+            put_all_back(backup.restore)
             for p, g in zip(parameters, gradients, strict=True):
                 p.grad = g
+            taken_back()
 
         def without_graph() -> Fingerprint:
             put_back = self._program.scaling.notes()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from pygraph_train.boundary import Boundary, done
 from pygraph_train.regions.absent import Absent, what_changed
 from pygraph_train.regions.lazy_bits import without_lazy_bits
 from pygraph_train.regions.pair import Pair, Tangent
@@ -108,17 +109,24 @@ class Direct:
         self._pair = pair
         self._looks = LOOKS
         self._route: Route | None = None
+        self._boundary = Boundary(rest=self._end)
 
     def __call__(self, *args: Any) -> Any:
+        return self._boundary.make(lambda: self._call(*args), lambda: self._compiled(*args))
+
+    def _call(self, *args: Any) -> Any:
         route = self._route
         if route is not None and not autograd_is_watched():
-            result = _apply(route, *args)
+            result = done(_apply(route, *args))
             for i, dims in route.dynamic:
                 mark_dynamic(result[i], dims)
             return result
         if self._looks and route is None:
             return self._look(args)
         return self._compiled(*args)
+
+    def _end(self) -> None:
+        self._looks, self._route = 0, None
 
     def _look(self, args: tuple[Any, ...]) -> Any:
         """Call the long way, and find out whether there is a short one."""

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from pygraph_train.boundary import BACKWARD, FORWARD, Boundary, done, executes
 from pygraph_train.graphs import CaptureError
 from pygraph_train.regions.arena import Arena, Occupant
 from pygraph_train.regions.blocks import Block, block_of
@@ -121,6 +122,8 @@ class Region:
         self.record = row
         self.measurements = Measurements(pair.way is not None, arena.engine.synchronize)
         self._compiled = compiled
+        self._what = BACKWARD if spec.phase == "backward" else FORWARD
+        self._boundary = Boundary(rest=lambda: self.give_up("pygraph-train has failed in it too often"))
         self._timed = not options.compile  # Inductor times its kernels in their first run
         self._watched = parameters_go_unguarded()
         self._arena = arena
@@ -169,8 +172,10 @@ class Region:
             return self.witness(inputs, self._call)
         if self._given_up and not self._arena.abandoned:  # as directly as the compiler calls it
             self.record.plain_runs += 1
+            executes(self._what)
             return self._compiled(inputs)
-        return self._call(inputs)
+        given = list(inputs)
+        return self._boundary.make(lambda: self._call(inputs), lambda: self._run_compiled(given))
 
     def _call(self, inputs: list[Any]) -> Any:
         asleep = self.plain_only or self._pair.bounds.asleep
@@ -352,8 +357,9 @@ class Region:
             with benchmarks_leave_no_memory():
                 return self._run_compiled(inputs)
         forward = self._pair.forward
+        executes(self._what)
         if self.spec.phase != "backward" or forward is None or not forward.record.captures:
-            return self._compiled(inputs)
+            return done(self._compiled(inputs))
         if self._returned is not None:
             outputs = list(self._compiled(inputs))
         else:  # the same ones in every run of the same kernels
@@ -362,17 +368,19 @@ class Region:
             self._returned = [i for i, x in enumerate(outputs) if saved.intersection(storages([x]))]
         for i in self._returned:
             outputs[i] = outputs[i].clone()
-        return outputs
+        return done(outputs)
 
     def _replay(self, capture: RegionCapture, inputs: list[Any], key: _Key) -> list[Any]:
         row = self.record
         row.replays += 1
         self.last = capture
         way = self._pair.way
+        executes(self._what)
         if way is not None and self.measurements.open(way, key.shapes):
             outputs = self.measurements.time(way, lambda: capture.replay(inputs), key.shapes)
         else:
             way, outputs = None, capture.replay(inputs)
+        done(outputs)
         self._arena.ran(capture.occupants, capture.consumes)
         row.patched_pointers = capture.patched
         if way is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pygraph_train.problems import Problem
 from pygraph_train.report.headline import Headline
 from pygraph_train.report.plans import ArmRow, PhaseRow, arms_of, phases_of
 from pygraph_train.report.printing import VerboseReport, as_rich, as_text
@@ -210,6 +211,10 @@ class StepReport:
         self.switches.append(switch)
         self.plan = str(switch.arm.plan)
         self._progress.decided(switch)
+
+    def failed(self, problem: Problem) -> None:
+        """The library has failed in itself."""
+        self.fell_back(Fallback(problem.reason, problem.where, problem.fix, self.steps))
 
     def note(self, text: str) -> None:
         """Note something worth knowing, once."""

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pygraph_train.boundary import put_back as put_all_back
+from pygraph_train.boundary import rehearsal
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.engine import Graph, NumbersNotFound
 from pygraph_train.identity import identities, picker
@@ -221,8 +223,7 @@ class CaptureMaker:
         except BaseException as error:
             if graph is not None:  # another rank has none
                 graph.close()
-            gradients.restore(before)
-            put_back()
+            put_all_back(lambda: gradients.restore(before), put_back)
             if exchanges and isinstance(error, Exception):
                 replication.reset()
             as_it_is = PyGraphError | NumbersNotFound | CannotBeLoaded
@@ -230,9 +231,8 @@ class CaptureMaker:
                 raise  # Ctrl-C and the like: the caller's business, with everything in order
             raise NotLegal(problem_of(error, variant.trace, program.function())) from error
         finally:
-            forget()
-            moves.put_back()
-            self.anchors.end([*rebound, *kept])
+            ends = functools.partial(self.anchors.end, [*rebound, *kept])
+            put_all_back(forget, moves.put_back, ends)
         put_back()
         self._training.has_memory = True
         outputs.tensors.clear()
@@ -288,6 +288,23 @@ class CaptureMaker:
         Args:
             around: what it makes is entered around forward and backward.
         """
+        with rehearsal():
+            return self._reference(
+                variant, gradients, call, args, kwargs, updates=updates, sync=sync, around=around
+            )
+
+    def _reference(
+        self,
+        variant: Variant,
+        gradients: Gradients,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        updates: bool,
+        sync: bool,
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> Fingerprint:
         replication = self._program.replication
         stage = out_of_step if replication.sharded else self.stage
         with self.stage():
@@ -316,10 +333,7 @@ class CaptureMaker:
                     left = [*gradients.snapshot(), *self._program.left_behind()]
                     return Fingerprint.of(loss.detach(), left)
         finally:
-            moves.put_back()
-            scratch.restore()
-            gradients.restore(before)
-            put_back()
+            put_all_back(moves.put_back, scratch.restore, lambda: gradients.restore(before), put_back)
 
     def stage(self) -> AbstractContextManager[None]:
         """Around what may fail on one rank, before others wait for it."""

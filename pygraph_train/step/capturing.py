@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pygraph_train.boundary import put_back as put_all_back
 from pygraph_train.graphs.engine import NumbersNotFound
 from pygraph_train.optimizers.kernels import advice_on_numbers
 from pygraph_train.problems import NotLegal, Problem
@@ -214,10 +215,7 @@ class Capturing:
                 raise
             variant.compiled = None
             self._decisions.compiles = False
-            moves.put_back()
-            scratch.restore()
-            gradients.restore(before)
-            put_back()
+            put_all_back(moves.put_back, scratch.restore, lambda: gradients.restore(before), put_back)
             if variant.choice is not None:
                 variant.meets(LifeEvent.STALE)
                 raise NotLegal(problem) from error

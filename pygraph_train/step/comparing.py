@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from pygraph_train.boundary import put_back as put_all_back
+from pygraph_train.boundary import taken_back
 from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import StepInFlight
@@ -106,15 +108,14 @@ class Comparing:
         put_back = training.program.replication.notes()
 
         def undo() -> None:
-            backup.restore()
-            put_back()
-            capture.gradients.restore(before)
+            put_all_back(backup.restore, put_back, lambda: capture.gradients.restore(before))
+            taken_back()
             training.replays -= 1
             training.clock.undone()
 
         bits, stands = self._same_arithmetic(capture), True
-        result = self._timed(variant, replay)
         try:
+            result = self._timed(variant, replay)
             found = self._left_by(capture)
             difference = runs.first.compare(found, bits=bits)
             differs = self._anywhere(difference is not None)
@@ -140,12 +141,24 @@ class Comparing:
                 difference = None if difference is None else runs.refuse(found)
             if differs and stands:
                 self._note(capture, runs)
-        except NotLegal:  # another rank has failed, or this one in a run without the graph
+            training.engine.trim()
+            problem = self._found(step, variant, capture, difference, time.perf_counter() - started)
+        except Exception:  # another rank has failed, or this one
             if stands:
                 undo()
             raise
-        training.engine.trim()
-        seconds = time.perf_counter() - started
+        if problem is None:
+            capture.verified = True
+            return result
+        if stands:
+            undo()
+        raise NotLegal(problem)
+
+    def _found(
+        self, step: StepInFlight, variant: Variant, capture: Capture, difference: str | None, seconds: float
+    ) -> Problem | None:
+        """Note what a comparison has cost. Returns what speaks against the graph, here or on another rank."""
+        training = self._training
         training.report.compared(seconds, audit=capture.verified)
         training.clock.interrupted()
         capture.audits.took(seconds, first=not capture.verified)
@@ -162,14 +175,7 @@ class Comparing:
                 fix="Please report this as a bug. Steps of this kind are not replayed as a whole any more",
             )
             log.warning("pygraph: %s", problem)
-        if self._together is not None:
-            problem = self._together.confirm(problem)
-        if problem is None:
-            capture.verified = True
-            return result
-        if stands:
-            undo()
-        raise NotLegal(problem)
+        return problem if self._together is None else self._together.confirm(problem)
 
     def _most(self) -> int:
         """Bytes that may be reserved while a step without a graph runs beside its graph, once the training has begun:

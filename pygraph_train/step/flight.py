@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from pygraph_train.boundary import UPDATE, Boundary, done, executes
 from pygraph_train.gradients.places import Source
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UNSCALED
@@ -54,6 +55,7 @@ class StepInFlight:
         under_way: the comparison of plans that the step before belongs to, if its update has not been made yet.
         training, updates, regions: of the runner.
         leave: called with the reason why the update has no graph any more.
+        boundary: of the runner.
 
     Attributes:
         began: when, by `time.perf_counter`.
@@ -64,6 +66,7 @@ class StepInFlight:
     """
 
     __slots__ = (
+        "_boundary",
         "_leave",
         "_regions",
         "_training",
@@ -87,6 +90,7 @@ class StepInFlight:
         updates: Updates,
         regions: Regions,
         leave: Callable[[StepInFlight, Problem], None],
+        boundary: Boundary,
     ) -> None:
         self.began = time.perf_counter()
         self.position = position
@@ -100,6 +104,7 @@ class StepInFlight:
         self._updates = updates
         self._regions = regions
         self._leave = leave
+        self._boundary = boundary
 
     def count_for(self, choice: Choice) -> None:
         """Count the step for a comparison; only a whole step, not a micro-batch, may switch to another arm."""
@@ -135,7 +140,6 @@ class StepInFlight:
         """The update begins, of a step whose adapter does not need `update`."""
         self._training.clock.mark("O")
 
-    @in_turn
     def update(self, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the optimizer phase, from its own graph where the plan says so.
 
@@ -143,6 +147,16 @@ class StepInFlight:
             body: the phase in Python: everything from here to the next step that a graph may hold.
             constants: Python values that a capture of `body` bakes in.
         """
+
+        def plain() -> None:
+            executes(UPDATE)
+            body()
+            done(None)
+
+        self._boundary.make(lambda: self._update(plain, constants), plain)
+
+    @in_turn
+    def _update(self, body: Callable[[], None], constants: Any) -> None:
         self._training.clock.mark("O")
         updates, plan = self._updates, self.arm.plan
         phase = updates.phase
@@ -189,6 +203,9 @@ class StepInFlight:
 
     def finish(self) -> None:
         """The step has ended, its update included."""
+        self._boundary.make(self._finish, lambda: None)
+
+    def _finish(self) -> None:
         self._training.report.step_ended(self._ran(), updated=self.position.update)
         choice = self.choice
         if choice is None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.boundary import STEP, UPDATE, Boundary, done, executes, quietly, theirs
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.clipped import ClippedParameters
@@ -59,6 +60,7 @@ class LossSteps(NotCopied):
     ) -> None:
         self._program = program
         self._report = StepReport()
+        self._boundary = Boundary(self._report.failed, self._let_go)
         self._runner: StepRunner | None = None
         self._pending = False
         self._counted_elsewhere = False
@@ -111,10 +113,23 @@ class LossSteps(NotCopied):
         Returns:
             What that function returned, detached: tensors of their own.
         """
-        program = self._program
         if self._rest:
             self._rest -= 1
             return self._make_plainly(args, kwargs, update=update)
+        counted = self._report.steps
+        return self._boundary.make(
+            lambda: self._make_by_runner(args, kwargs, update, flat),
+            lambda: self._make_plainly(args, kwargs, update=update, counts=self._report.steps == counted),
+        )
+
+    def _make_by_runner(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        update: bool,
+        flat: tuple[Any, list[Any]] | None,
+    ) -> Any:
+        program = self._program
         if self._after_first is not None:
             self._second_step(self._after_first)
         sync = program.replication.exchanges(update=update)
@@ -148,6 +163,7 @@ class LossSteps(NotCopied):
             step.finish()
             if self._made and not step.replayed:
                 self._rest = self._runner.take_rest()
+        done(result)
         self._pending = not update  # only now: a step that raised is not part of an accumulation
         if not self._made:
             self._made = True
@@ -155,13 +171,13 @@ class LossSteps(NotCopied):
             self._after_first = AfterFirstStep(result, stepped)
         return result
 
-    def _make_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
+    def _make_plainly(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool, counts: bool = True
+    ) -> Any:
         """Make one step that has no graph, where one process trains: what the user's own loop would do. Hot path."""
         program = self._program
-        if self._runner is not None:
-            self._runner.count(update and program.optimizer is not None)
-        else:
-            self._report.step_began(elsewhere=self._counted_elsewhere)
+        if counts:
+            quietly(lambda: self._count(update and program.optimizer is not None))
         if isinstance(program, FunctionByHand):
             return detached_results(program.function()(*args, **kwargs))
         optimizer = program.optimizer
@@ -178,6 +194,17 @@ class LossSteps(NotCopied):
                 program.before_update()()
         self._pending = not update
         return detached_results(result)
+
+    def _count(self, update: bool) -> None:
+        if self._runner is not None:
+            self._runner.count(update)
+        else:
+            self._report.step_began(elsewhere=self._counted_elsewhere)
+
+    def _let_go(self) -> None:
+        """The library has failed too often: every further step is a plain one."""
+        self._rest = math.inf
+        self.close()
 
     def _second_step(self, first: AfterFirstStep) -> None:
         """Tell what the caller has done since the first one."""
@@ -246,6 +273,7 @@ class LossProgram(StepOfLoss):
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         preparation = self._preparation
         if call is plain_call and (preparation is None or not preparation.active):
+            executes(STEP)
             return self._loss_of(self._step_fn(*args, **kwargs))
         with ExitStack() as around:
             if preparation is not None:  # a step_fn that looks at its learning rate sees the Python number
@@ -260,10 +288,12 @@ class LossProgram(StepOfLoss):
         if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.requires_grad:
             torch.autograd.backward(loss)  # raises what it raises in a plain loop
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
-            raise TypeError(
-                "step_fn must return the loss, a 0-dim tensor that requires grad, or a dict with it under "
-                f"'loss'; got {_describe(result)}. If step_fn makes the backward and the update itself, pass "
-                "manual_optimization=True"
+            raise theirs(
+                TypeError(
+                    "step_fn must return the loss, a 0-dim tensor that requires grad, or a dict with it under "
+                    f"'loss'; got {_describe(result)}. If step_fn makes the backward and the update itself, pass "
+                    "manual_optimization=True"
+                )
             )
         return loss, result
 
@@ -349,6 +379,7 @@ class LossProgram(StepOfLoss):
 
 def plain_update(body: Callable[[], None], constants: Any = ()) -> None:
     """The optimizer phase as it is."""
+    executes(UPDATE)
     body()
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pygraph_train.boundary import STEP, executes
 from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.parallel.replication import Replication
 from pygraph_train.problems import Problem
@@ -25,6 +26,7 @@ Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 def plain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the function as the user wrote it."""
+    executes(STEP)
     return fn(*args, **kwargs)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pygraph_train.boundary import put_back as put_all_back
+from pygraph_train.boundary import taken_back
 from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import Replayed, StepInFlight
@@ -95,7 +97,7 @@ def _taking_back(capture: Capture, backup: ScratchState | HostCopy) -> Callable[
     before = capture.gradients.snapshot()
 
     def undo() -> None:
-        backup.restore()
-        capture.gradients.restore(before)
+        put_all_back(backup.restore, lambda: capture.gradients.restore(before))
+        taken_back()
 
     return undo

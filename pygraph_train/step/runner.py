@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from pygraph_train.boundary import REPLAY, Boundary, done, executes, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.devices import let_go
 from pygraph_train.graphs.engine import Engine
@@ -23,7 +24,7 @@ from pygraph_train.step.lifecycle import StageLengths
 from pygraph_train.step.lookup import Lookup
 from pygraph_train.step.outside import Outside
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, StepProgram
+from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.regions import Regions
@@ -90,7 +91,8 @@ class StepRunner:
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing)
         self._advance = Advancing(*parts, Watching(*parts[:2], maker), capture, self._replays, together)
-        self._flies_with = (training, updates, regions, self._refusing.update)
+        self._boundary = Boundary(training.note, self._let_go)
+        self._flies_with = (training, updates, regions, self._refusing.update, self._boundary)
         self._present = StepInFlight(PositionInAccumulation(), None, *self._flies_with)
         self._launch_bound, self._tried_from = decisions.launch_bound(training.steps_made), 0
         rests = (training, self._launch_bound, updates, signatures, self._ungraphed, self._refusing, together)
@@ -105,7 +107,6 @@ class StepRunner:
         self._present = StepInFlight(position, self._present.choice, *self._flies_with)
         return self._present
 
-    @in_turn
     def make(
         self,
         step: StepInFlight,
@@ -123,10 +124,45 @@ class StepRunner:
                 that it is given, exactly once.
             flat: structure and leaves of `(args, kwargs)`, where the caller has them from `flatten`.
         """
-        if (together := self._together) is not None:
-            run = together.voted_first(run, lambda: self._refusing.off)
-            if together.ended is not None and self._refusing.off is None:
-                self._refusing.run(together.ended)
+        if self._together is not None:
+            run = self._together.voted_first(run, lambda: self._refusing.off)
+        failures = self._boundary.failures
+        made = self._boundary.make(
+            lambda: self._make(step, args, kwargs, self._once(run), flat),
+            lambda: Ran(run(plain_call)),
+        )
+        if failures != self._boundary.failures and not self._boundary.resting:
+            quietly(lambda: self._signatures.begin_anew(key_of(*flattened((args, kwargs)))))
+        return made
+
+    def _once(self, run: Callable[[Call], R]) -> Callable[[Call], R]:
+        """The whole step without a graph. Where a way to call its function fails, the function is called as it is."""
+
+        def running(call: Call) -> R:
+            def called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                return self._boundary.make(
+                    lambda: call(fn, args, kwargs), lambda: plain_call(fn, args, kwargs)
+                )
+
+            result = run(call if call is plain_call else called)
+            done(Ran(result))
+            return result
+
+        return running
+
+    @in_turn
+    def _make(
+        self,
+        step: StepInFlight,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Call], R],
+        flat: tuple[Any, list[Any]] | None,
+    ) -> Replayed | Ran[R]:
+        """See `make`."""
+        together = self._together
+        if together is not None and together.ended is not None and self._refusing.off is None:
+            self._refusing.run(together.ended)
         if (problem := self._outside.why_plain()) is not None:
             self._refusing.plain_step(problem, for_good=self._outside.for_good)
         if problem is not None or self._refusing.stopped:
@@ -197,6 +233,7 @@ class StepRunner:
         capture.gradients.before_replay()
         if capture.updates and self._updates.preparation is not None:
             self._updates.preparation.sync()
+        executes(REPLAY)
         try:
             capture.graph.replay()
         except BaseException:
@@ -213,7 +250,11 @@ class StepRunner:
         self._present.came_from_graph(updated=capture.updates)
         if without_inductor == REPLAYS_BEFORE_COMPILING:
             self._advance.consider_compiling(variant)
-        return Replayed(capture.outputs(leaves), capture.updates)
+        return done(Replayed(capture.outputs(leaves), capture.updates))
+
+    def _let_go(self) -> None:
+        """The library has failed too often: nothing has a graph any more."""
+        self._refusing.run(Problem("pygraph-train has failed too often in this training"), everything=True)
 
     def _settled(self, arm: Arm) -> None:
         self._resting.settled(arm)

@@ -110,6 +110,17 @@ class Signatures:
         if self._first is signature:
             self._first = None
 
+    def begin_anew(self, key: Key) -> None:
+        """Believe nothing that is known of calls with this key."""
+        signature = self._by_key.get(key)
+        if signature is None:
+            return
+        for variant in signature.variants:
+            variant.forget_captures()
+            if variant.family is not None:
+                variant.family.drop(variant)
+        self.forget(signature)
+
     def traces(self, signature: Signature) -> None:
         """A call with this key is traced. The first one stands for the others."""
         self._first = self._first or signature

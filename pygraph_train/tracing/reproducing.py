@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train.boundary import STEP, done, executes
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.deferring import appends_in_frame, deferring
@@ -99,15 +100,18 @@ class ReproducingTrace(Trace):
             if random is None or self._seat is None or not self._seat.took_back():
                 raise
             random.restore()
+            executes(STEP)
             return fn(*args, **kwargs)
         finally:
             self._frame = {}
         if result is LEFT:
             if random is not None:
                 random.restore()
+            executes(STEP)
             result = fn(*args, **kwargs)
         for owner, item in items:
             owner.append(item)
+        done(result)
         self.runs += 1
         if self.reproduces and self.problem is None:
             self.problem = self._moved(fn, args, kwargs)

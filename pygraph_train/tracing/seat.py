@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.boundary import taken_back
 from pygraph_train.putting_back import HostCopy, ScratchState
 from pygraph_train.tracing.counters import Counters
 from pygraph_train.tracing.late_numbers import LateNumbers
@@ -108,6 +109,7 @@ class Seat:
         except Exception:
             if before is not None:
                 before.restore()
+                taken_back()
                 self.failed = True
             raise
         if self.keeps:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train.boundary import STEP, executing
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.torch_private.dynamic_shapes import sizes_are_symbols
 from pygraph_train.torch_private.dynamo import (
@@ -213,6 +214,14 @@ class Trace:
             raise NotLegal(problem) from None
         finally:
             forget_notes(self._notes)
+        try:
+            self._take_note(frame, before, stale, drawn)
+        except Exception as error:  # the function has run: what its graph is good for is another question
+            self.problem = self.problem or compiler_failed(error)
+        return result
+
+    def _take_note(self, frame: dict[str, Any], before: int, stale: Problem | None, drawn: Any) -> None:
+        """Find out what was traced in a call that has been made."""
         drawn = drawn if before else self.ahead.end
         if drawn is not None:
             drawn.restore(but=self.draws_in_graph)
@@ -229,7 +238,6 @@ class Trace:
                 )
         elif self._compiles > max(before, 1) and self.problem is None:
             self.problem = stale or Problem("the step needs a new trace although its inputs look the same")
-        return result
 
     def _symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, frozenset[int]]]:
         if self.traced or not self.dynamic:
@@ -337,8 +345,8 @@ class Trace:
             self._read_inputs(graph)
             self.problem = self._look_for_writes(graph) or self._reads_gradients(graph) or self.problem
         if self._compiler is not None:
-            return self._compiler(graph, example_inputs, self.left)
-        return leaving_no_mode(graph, as_eager(graph).forward)
+            return executing(self._compiler(graph, example_inputs, self.left), STEP)
+        return executing(leaving_no_mode(graph, as_eager(graph).forward), STEP)
 
     def _written(self) -> Iterable[Problem]:
         """Writes to Python that a replay would not make."""

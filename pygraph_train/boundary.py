@@ -1,0 +1,275 @@
+"""The one boundary between the library and the training: nothing of ours ends a step that the user's code can make.
+
+A piece of a step is made by the library (`ours`) or as the user wrote it (`plain`). While `ours` runs, it notes how far
+it has come: `executes` just before something is executed that cannot be made twice (the user's function, a replay), and
+`done` once the piece is made. `Boundary.make` reads that where an exception of the library comes out:
+
+| noted         | what follows |
+|---|---|
+| nothing       | nothing has happened: `plain` makes the piece |
+| `done`        | the piece is made: its result is returned |
+| `executes` only | a `PyGraphError` says what state training is in |
+
+What the user's code raises goes through unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+from pygraph_train.problems import NotLegal, Problem, PyGraphError, first_line, is_library_file
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "REPLAY",
+    "STEP",
+    "UPDATE",
+    "Boundary",
+    "done",
+    "executes",
+    "executing",
+    "once",
+    "put_back",
+    "quietly",
+    "rehearsal",
+    "taken_back",
+    "theirs",
+]
+
+log = logging.getLogger("pygraph_train")
+
+R = TypeVar("R")
+E = TypeVar("E", bound=Exception)
+
+STEP = "a step without a graph"
+REPLAY = "a replay"
+UPDATE = "the optimizer's update"
+FORWARD, BACKWARD = "the forward of a region", "the backward of a region"
+
+_MOST_FAILURES = 3
+"""Faults of the library in one training, after which its steps are the user's alone."""
+
+
+class _Progress:
+    """How far the present piece has come.
+
+    Attributes:
+        began: what cannot be made twice and has begun, in words; None while nothing has.
+        made: whether the piece is made, with `result`.
+    """
+
+    __slots__ = ("began", "made", "result")
+
+    def __init__(self) -> None:
+        self.began: str | None = None
+        self.made = False
+        self.result: Any = None
+
+
+class _Here(threading.local):
+    progress: _Progress | None = None
+
+
+_here = _Here()
+
+
+def executes(what: str) -> None:
+    """What follows cannot be made twice. Hot path.
+
+    Args:
+        what: it, in words that end the sentence "pygraph-train failed during ...".
+    """
+    if (progress := _here.progress) is not None:
+        progress.began = what
+
+
+def done(result: R) -> R:
+    """The present piece is made, and this is its result, which is returned. Hot path."""
+    if (progress := _here.progress) is not None:
+        progress.made, progress.result = True, result
+    return result
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Around what executes nothing, or puts everything back: a capture, a run that is compared with."""
+    progress = _here.progress
+    before = None if progress is None else progress.began
+    try:
+        yield
+    finally:
+        if progress is not None:
+            progress.began = before
+
+
+def taken_back() -> None:
+    """What has begun was taken back: everything is as before the piece."""
+    if (progress := _here.progress) is not None:
+        progress.began = None
+
+
+def executing(run: Callable[..., R], what: str) -> Callable[..., R]:
+    """`run`, which says that it begins."""
+
+    def executed(*inputs: Any) -> R:
+        executes(what)
+        return run(*inputs)
+
+    return executed
+
+
+def put_back(*actions: Callable[[], object]) -> None:
+    """Make each of these, which put back what a run has changed. One that fails is made once more, after the others.
+
+    Raises:
+        PyGraphError: one has failed twice.
+    """
+    failed: list[Callable[[], object]] = []
+    for action in actions:
+        try:
+            action()
+        except Exception:
+            failed.append(action)
+    for action in failed:
+        try:
+            action()
+        except Exception as error:
+            raise _unfinished("putting a run back that was to change nothing", error) from error
+
+
+def once(body: Callable[[], R], what: str = UPDATE) -> Callable[[], R]:
+    """`body`, which says that it is executed, and that it is done."""
+
+    def made() -> R:
+        executes(what)
+        return done(body())
+
+    return made
+
+
+def theirs(error: E) -> E:
+    """Mark an exception as one for the user, which no boundary takes for a fault of the library; return it."""
+    error.__pygraph_theirs__ = True  # type: ignore[attr-defined]
+    return error
+
+
+def quietly(call: Callable[[], object]) -> None:
+    """Make a call that only tells somebody something: a report, a logger, a progress line. It ends nothing."""
+    try:
+        call()
+    except Exception as error:
+        _log(Problem(f"a report or log line of pygraph-train failed: {_sentence(error)}"))
+
+
+class Boundary:
+    """Makes the pieces of the steps of one training.
+
+    Args:
+        tell: called with a sentence for each fault.
+        rest: called when there have been too many: let go of graphs.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Problem], object] = lambda problem: None,
+        rest: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._tell, self._rest = tell, rest
+        self._failures = 0
+
+    @property
+    def failures(self) -> int:
+        """How many faults there were."""
+        return self._failures
+
+    @property
+    def resting(self) -> bool:
+        """Whether every further piece is made as the user wrote it."""
+        return self._failures >= _MOST_FAILURES
+
+    def make(self, ours: Callable[[], Any], plain: Callable[[], Any]) -> Any:
+        """Make a piece of a step exactly once. Hot path.
+
+        Raises:
+            PyGraphError: the library failed after it had begun what cannot be made twice.
+        """
+        if self._failures >= _MOST_FAILURES:
+            return plain()
+        outer, _here.progress = _here.progress, (progress := _Progress())
+        try:
+            return ours()
+        except Exception as error:
+            failed = error
+        finally:
+            _here.progress = outer
+            if outer is not None and progress.began is not None:
+                outer.began = progress.began
+        if isinstance(failed, (PyGraphError, NotLegal)) or hasattr(failed, "__pygraph_theirs__"):
+            raise failed
+        if progress.made:
+            self._failed(failed)
+            return progress.result
+        if progress.began is None:
+            result = plain()  # raises by itself what the user's code raises
+            self._failed(failed)
+            return result
+        if not _of_ours(failed.__traceback__):
+            raise failed
+        raise _unfinished(progress.began, failed) from failed
+
+    def _failed(self, error: Exception) -> None:
+        """Say what has failed, and rest after too many."""
+        self._failures += 1
+        rests = " No further step of this training has graphs." if self.resting else ""
+        problem = Problem(
+            f"pygraph-train failed in itself, and the step ran as it is written: {_sentence(error)}.{rests} Please "
+            "report this as a bug"
+        )
+        _log(problem)
+        try:
+            self._tell(problem)
+        except PyGraphError:  # on_failure="raise" asks for it
+            raise
+        except Exception as other:
+            log.debug("pygraph: %s", other)
+        if self.resting:
+            with suppress(Exception):
+                self._rest()
+
+
+def _unfinished(what: str, error: Exception) -> PyGraphError:
+    return PyGraphError(
+        f"pygraph-train failed during {what} ({_sentence(error)}). The state of training is that of a step that has "
+        "not ended: parameters, gradients and random numbers may have changed. Go on from a checkpoint, with "
+        "PYGRAPH_DISABLE=1 in the environment. Please report this as a bug"
+    )
+
+
+def _log(problem: Problem) -> None:
+    with suppress(Exception):
+        log.warning("pygraph: %s", problem)
+
+
+def _frames(tb: TracebackType | None) -> Iterator[tuple[str, int]]:
+    while tb is not None:
+        yield tb.tb_frame.f_code.co_filename, tb.tb_lineno
+        tb = tb.tb_next
+
+
+def _of_ours(tb: TracebackType | None) -> bool:
+    """Whether the innermost frame is one of the library."""
+    *_, (file, _) = _frames(tb)
+    return is_library_file(file)
+
+
+def _sentence(error: Exception) -> str:
+    """What was raised, and the innermost line of the library that it went through."""
+    ours = [place for place in _frames(error.__traceback__) if is_library_file(place[0])]
+    where = f" at {ours[-1][0]}:{ours[-1][1]}" if ours else ""
+    return f"{type(error).__name__}: {first_line(error)}{where}"

@@ -1,0 +1,220 @@
+"""Lets functions of the library raise, one in each training, and looks at how the training ends.
+
+    python -m tests.planted_exceptions                                  # a sample over all front ends
+    python -m tests.planted_exceptions --front lightning --sample 50 --seed 1 --jobs 8
+    python -m tests.planted_exceptions --front graphed_step --all --out found.json
+
+A training is survived where it ends with the losses, parameters, state and Python values of plain training. A function
+may also end it with a `PyGraphError` that says what state training is in, but only after the step had acted: a replay
+was launched, or the user's own function had run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))  # as pytest does for the tests
+
+import front_ends
+import planting
+import torch
+from front_ends import FRONT_ENDS
+from planting import Function
+
+CALLS = (1, 2, 7)
+SECONDS = 120
+
+SURVIVED, TOLD, MISSED = "survived", "told", "not called"
+
+# They are the boundary itself, or they stand for a device and for PyTorch's own allocator.
+# Options are read when the user makes a callback or plugin, before anything of training.
+LEFT_OUT = re.compile(r"pygraph_train/(boundary|problems|config)\.py|graphs/emulated")
+
+
+class Case(NamedTuple):
+    """A function that raises, and at which of its calls."""
+
+    front: str
+    function: Function
+    at: int
+
+    def __str__(self) -> str:
+        return f"{self.front}: {self.function}, call {self.at}"
+
+
+class Outcome(NamedTuple):
+    """How a training has ended: `SURVIVED`, `TOLD`, `MISSED`, or else what is wrong."""
+
+    what: str
+    text: str = ""
+
+
+def in_a_process(run: Any, seconds: float = SECONDS) -> Any:
+    """What `run()` returns in a process of its own, which has all that this one has imported; else a text."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result"
+        pid = os.fork()
+        if pid == 0:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+            try:
+                made = run()
+            except BaseException:
+                made = traceback.format_exc()
+            try:
+                file.write_bytes(pickle.dumps(made))
+            finally:
+                os._exit(0)
+        ended = time.monotonic() + seconds
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > ended:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return "it took too long"
+            time.sleep(0.02)
+        return pickle.loads(file.read_bytes()) if file.exists() else "the process ended"
+
+
+def cases_of(front: str) -> list[Case]:
+    """Each function of the library that a training passes through, at some of its calls."""
+    calls = in_a_process(lambda: planting.library_calls(lambda: FRONT_ENDS[front](True)))
+    if not isinstance(calls, dict):
+        raise RuntimeError(f"the training of {front} has failed without any fault: {calls}")
+    return [
+        Case(front, function, at)
+        for function, count in sorted(calls.items())
+        for at in CALLS
+        if at <= count and not LEFT_OUT.search(function.short)
+    ]
+
+
+def plain_of(front: str) -> Any:
+    """What the training gives without the library."""
+    return in_a_process(lambda: FRONT_ENDS[front](False)[0])
+
+
+def outcome_of(case: Case, plain: Any) -> Outcome:
+    """Make the training in which the function raises."""
+    found = in_a_process(lambda: _train(case, plain))
+    return Outcome(*found) if isinstance(found, (tuple, Outcome)) else Outcome("crashed", found)
+
+
+def _train(case: Case, plain: Any) -> Outcome:
+    from pygraph_train import PyGraphError
+
+    stack: list[str] = []
+
+    def when_hit() -> None:
+        stack.extend(traceback.format_stack(limit=40)[:-2])
+
+    if not planting.plant(case.function, case.at, when_hit):
+        return Outcome(MISSED, "its code is nowhere")
+    try:
+        made, _ = FRONT_ENDS[case.front](True)
+    except BaseException as error:
+        if planting.hits() < case.at:
+            return Outcome("crashed", traceback.format_exc())
+        text = traceback.format_exc()
+        told = isinstance(error, PyGraphError) and "state" in str(error)
+        return Outcome(TOLD if told else "ended", text)
+    if planting.hits() < case.at:
+        return Outcome(MISSED)
+    different = front_ends.differs(plain, made)
+    return Outcome("different", different + "\n" + "".join(stack)) if different else Outcome(SURVIVED)
+
+
+def outcomes(
+    cases: Iterable[Case], jobs: int, seconds: float = float("inf")
+) -> Iterator[tuple[Case, Outcome]]:
+    """These trainings, several at a time, as many as begin within so many seconds."""
+    end = time.monotonic() + seconds
+    plain: dict[str, Any] = {}
+    running: dict[int, tuple[Case, Path, float]] = {}
+    waiting = list(reversed(list(cases)))
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            if time.monotonic() > end:
+                waiting.clear()
+            while waiting and len(running) < jobs:
+                case = waiting.pop()
+                if case.front not in plain:
+                    plain[case.front] = plain_of(case.front)
+                file = Path(folder) / str(len(waiting))
+                pid = os.fork()
+                if pid == 0:
+                    file.write_bytes(pickle.dumps(outcome_of(case, plain[case.front])))
+                    os._exit(0)
+                running[pid] = case, file, time.monotonic()
+            if not running:
+                return
+            pid, _ = os.wait()
+            case, file, _ = running.pop(pid)
+            yield case, pickle.loads(file.read_bytes())
+
+
+def sample(count: int, seed: int, fronts: Iterable[str] = FRONT_ENDS) -> list[Case]:
+    """Some cases of each front end, drawn at random."""
+    fronts = list(fronts)
+    draws = random.Random(seed)
+    drawn: list[Case] = []
+    for k, front in enumerate(fronts):
+        known = cases_of(front)
+        share = count // len(fronts) + (k < count % len(fronts))
+        drawn += draws.sample(known, min(share, len(known)))
+    return drawn
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--front", action="append", choices=list(FRONT_ENDS))
+    parser.add_argument("--sample", type=int, default=100)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--only", help="only functions whose file or name has this in it")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    front_ends.quiet()
+    planting.import_all()
+    fronts = options.front or list(FRONT_ENDS)
+    if options.all or options.only:
+        cases = [case for front in fronts for case in cases_of(front)]
+        random.Random(options.seed).shuffle(cases)
+    else:
+        cases = sample(options.sample, options.seed, fronts)
+        random.Random(options.seed).shuffle(cases)
+    if options.only:
+        cases = [case for case in cases if options.only in str(case.function)]
+    counts: Counter[tuple[str, str]] = Counter()
+    rows = []
+    for case, outcome in outcomes(cases, options.jobs, options.seconds):
+        counts[case.front, outcome.what] += 1
+        rows.append({"case": str(case), "outcome": outcome.what, "text": outcome.text})
+        if outcome.what not in (SURVIVED, MISSED):
+            print(f"{outcome.what}: {case}", flush=True)
+    for front in fronts:
+        print(front, {what: n for (f, what), n in sorted(counts.items()) if f == front})
+    if options.out:
+        Path(options.out).write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
