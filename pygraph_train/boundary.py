@@ -99,19 +99,17 @@ def done(result: R) -> R:
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Around what executes nothing, or puts everything back: a capture, a run that is compared with."""
-    progress = _here.progress
-    before = None if progress is None else progress.began
+    before, _here.progress = _here.progress, None
     try:
         yield
     finally:
-        if progress is not None:
-            progress.began = before
+        _here.progress = before
 
 
 def taken_back() -> None:
     """What has begun was taken back: everything is as before the piece."""
     if (progress := _here.progress) is not None:
-        progress.began = None
+        progress.began, progress.made, progress.result = None, False, None
 
 
 def executing(run: Callable[..., R], what: str) -> Callable[..., R]:

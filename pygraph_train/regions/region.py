@@ -122,6 +122,7 @@ class Region:
         self.record = row
         self.measurements = Measurements(pair.way is not None, arena.engine.synchronize)
         self._compiled = compiled
+        self._given: list[Any] = []
         self._what = BACKWARD if spec.phase == "backward" else FORWARD
         self._boundary = Boundary(rest=lambda: self.give_up("pygraph-train has failed in it too often"))
         self._timed = not options.compile  # Inductor times its kernels in their first run
@@ -174,8 +175,12 @@ class Region:
             self.record.plain_runs += 1
             executes(self._what)
             return self._compiled(inputs)
-        given = list(inputs)
+        self._given = given = list(inputs)  # until the run begins: it empties what it is given
         return self._boundary.make(lambda: self._call(inputs), lambda: self._run_compiled(given))
+
+    def _begins(self) -> None:
+        self._given.clear()
+        executes(self._what)
 
     def _call(self, inputs: list[Any]) -> Any:
         asleep = self.plain_only or self._pair.bounds.asleep
@@ -357,6 +362,7 @@ class Region:
             with benchmarks_leave_no_memory():
                 return self._run_compiled(inputs)
         forward = self._pair.forward
+        self._given = []
         executes(self._what)
         if self.spec.phase != "backward" or forward is None or not forward.record.captures:
             return done(self._compiled(inputs))
@@ -375,11 +381,10 @@ class Region:
         row.replays += 1
         self.last = capture
         way = self._pair.way
-        executes(self._what)
         if way is not None and self.measurements.open(way, key.shapes):
-            outputs = self.measurements.time(way, lambda: capture.replay(inputs), key.shapes)
+            outputs = self.measurements.time(way, lambda: capture.replay(inputs, self._begins), key.shapes)
         else:
-            way, outputs = None, capture.replay(inputs)
+            way, outputs = None, capture.replay(inputs, self._begins)
         done(outputs)
         self._arena.ran(capture.occupants, capture.consumes)
         row.patched_pointers = capture.patched

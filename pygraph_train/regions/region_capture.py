@@ -232,8 +232,12 @@ class RegionCapture:
         """Whether something that the graph reads in place has other strides, which no guard of Dynamo's saw."""
         return [inputs[i].stride() for i in self._laid_out] != self._layouts
 
-    def replay(self, inputs: list[Any]) -> list[Any]:
-        """Run the graph on `inputs` (emptied as soon as possible) and return the region's outputs."""
+    def replay(self, inputs: list[Any], begins: Callable[[], None]) -> list[Any]:
+        """Run the graph on `inputs` (emptied as soon as possible) and return the region's outputs.
+
+        Args:
+            begins: called just before the graph is launched.
+        """
         if self._copied:
             self._fill_buffers(inputs)
         if self._served:
@@ -248,6 +252,7 @@ class RegionCapture:
         for index, source, geometry in self._recast:
             outputs[index] = _recast(inputs[source], *geometry)
         held = [inputs[i] for i in self._held]
+        begins()
         inputs.clear()
         self.graph.replay()
         del held
