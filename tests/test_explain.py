@@ -352,7 +352,7 @@ def test_what_graphs_do_late_or_in_gaps_is_no_obstacle(fn: Callable[..., Any]) -
 def test_all_obstacles_of_one_step_are_found() -> None:
     found = explained(several)
     expected = promised(several, helper)
-    assert len(expected) == 11
+    assert len(expected) == 12
     for where, words in expected.items():
         assert any(p.where == where and words in p.reason for p in found.obstacles), (
             f"{where} {words}\n{found}"
