@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("lightning.pytorch")
 
-from benchmarks import before_and_after, known_issues
+from benchmarks import known_issues
 from benchmarks.fallback_loops import LOOPS
 from benchmarks.fallback_states import STATES
 
@@ -90,14 +90,6 @@ def test_manual_step(tmp_path):
         assert len(losses) > 10 and graphed["first_losses"][: len(losses)] == losses
 
 
-@pytest.mark.slow
-def test_audit_cost(tmp_path):
-    record = run("benchmarks.audit_cost", tmp_path / "audits.json", "--models", "mlp", "--seconds", "1")
-    (row,) = record["rows"]
-    assert row["error"] is None and row["audit_ms"] > 0 and row["replayed"] > 0
-    assert row["share"] == row["audits_s"] / row["run_s"]
-
-
 def test_host_cost(tmp_path):
     record = run("benchmarks.host_cost", tmp_path / "host.json", "--models", "mlp", "--calls", "5")
     assert record["timing_claim"] is False
@@ -105,58 +97,6 @@ def test_host_cost(tmp_path):
     assert row["error"] is None and row["steady"] and row["median_us"] > 0
     assert set(row["parts_us"]) == {"batch in", "launch", "results out", "rest"}
     assert all(us > 0 for us in row["parts_us"].values())
-
-
-@pytest.mark.slow
-def test_before_and_after(tmp_path):
-    rows = ("host:mlp:eager", "fit:mlp:pygraph-eager")
-    options = (
-        "--before",
-        str(ROOT),
-        "--rows",
-        ",".join(rows),
-        "--processes",
-        "2",
-        "--commits",
-        "one,two",
-        "--again",
-    )
-    record = run("benchmarks.before_and_after", tmp_path / "both.json", *options)
-    assert record["commits"] == {"before": "one", "after": "two"} and record["not_run"] == []
-    versions = ("after", "after, again", "before")
-    assert sorted((row["name"], row["version"]) for row in record["rows"]) == sorted(
-        [("host:mlp:eager", version) for version in ("before", "after")]
-        + [("fit:mlp:pygraph-eager", version) for version in versions]
-    )
-    assert not any(row["error"] for row in record["rows"])
-    host, fit = record["summary"]
-    assert host["before"] > 0 and host["after"] > 0 and host["shortest_after"] <= host["after"]
-    assert fit["losses_equal"] is fit["losses_equal_again"] is True and fit["losses_compared"] > 10
-    assert all(row["report"]["steps_replayed"] > 0 for row in record["rows"])
-
-
-def test_before_and_after_notices_losses_that_differ():
-    rows = [
-        {"name": "fit:mlp:pygraph", "version": version, "windows_ms": [1.0, 2.0, 4.0], "first_losses": losses}
-        for version, losses in (("before", [3.0, 2.0, 1.0]), ("after", [3.0, 2.5]))
-    ]
-    (entry,) = before_and_after.summarize(rows)
-    assert entry["losses_compared"] == 2 and entry["losses_equal"] is False
-    assert entry["before"] == 2.0 and entry["after_over_before"] == 1.0
-    assert before_and_after._differs(entry)
-    again = {"name": "fit:mlp:pygraph", "version": before_and_after.AGAIN, "first_losses": [3.0, 2.6]}
-    assert not before_and_after._differs(*before_and_after.summarize([*rows, again]))
-
-
-def test_before_and_after_notices_another_package(tmp_path):
-    result = tmp_path / "row.json"
-    child = ["--before", ".", "--scale", "tiny", "--device", "cpu", "--child", "host:mlp:eager", str(result)]
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
-    code += f"from benchmarks import before_and_after; before_and_after.main({child!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=True)
-    assert (
-        "pygraph_train is not of the version that this row is for" in json.loads(result.read_text())["error"]
-    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from training import Diary, adamw, both, differs
 
 from pygraph_train.random_state import HostRandomState
-from pygraph_train.torch_private import host_functions
 from pygraph_train.tracing.reproducing import ReproducingTrace
 
 Make = Callable[[Tensor], Tensor]
@@ -66,28 +65,6 @@ def jittered(x: Tensor) -> Tensor:
     return x
 
 
-def _compute_mask_indices(shape: tuple[int, int], probability: float) -> np.ndarray:
-    """As in models of transformers: only the number of numbers that it draws depends on the numbers."""
-    mask = np.zeros(shape, dtype=bool)
-    for row in mask:
-        count = int(probability * len(row) + np.random.rand(1).item())
-        row[np.random.choice(np.arange(len(row)), count, replace=False)] = True
-    return mask
-
-
-@pytest.fixture(autouse=True)
-def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function above is one of those that do nothing but draw."""
-    known = host_functions.HostFunction(__name__, "_compute_mask_indices", "numpy")
-    monkeypatch.setattr(host_functions, "KNOWN", (*host_functions.KNOWN, known))
-
-
-def masks_of_transformers(x: Tensor) -> Tensor:
-    found = _compute_mask_indices((4, 6), probability=0.3)
-    mask = torch.tensor(found, device=x.device, dtype=torch.bool)
-    return x.masked_fill(mask, 0.5)
-
-
 MADE: dict[str, Make] = {
     "mixup": lambda x: mixed(x, np.random.beta(0.4, 0.4)),
     "mixup of the other library": lambda x: mixed(x, random.betavariate(0.4, 0.4)),
@@ -119,7 +96,6 @@ MADE: dict[str, Make] = {
     "a list that is changed": changed_list,
     "items": items,
     "changed in place": in_place,
-    "a function of transformers": masks_of_transformers,
     "torch, a permutation": lambda x: x[torch.randperm(4).to(x.device)],
     "torch, a number": lambda x: x * torch.rand(()).item(),
     "torch, numbers": lambda x: x + torch.rand(4, 6).to(x.device),
@@ -516,39 +492,3 @@ def test_an_error_of_what_is_drawn_and_not_used() -> None:
         return model(x).square().mean() * np.random.rand()
 
     trained(step_fn, rows(60, 4), least=25)
-
-
-def test_masks_of_features_of_wav2vec2() -> None:
-    transformers = pytest.importorskip("transformers")
-    kind = transformers.Wav2Vec2ForSequenceClassification
-    config = kind.config_class(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        conv_dim=(8,) * 2,
-        conv_kernel=(10, 3),
-        conv_stride=(5, 4),
-        num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2,
-        mask_time_prob=0.0,
-        mask_feature_prob=0.3,
-        mask_feature_length=2,
-        layerdrop=0.2,
-        num_labels=3,
-    )
-
-    def script(diary: Diary) -> None:
-        np.random.seed(2)
-        model = kind(config).train()
-        optimizer = adamw(model)
-        step = diary.step(lambda x: model(x, labels=labels).loss, model=model, optimizer=optimizer)
-        numbers = torch.Generator().manual_seed(3)
-        labels = torch.tensor([0, 2])
-        for _ in range(24):
-            diary.write("loss", step(torch.randn(2, 400, generator=numbers)))
-            diary.write("random", states())
-        diary.write_state(model, optimizer)
-
-    both(script, replays=10, plan="{F B O}", compile=False)

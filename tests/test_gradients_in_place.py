@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from test_backend import hostile  # noqa: F401  (a fixture)
-from test_other_optimizers import Lion
 from test_regions import in_regions, with_print
 from torch import Tensor, nn
 from training import Diary, Net, adamw, batches, both, loss_of, sgd
@@ -316,7 +315,7 @@ def test_gradients_after_a_step_are_the_ones_of_the_backward():
 def test_gradients_whose_elements_share_memory():
     def script(diary: Diary) -> None:
         model = Net()
-        optimizer = Lion(model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.mean().expand_as(p)))
         step = diary.step(loss_of(model), model=model, optimizer=optimizer)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from replays import runs_of_graphs
-from test_other_optimizers import Lion
 from torch import Tensor, nn
 from training import CONFIG, Net, adamw, batches
 
@@ -56,9 +55,8 @@ def _train(
         (_plain, adamw, CONFIG, 20, 15),
         (_plain, adamw, PyGraphConfig(engine="emulated", fuse="off"), 60, 120),
         (_host_read, adamw, CONFIG, 60, 100),
-        (_plain, lambda model: Lion(model.parameters()), CONFIG, 30, 40),
     ],
-    ids=["watched", "whole", "regions", "regions of a part", "an unknown optimizer"],
+    ids=["watched", "whole", "regions", "regions of a part"],
 )
 def test_a_training_that_is_over_is_freed(kind, optimizer, config, steps, least, close):
     report, things = _train(kind, optimizer, config, close, steps)

@@ -41,10 +41,8 @@ from pygraph_train.integrations.lightning.log import LogBook, LogRecording, Reco
 from pygraph_train.integrations.lightning.manual import ManualOptimization
 from pygraph_train.integrations.lightning.package import Package, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
-from pygraph_train.optimizers.kernels import unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.parallel.agreement import decline
 from pygraph_train.parallel.replicas import Replicas
 from pygraph_train.parallel.replication import Alone, Replication
@@ -675,9 +673,6 @@ class _LightningProgram(StepOfLoss):
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        # Lightning steps with a closure, which may be asked for anything
-        if isinstance(preparation, OptimizerTrial):
-            return unsupported(preparation.optimizer)
         if not self.scaling.on:
             return None
         for hook in ("on_before_optimizer_step", *CLIPPING):

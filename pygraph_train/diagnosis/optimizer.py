@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from pygraph_train.optimizers.kernels import is_unknown, plan_group, supported_class, unsupported
+from pygraph_train.optimizers.kernels import plan_group, supported_class, unsupported
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.torch_private.optim import (
@@ -53,13 +53,8 @@ def look_at_optimizer(optimizer: Optimizer, device: torch.device) -> tuple[list[
         )
     cls = supported_class(optimizer)
     if cls is None:
-        if not is_unknown(optimizer):
-            why = unsupported(optimizer)
-            return [*found, Problem(f"{_OUTSIDE}: {why}", step, "Take AdamW, Adam or SGD")], []
-        return found, [
-            f"Nothing is known of the kernels of {type(optimizer).__module__}.{type(optimizer).__qualname__}. Whether "
-            "a graph can hold its step is seen only by running it. Training tries it in a graph of its own."
-        ]
+        why = unsupported(optimizer)
+        return [*found, Problem(f"{_OUTSIDE}: {why}", step, "Take AdamW, Adam or SGD")], []
     reasons = [plan_group(cls, group, _as_on_gpu(device)).reason for group in optimizer.param_groups]
     if any(group.get("differentiable") for group in optimizer.param_groups):
         reasons.append(f"{name} was made with differentiable=True")

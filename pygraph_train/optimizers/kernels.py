@@ -39,7 +39,6 @@ __all__ = [
     "GroupPlan",
     "advice_on_numbers",
     "host_state_keys",
-    "is_unknown",
     "plan_group",
     "supported_class",
     "unsupported",
@@ -143,11 +142,6 @@ def host_state_keys(optimizer_class: type, flags: Mapping[str, Any]) -> tuple[st
     if flags.get("capturable") or flags.get("fused") or optimizer_class in (SGD, ASGD):
         return ()
     return ("step", "mu_product") if optimizer_class is NAdam else ("step",)
-
-
-def is_unknown(optimizer: Optimizer) -> bool:
-    """Whether nothing is known of its step: neither that it can be captured nor that it cannot."""
-    return supported_class(optimizer) is None and type(optimizer) not in _NEVER
 
 
 def unsupported(optimizer: Optimizer) -> str:

@@ -25,7 +25,6 @@ from pygraph_train.graphs.engine import Engine, NumbersNotFound
 from pygraph_train.optimizers.captured_update import CapturedUpdate
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
-from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import HostCopy
 from pygraph_train.report.step_report import CaptureRecord, StepReport
@@ -152,11 +151,6 @@ class OptimizerPhase:
                 return self._run_prepared(body)
             if capture is None and not place.settled(self._replays):
                 return self._run_prepared(body)
-            if not self._preparation.steady:
-                if not self._may_change():
-                    self.problem = self._preparation.what_changed()
-                    return body()
-                return self._run_prepared(body)
             if (moving := place.why_no_copies(gradients, self._engine.memory)) is not None:
                 self.restless = _outside(moving)
                 return self._run_prepared(body)
@@ -168,7 +162,7 @@ class OptimizerPhase:
             before, capture = capture, self._capture(body, parameters, layout, constants, place.buffers, step)
             if capture is None:
                 return body()
-            if before is not None and not isinstance(self._preparation, OptimizerTrial):
+            if before is not None:
                 capture.follow(before, self._config.verify, self._compared)
             self._captures[key] = capture
         audits = capture.audits
@@ -215,7 +209,7 @@ class OptimizerPhase:
         return self._preparation.what_changed()
 
     def _run_prepared(self, body: Callable[[], None]) -> None:
-        with self._preparation.warm_up():
+        with self._preparation.prepared():
             body()
         self._preparation.state.leave()
 
@@ -234,7 +228,7 @@ class OptimizerPhase:
         if (reason := self._program.why_update_stays_outside(preparation)) is not None:
             self.problem = _outside(reason)
             return None
-        self.problem = OF_SHARDS if self._program.exchanges() else preparation.prove()
+        self.problem = OF_SHARDS if self._program.exchanges() else None
         if self.problem is not None:
             return None
         preparation.settle(self._engine)
@@ -312,15 +306,14 @@ class OptimizerPhase:
             return found
 
         expected = without_graph()
-        runs, on_trial = PlainRuns(expected, "tensor"), isinstance(self._preparation, OptimizerTrial)
+        runs = PlainRuns(expected, "tensor")
         self._replay(capture, gradients)
         found, difference = fingerprint(), None
         if not runs.same(found):
             undo()
             while not runs.enough(found):
                 runs.add(without_graph())
-            # kernels that are not known may do anything: what differs by much is no noise
-            difference = (expected.compare(found) if on_trial else None) or runs.refuse(found)
+            difference = runs.refuse(found)
             if difference is None:
                 self._replay(capture, gradients)
                 difference = runs.refuse(fingerprint())
@@ -329,15 +322,13 @@ class OptimizerPhase:
             capture.audits.took(seconds, first=not audited)
             self._report.compared(seconds, audit=audited)
             self.replayed = audited
-            capture.verified = not on_trial or capture.replays > 1
+            capture.verified = True
             return
         undo()
         self.problem = Problem(
             f"{f'replay {capture.replays}' if audited else 'the first replay'} of {{O}} leaves other parameters, "
             f"gradients or optimizer state than the step without a graph: {difference}",
-            fix="It bakes in what changes"
-            if on_trial
-            else "Please report this; the optimizer runs without a graph",
+            fix="Please report this; the optimizer runs without a graph",
         )
         log.warning("pygraph: %s", self.problem)
         self._forget(key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -170,15 +170,6 @@ class OptimizerPreparation:
         reason = self.reason
         return None if reason is None else Problem(f"the optimizer runs outside of the graph: {reason}")
 
-    @property
-    def steady(self) -> bool:
-        """Whether a capture of the next step may serve the steps after it."""
-        return True
-
-    def prove(self) -> Problem | None:
-        """Before a capture: why a replay might do something else than the step, None where it cannot."""
-        return None  # these kernels are known
-
     def _group_reason(self, cls: type, index: int, group: dict[str, Any], device: torch.device) -> str | None:
         name, where = type(self._optimizer).__name__, f"parameter group {index}"
         flags = self._user_flags(group)
@@ -273,10 +264,6 @@ class OptimizerPreparation:
     def active(self) -> bool:
         """Whether this is inside of `prepared()`."""
         return bool(self._saved)
-
-    def warm_up(self) -> AbstractContextManager[None]:
-        """Context of a step that runs without a graph so that a capture may follow."""
-        return self.prepared()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -80,17 +80,9 @@ class SeveralPreparations:
         """`reason` as a row of the report."""
         return next((problem for member in self._members if (problem := member.problem) is not None), None)
 
-    def prove(self) -> Problem | None:
-        """See `OptimizerPreparation.prove`."""
-        return None
-
     def what_changed(self) -> Problem:
         """See `OptimizerPreparation.what_changed`."""
         return self._members[0].what_changed()
-
-    def warm_up(self) -> AbstractContextManager[None]:
-        """See `OptimizerPreparation.warm_up`."""
-        return self.prepared()
 
     @property
     def active(self) -> bool:

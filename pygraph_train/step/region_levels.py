@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from pygraph_train.boundary import STEP, executing
 from pygraph_train.step.program import Call, plain_call
 from pygraph_train.torch_private.dynamo import (
     compiled_apart,
@@ -45,7 +46,7 @@ class WholeFunction(Level):
         return compiled_apart(_region, self._backend)  # imports what takes seconds on a cold disk
 
     def run(self, run: Callable[[Call], R]) -> R:
-        return run(self._call)
+        return run(executing(self._call, STEP))
 
 
 class Modules(Level):

@@ -6,12 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from pygraph_train.identity import identities
-from pygraph_train.optimizers.kernels import is_unknown
 from pygraph_train.optimizers.phase import OF_SHARDS, OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import optimized
 from pygraph_train.optimizers.several import OptimizerSet, SeveralPreparations
-from pygraph_train.optimizers.trial import OptimizerTrial
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING, WHOLE, Plan
 from pygraph_train.step.plan import legal_plans
@@ -75,9 +73,8 @@ class Updates:
         emulated = training.engine.name == "emulated"
         optimizer: Any = program.optimizer
         several = isinstance(optimizer, OptimizerSet)
-        unknown = not several and is_unknown(optimizer)
         # several preparations have all of one that a graph needs
-        kind: Any = SeveralPreparations if several else OptimizerTrial if unknown else OptimizerPreparation
+        kind: Any = SeveralPreparations if several else OptimizerPreparation
         preparation: OptimizerPreparation = kind(optimizer, emulated=emulated)
         self.preparation = preparation
         if training.config.optimizer == "off":
@@ -94,10 +91,6 @@ class Updates:
         if program.exchanges():
             self.phase.problem = OF_SHARDS
         self.between = program.acts_before_update()
-        if unknown and self.between is None:
-            self.between = (
-                f"{type(program.optimizer).__qualname__} is not from torch.optim; a graph of its own is tried"
-            )
         if self.fusable:
             preparation.settle(training.engine)
         elif self.whole_steps:

@@ -11,7 +11,7 @@ from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.flight import StepInFlight
 from pygraph_train.step.lifecycle import Stage
-from pygraph_train.step.program import Call
+from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.rebinding import UNSEEN_MOVE, Moves
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.updates import Updates
@@ -83,7 +83,7 @@ class Watching:
                 clock.mark("B")
             except NotLegal as refused:  # nothing was executed: the step goes on, what came before it is done
                 variant.trace.problem = refused.problem
-                return fn(*args, **kwargs)
+                return plain_call(fn, args, kwargs)
             changed = before != _versions([*parameters, *others])
             variant.writes_parameters |= changed or _writes_a_parameter(variant.trace, fn, args, kwargs)
             if moves.found() and not variant.trace.rebound and variant.trace.problem is None:

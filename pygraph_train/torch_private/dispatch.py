@@ -19,6 +19,7 @@ __all__ = [
     "TorchDispatchMode",
     "autocast_enabled",
     "below_autograd",
+    "bounds_bool",
     "conjugates_lazily",
     "fake_evaluation",
     "has_no_memory",
@@ -185,6 +186,14 @@ def has_symbols(values: Iterable[Any]) -> bool:
     """Whether the size of a tensor is not a number. (2.11, 2.13)"""
     tensors = (x for x in values if isinstance(x, torch.Tensor))
     return any(not isinstance(n, int) for x in tensors for n in (*x.size(), *x.stride()))
+
+
+def bounds_bool(node: torch.fx.Node) -> bool:
+    """Whether a node is Dynamo's assertion that a bool, as a number, is 0 or 1. (2.13)"""
+    if node.target is not torch.ops.aten._assert_scalar.default:
+        return False
+    bound = node.args[0]
+    return isinstance(bound, torch.fx.Node) and getattr(bound.args[0], "target", None) is torch.sym_ite
 
 
 def symbols_of(values: Iterable[Any]) -> set[Any]:

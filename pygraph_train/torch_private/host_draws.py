@@ -65,7 +65,6 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
     from torch._dynamo.variables import lists
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
-    from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.misc import NumpyVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -99,7 +98,6 @@ def changes(recorder: DrawRecorder) -> tuple[tuple[Any, str, Any], ...]:
         (TensorVariable, "method_item", hooks.reading(TensorVariable.method_item)),
         (TensorVariable, "method_tolist", hooks.listing(TensorVariable.method_tolist)),
         (TorchInGraphFunctionVariable, "call_function", Around(hooks.ranging)),
-        (UserFunctionVariable, "call_function", Around(hooks.calling)),
         (dynamo_utils, "iter_contains", contains),  # `1 in numbers`
         (lists, "iter_contains", contains),
         *hooks.comparing_symbols(),

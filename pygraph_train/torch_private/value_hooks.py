@@ -27,7 +27,6 @@ from pygraph_train.torch_private.drawn_values import (
     tree_of,
     value_class,
 )
-from pygraph_train.torch_private.host_functions import made_by_host
 
 __all__ = ["ValueHooks"]
 
@@ -264,16 +263,6 @@ class ValueHooks:
         if not self.recorder.takes or fn not in _PURE_FUNCTIONS or any_missing((*given, *named.values())):
             refuse_draw("numpy", fn)
         return self.wrapped(tx, self.recorder.make(fn, given, named), lambda: refuse_draw("numpy", fn))
-
-    def calling(self, call_function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of Python that runs on the host as it is, before each run of the graph."""
-
-        def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            fn: Any = getattr(variable, "fn", None)
-            made = made_by_host(self, tx, fn, args, kwargs, lambda: refuse_draw("numpy", fn))
-            return call_function(variable, tx, args, kwargs) if made is None else made
-
-        return called
 
     def shuffle(self, tx: Any, fn: Any, items: Any) -> Any:
         """`random.shuffle` of a list that the step has made; None for another one."""

@@ -25,7 +25,6 @@ from pygraph_train.problems import Problem
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.dispatch import no_autocast
 from pygraph_train.torch_private.drawn_numbers import CallResult
-from pygraph_train.torch_private.host_functions import CallOnHost
 from pygraph_train.torch_private.selections import is_count
 
 __all__ = ["Ahead", "Asked", "Given", "HostDraws", "Made", "filled"]
@@ -50,7 +49,6 @@ class Made(NamedTuple):
         generator: from which it draws; None for a call that computes.
         filled: whether slots are among the arguments.
         key: the same for the same call with what follows from the same tensors. None where random numbers go into it.
-        again: the same for the same call of a function of the host after the same draws: see `call_keys.made_once`.
     """
 
     fn: Callable[..., Any]
@@ -59,7 +57,6 @@ class Made(NamedTuple):
     generator: str | None
     filled: bool
     key: int | None = None
-    again: int | None = None
 
 
 class Asked(NamedTuple):
@@ -110,9 +107,7 @@ class HostDraws:
     @functools.cached_property
     def is_cheap(self) -> bool:
         """Whether to look ahead is cheaper than to check guards."""
-        return not self.inputs and not any(
-            isinstance(s, Made) and isinstance(s.fn, CallOnHost) for s in self.steps
-        )
+        return not self.inputs
 
     @property
     def questions(self) -> frozenset[int]:
@@ -169,7 +164,6 @@ class HostDraws:
                 else looks ahead of this step.
         """
         before = HostRandomState(self.generators)
-        shared = known is not None
         known = {} if known is None else known
         left = iter(inputs)
         values: list[Any] = []
@@ -179,10 +173,7 @@ class HostDraws:
                 for step in self.steps:
                     if isinstance(step, Made):
                         try:
-                            kept = shared and step.again is not None
-                            values.append(
-                                self._once(step, values, known) if kept else _result(step, values, known)
-                            )
+                            values.append(_result(step, values, known))
                         except Exception as error:  # in the step it raises as well
                             return Ahead(False, (*path, type(error)))
                         continue
@@ -197,22 +188,6 @@ class HostDraws:
             return Ahead(True, tuple(path), HostRandomState(self.generators), taken)
         finally:
             before.restore()
-
-    def _once(self, call: Made, values: Sequence[Any], known: dict[int, Any]) -> Any:
-        """What a function of the host returns, which is called once for all traces of a step."""
-        assert call.again is not None
-        if call.again in known:
-            result, end = known[call.again]
-            end.restore()
-            return _copy(result)
-        result = _result(call, values, known)
-        known[call.again] = _copy(result), HostRandomState(self.generators)
-        return result
-
-
-def _copy(result: Any) -> Any:
-    """An array or a tensor that nobody else changes."""
-    return result.clone() if isinstance(result, Tensor) else result.copy()
 
 
 def _told(step: Given | Made | Asked) -> tuple[Any, ...]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pygraph_train.torch_private.dispatch import bounds_bool
+
 __all__ = ["LateNodes", "is_late", "nothing_depends_on_numbers", "value_of"]
 
 
@@ -87,7 +89,7 @@ def _computes(node: fx.Node) -> bool:
     """Whether a node gives the same whenever it is done on the host, and raises nothing: the step is made by then."""
     if node.op != "call_function" or node.kwargs.keys() - {"dtype"}:
         return False
-    if node.target in _ALWAYS or _bounds_bool(node):
+    if node.target in _ALWAYS or bounds_bool(node):
         return True
     if node.target in _DIVISIONS:
         divisor = node.args[1]
@@ -96,14 +98,6 @@ def _computes(node: fx.Node) -> bool:
         return all(isinstance(value_of(x), torch.SymInt) for x in node.all_input_nodes)
     # without a dtype it is of the user
     return node.target is torch.scalar_tensor and node.kwargs.get("dtype") is torch.float64
-
-
-def _bounds_bool(node: fx.Node) -> bool:
-    """Whether a node is Dynamo's assertion that a bool, as a number, is 0 or 1. (2.13)"""
-    if node.target is not torch.ops.aten._assert_scalar.default:
-        return False
-    bound = node.args[0]
-    return isinstance(bound, fx.Node) and getattr(bound.args[0], "target", None) is torch.sym_ite
 
 
 _ALWAYS = (

@@ -7,7 +7,6 @@ few cheap operations, it can be computed before the step is made. So the trace g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from pygraph_train.torch_private.drawn_numbers import CallResult
 from pygraph_train.torch_private.dynamo import placeholder_source, placeholder_value
 from pygraph_train.torch_private.memory import tensor_version
 from pygraph_train.torch_private.selections import changed_mask
-from pygraph_train.tracing.call_keys import hashable, key_of, made_once
+from pygraph_train.tracing.call_keys import hashable, key_of
 from pygraph_train.tracing.chains import chain_of, chain_with_writes
 from pygraph_train.tracing.draw_recording import Recording
 from pygraph_train.tracing.graph_calls import alike, function_of, is_apart, is_write, slots_in, tensors_in
@@ -181,7 +180,6 @@ class ReadingAhead(Recording):
                     graph.graph.erase_node(node)
             graph.recompile()
         found = super().finish(graph)
-        found = None if found is None else replace(found, steps=made_once(found.steps))
         self._values.clear()  # they hold tensors of the batch
         self._followed.clear()
         self._on_the_way.clear()
