@@ -24,7 +24,6 @@ from pygraph_train.step.rebinding import Moves
 from pygraph_train.tracing import watch
 from pygraph_train.tracing.host_draws import Ahead
 from pygraph_train.tracing.looking_ahead import LookingAhead
-from pygraph_train.tracing.methods import Environment, Methods
 from pygraph_train.tracing.stillness import _Way
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.tracing.watch import ModuleWatch
@@ -35,14 +34,14 @@ __all__ = ["FAULTS", "Plant", "nothing_is_captured"]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def nothing_is_captured(patch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Let every capture fail. Returns a function that says how many were tried so far."""
+def nothing_is_captured(patch: pytest.MonkeyPatch, error: Exception | None = None) -> Callable[[], int]:
+    """Let every capture fail, with this error. Returns a function that says how many were tried so far."""
     tried = 0
 
     def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal tried
         tried += 1
-        raise CaptureError("a planted fault lets every capture fail")
+        raise error or CaptureError("a planted fault lets every capture fail")
 
     patch.setattr(EmulatedEngine, "capture", capture)
     patch.setattr(CudaEngine, "capture", capture)
@@ -147,8 +146,6 @@ FAULTS: dict[str, Plant] = {
     "objects are never told apart": _everywhere("identities", b"", of_steps, preparation, variants),
     "inputs of regions are never looked for elsewhere": _constant(RegionCapture, "fits", True),
     "modules are never looked at": _modules_are_never_looked_at,
-    "methods of classes are never looked at": _constant(Methods, "are_as_they_were", True),
-    "the environment is never looked at": _constant(Environment, "is_as_it_was", True),
     "modules are always still": _constant(_Way, "is_as_it_was", True),
     "results are overwritten by the next replay": _results_in_the_memory_of_the_graph,
     "other hyperparameters are baked in": _constant(OptimizerPreparation, "hyperparameters", ()),
