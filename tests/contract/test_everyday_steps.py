@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import random
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -399,6 +401,35 @@ def a_counter(case: Case) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:
         case.seen["calls"] += 1
         return case.loss(x, y)
+
+    return step
+
+
+@case(14, updates=12)
+def the_loss_is_printed(case: Case) -> Any:
+    printed = io.StringIO()
+    case.after = lambda number: case.seen.update(printed=printed.getvalue())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = case.loss(x, y)
+        print(f"loss {loss.item():.6f}", file=printed)
+        return loss
+
+    return step
+
+
+@case(19)
+def containers_that_grow(case: Case) -> Any:
+    counts: Counter[str] = Counter()
+    by_size: Any = defaultdict(list)
+    case.seen.update(counts=counts, by_size=by_size, seen=set())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = case.loss(x, y)
+        counts["batches"] += 1
+        by_size[len(x)].append(loss.detach() * 2)
+        case.seen["seen"].add(counts["batches"])
+        return loss
 
     return step
 

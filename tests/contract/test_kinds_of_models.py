@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss, normalize, scaled_dot_product_attention
+from torch.nn.functional import normalize, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from .compare import Run, same_as_plain
-from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
+from .models import Net, adamw, batches, cross_entropy, loss_of
 
 
 def trains(run: Run, model: nn.Module, step_fn: Any = None, count: int = 24, optimizer: Any = adamw) -> None:
@@ -88,24 +87,6 @@ def test_two_forwards_before_a_backward(run: Run) -> None:
 
 
 @same_as_plain(replays=12)
-def test_a_teacher_follows_its_student(run: Run) -> None:
-    student = Net()
-    teacher = copy.deepcopy(student).requires_grad_(False)
-    run.watch(teacher)
-
-    def step_fn(x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = teacher(x)
-        loss = mse_loss(student(x), target) + cross_entropy(student(x), y)
-        with torch.no_grad():
-            for mean, p in zip(teacher.parameters(), student.parameters(), strict=True):
-                mean.lerp_(p, 0.1)
-        return loss
-
-    trains(run, student, step_fn)
-
-
-@same_as_plain(replays=12)
 def test_dropout_and_noise_draw_the_same_numbers(run: Run) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.Linear(8, 3))
 
@@ -126,29 +107,6 @@ def test_running_statistics_follow_every_forward(run: Run) -> None:
         if number % 5 == 4:
             run.note("evaluation", model.eval()(batch[0]))
             model.train()
-
-
-@same_as_plain(replays=10)
-def test_a_buffer_is_replaced_in_the_forward(run: Run) -> None:
-    class Centered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-            self.register_buffer("center", torch.zeros(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.layer(x)
-            self.center = self.center * 0.9 + out.detach().mean(0) * 0.1
-            return out - self.center
-
-    trains(run, Centered())
-
-
-@same_as_plain(replays=12)
-def test_weights_are_shared_by_two_layers(run: Run) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 3))
-    model[2].weight = model[0].weight
-    trains(run, model)
 
 
 @same_as_plain(replays=12)
@@ -178,65 +136,6 @@ def test_recurrent_layers(run: Run, kind: Any) -> None:
             return self.head(self.layer(x.view(-1, 3, 2))[0][:, -1])
 
     trains(run, Recurrent())
-
-
-@same_as_plain(replays=10, updates=0)
-def test_parametrized_weights(run: Run) -> None:
-    parametrizations = torch.nn.utils.parametrizations
-    first, last = (
-        parametrizations.spectral_norm(nn.Linear(6, 8)),
-        parametrizations.weight_norm(nn.Linear(8, 3)),
-    )
-    trains(run, nn.Sequential(first, nn.ReLU(), last), optimizer=sgd)
-
-
-@same_as_plain(replays=12)
-def test_a_penalty_on_the_gradient_of_the_input(run: Run) -> None:
-    """Second derivatives, inside of one step."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def step_fn(x: Tensor, y: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        out = model(x)
-        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return cross_entropy(out, y) + 0.1 * (gradient.norm(dim=1) - 1).square().mean()
-
-    trains(run, model, step_fn)
-
-
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="AOTAutograd's backwards cannot be differentiated again"
-)
-@same_as_plain(refused="a backward that is itself differentiated leaves a compiled model plain")
-def test_second_derivatives_of_a_compiled_model(run: Run) -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer, compiled = sgd(model), run.compile(model)
-    for x, y in run.each(batches(16)):
-        x = x.clone().requires_grad_()
-        optimizer.zero_grad()
-        out = compiled(x)
-        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (cross_entropy(out, y) + gradient.square().mean()).backward()
-        optimizer.step()
-
-
-@same_as_plain(replays=12)
-def test_an_autograd_function_of_the_user(run: Run) -> None:
-    class Reversed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return -0.5 * gradient
-
-    model = Net()
-    trains(
-        run,
-        model,
-        lambda x, y: cross_entropy(model(x), y) + model.second(Reversed.apply(model.first(x))).mean(),
-    )
 
 
 @same_as_plain(refused="hooks of Python have to be called")
@@ -270,10 +169,3 @@ def test_mixed_precision_in_the_step(run: Run) -> None:
         return cross_entropy(out.float(), y)
 
     trains(run, model, step_fn)
-
-
-@same_as_plain(refused="the user compiled a part with other kernels")
-def test_a_part_that_the_user_has_compiled(run: Run) -> None:
-    model = Net()
-    compiled = torch.compile(model, backend="eager")
-    trains(run, model, lambda x, y: cross_entropy(compiled(x), y))

@@ -205,24 +205,6 @@ def test_hooks_of_the_optimizer_are_called_for_every_update(run: Run) -> None:
         run.note("called", called)
 
 
-@same_as_plain(replays=12, updates=0)
-def test_sharpness_aware_minimization(run: Run) -> None:
-    """Two forwards and backwards an update, and weights that are moved and put back in place."""
-    model = Net(dropout=0.0)
-    optimizer, compiled = sgd(model), run.compile(model)
-    for x, y in run.each(batches()):
-        optimizer.zero_grad()
-        cross_entropy(compiled(x), y).backward()
-        with torch.no_grad():
-            moves = [0.05 * p.grad / (p.grad.norm() + 1e-6) for p in model.parameters()]
-            torch._foreach_add_(list(model.parameters()), moves)
-        optimizer.zero_grad()
-        cross_entropy(compiled(x), y).backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), moves)
-        optimizer.step()
-
-
 @same_as_plain(replays=12)
 def test_weights_are_clipped_after_every_update(run: Run) -> None:
     model = Net()
