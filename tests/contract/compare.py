@@ -21,7 +21,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +295,8 @@ class PlainStep:
         return result
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._accumulate(args, kwargs)
+        with self.model.no_sync() if hasattr(self.model, "no_sync") else nullcontext():  # of replicas
+            result = self._accumulate(args, kwargs)
         self.pending = True
         return result
 
@@ -343,9 +344,12 @@ def random_states() -> list[Any]:
 
 
 def frozen(value: Any) -> Any:
-    """A deep copy of plain data and detached tensors. Of a model also gradients, of an optimizer everything."""
+    """A deep copy of plain data and detached tensors. Of a model also gradients, of an optimizer everything.
+
+    Of a sharded tensor it is the part that this process holds.
+    """
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return (value.to_local() if hasattr(value, "to_local") else value).detach().clone()
     if isinstance(value, nn.Module):
         gradients = {name: p.grad for name, p in value.named_parameters()}
         needed = {name: p.requires_grad for name, p in value.named_parameters()}
