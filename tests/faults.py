@@ -34,14 +34,14 @@ __all__ = ["FAULTS", "Plant", "nothing_is_captured"]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def nothing_is_captured(patch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Let every capture fail. Returns a function that says how many were tried so far."""
+def nothing_is_captured(patch: pytest.MonkeyPatch, error: Exception | None = None) -> Callable[[], int]:
+    """Let every capture fail, with this error. Returns a function that says how many were tried so far."""
     tried = 0
 
     def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal tried
         tried += 1
-        raise CaptureError("a planted fault lets every capture fail")
+        raise error or CaptureError("a planted fault lets every capture fail")
 
     patch.setattr(EmulatedEngine, "capture", capture)
     patch.setattr(CudaEngine, "capture", capture)

@@ -1,0 +1,145 @@
+"""`Accelerator(plugins=[PyGraph()])`: a loop as it is, and `graphed_step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from .compare import Run, same_as_plain
+from .frameworks import accelerator, graphed_step, loader
+from .models import Net, adamw, batches, cross_entropy
+
+pytest.importorskip("accelerate")
+
+
+def prepared(run: Run, accelerator: Any, steps: int = 24, **net: Any) -> tuple[Any, ...]:
+    """Model, optimizer, loader and schedule, watched."""
+    model = Net(**net)
+    optimizer = adamw(model)
+    schedule = CosineAnnealingLR(optimizer, T_max=steps)
+    made = accelerator.prepare(model, optimizer, loader(batches(steps)), schedule)
+    run.watch(*made[:2])
+    return made
+
+
+@same_as_plain(replays=12)
+def test_a_stock_loop(run: Run) -> None:
+    accelerate = accelerator(run)
+    model, optimizer, data, schedule = prepared(run, accelerate)
+    for x, y in run.each(data):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        accelerate.backward(loss)
+        accelerate.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        run.note("loss and rate", [loss, schedule.get_last_lr()])
+
+
+@same_as_plain(replays=8)
+def test_a_stock_loop_that_accumulates(run: Run) -> None:
+    accelerate = accelerator(run, gradient_accumulation_steps=3)
+    model, optimizer, data, schedule = prepared(run, accelerate, 47)
+    for x, y in run.each(data):
+        with accelerate.accumulate(model):
+            loss = cross_entropy(model(x), y)
+            accelerate.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        run.note("loss", [loss, accelerate.sync_gradients, optimizer.step_was_skipped])
+
+
+@same_as_plain(replays=12)
+def test_a_stock_loop_under_mixed_precision(run: Run) -> None:
+    accelerate = accelerator(run, mixed_precision="bf16")
+    model, optimizer, data, _ = prepared(run, accelerate)
+    for x, y in run.each(data):
+        out = model(x)
+        loss = cross_entropy(out, y)
+        run.note("results", [out, loss])
+        accelerate.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@same_as_plain(replays=12)
+def test_a_stock_loop_that_logs_and_evaluates(run: Run) -> None:
+    """Reads of the loss on the host, gathered metrics, and a validation every fifth step."""
+    accelerate = accelerator(run)
+    model, optimizer, data, _ = prepared(run, accelerate)
+    total = 0.0
+    for number, (x, y) in enumerate(run.each(data)):
+        loss = cross_entropy(model(x), y)
+        total += loss.item()
+        accelerate.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.note("gathered", accelerate.gather_for_metrics(loss.detach()[None]))
+        if number % 5 == 4:
+            model.eval()
+            with torch.no_grad():
+                run.note("validation", [cross_entropy(model(x), y).item() for x, y in batches(2, seed=2)])
+            model.train()
+    run.note("total", total)
+
+
+@same_as_plain(replays=15)
+def test_a_graphed_step(run: Run) -> None:
+    accelerate = accelerator(run)
+    model, optimizer, data, schedule = prepared(run, accelerate)
+
+    def step(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        out = model(x)
+        loss = cross_entropy(out, y)
+        accelerate.backward(loss)
+        norm = accelerate.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return {"loss": loss, "out": out, "norm": norm}
+
+    step = graphed_step(run, accelerate, step)
+    for batch in data:
+        step(*batch)
+        run.note("rate", schedule.get_last_lr())
+
+
+@same_as_plain(replays=20, updates=8)
+def test_a_graphed_step_that_accumulates(run: Run) -> None:
+    accelerate = accelerator(run, gradient_accumulation_steps=3)
+    model, optimizer, data, schedule = prepared(run, accelerate, 47)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with accelerate.accumulate(model):
+            loss = cross_entropy(model(x), y)
+            accelerate.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return loss
+
+    step = graphed_step(run, accelerate, step)
+    for batch in data:
+        step(*batch)
+
+
+@same_as_plain(replays=12)
+def test_training_resumes_from_a_saved_state(run: Run) -> None:
+    accelerate = accelerator(run)
+    model, optimizer, data, schedule = prepared(run, accelerate, 36)
+    for number, (x, y) in enumerate(run.each(data)):
+        loss = cross_entropy(model(x), y)
+        accelerate.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if number == 15:
+            accelerate.save_state(str(run.folder / "saved"))
+        if number == 25:
+            accelerate.load_state(str(run.folder / "saved"))
+    run.note("saved weights", accelerate.get_state_dict(model))

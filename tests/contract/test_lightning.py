@@ -1,0 +1,85 @@
+"""`PyGraphCallback`: Lightning's Trainer under automatic optimization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from .compare import Run, same_as_plain
+from .frameworks import fit, loader, memory_logger
+from .models import batches, cross_entropy
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from .lightning_module import Module  # noqa: E402
+
+
+@same_as_plain(replays=15)
+def test_a_fit(run: Run) -> None:
+    fit(run, Module(), loader(batches(12)), max_epochs=2)
+
+
+@same_as_plain(replays=15)
+def test_everything_that_is_logged(run: Run) -> None:
+    fit(run, Module(), loader(batches(12)), max_epochs=2, logger=memory_logger()())
+
+
+@same_as_plain(replays=15)
+def test_validation_between_batches(run: Run) -> None:
+    loaders = loader(batches(12)), loader(batches(3, seed=2))
+    fit(run, Module(), loaders[0], validation=loaders[1], max_epochs=2, val_check_interval=4)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+@pytest.mark.quick
+@same_as_plain(replays=12)
+def test_other_precisions(run: Run, precision: str) -> None:
+    fit(run, Module(), loader(batches(24)), precision=precision)
+
+
+@same_as_plain(replays=8)
+def test_a_step_that_returns_a_dict(run: Run) -> None:
+    class Returning(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            out = self.net(batch[0])
+            return {"loss": cross_entropy(out, batch[1]), "out": out.detach(), "number": batch_idx}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            run.note("outputs of the module's hook", outputs)
+
+    fit(run, Returning(), loader(batches(24)))
+
+
+@same_as_plain(replays=12)
+def test_hooks_of_module_and_callback_run_in_lightnings_order(run: Run) -> None:
+    called: list[str] = []
+
+    def hook(owner: type, name: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.append(f"{owner.__name__}.{name}")
+            return getattr(owner, name)(self, *args, **kwargs)
+
+        return call
+
+    def with_hooks(owner: type) -> Any:
+        names = [name for name in dir(owner) if name.startswith("on_")]
+        return type("Hooked", (owner,), {name: hook(owner, name) for name in names})()
+
+    callbacks, validation = [with_hooks(pl.Callback)], loader(batches(2))
+    fit(run, with_hooks(Module), loader(batches(24)), validation=validation, callbacks=callbacks)
+    run.note("called", called)
+
+
+@same_as_plain(replays=12)
+def test_gradients_that_a_hook_changes(run: Run) -> None:
+    class Scaling(Module):
+        def on_after_backward(self) -> None:
+            for p in self.parameters():
+                p.grad *= 0.5
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            run.note("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm().item())
+
+    fit(run, Scaling(), loader(batches(24)))

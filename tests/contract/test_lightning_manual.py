@@ -1,0 +1,135 @@
+"""`PyGraphCallback`: Lightning's Trainer under manual optimization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from .compare import Run, same_as_plain
+from .frameworks import fit, loader, memory_logger
+from .models import Net, adamw, batches, cross_entropy, sgd
+
+pl = pytest.importorskip("lightning.pytorch")
+
+
+class Manual(pl.LightningModule):
+    """Has two networks: a classifier, or generator and discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = Net()
+        self.maker = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+
+    def configure_optimizers(self) -> Any:
+        return [adamw(self.net), adamw(self.maker)]
+
+    def loss(self, batch: Any) -> Tensor:
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+
+@same_as_plain(replays=12)
+def test_a_gan_with_two_optimizers_that_are_toggled(run: Run) -> None:
+    class Gan(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            of_net, of_maker = self.optimizers()
+            noise = torch.randn(len(batch[0]), 4)
+            self.toggle_optimizer(of_maker)
+            loss = softplus(-self.net(self.maker(noise))).mean()
+            self.log("maker", loss, prog_bar=True)
+            of_maker.zero_grad()
+            self.manual_backward(loss)
+            of_maker.step()
+            self.untoggle_optimizer(of_maker)
+            self.toggle_optimizer(of_net)
+            made = self.maker(noise).detach()
+            loss = softplus(-self.net(batch[0])).mean() + softplus(self.net(made)).mean()
+            self.log("judge", loss, on_step=True, on_epoch=True)
+            of_net.zero_grad()
+            self.manual_backward(loss)
+            of_net.step()
+            self.untoggle_optimizer(of_net)
+
+    fit(run, Gan(), loader(batches()), logger=memory_logger()())
+
+
+@same_as_plain(replays=12)
+def test_one_optimizer_with_clipping_and_a_scheduler(run: Run) -> None:
+    class Clipping(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            optimizer = self.optimizers()
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.lr_schedulers().step()
+            return loss.detach()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self.net)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+    fit(run, Clipping(), loader(batches()))
+
+
+@same_as_plain(replays=12, updates=4)
+def test_accumulation_by_hand(run: Run) -> None:
+    class Accumulating(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch) / 3)
+            if (batch_idx + 1) % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self.net)
+
+    fit(run, Accumulating(), loader(batches(48)))
+
+
+@same_as_plain(replays=6)
+def test_several_updates_of_one_part_for_one_of_the_other(run: Run) -> None:
+    """A Wasserstein GAN, whose weights are clipped in place."""
+
+    class Critic(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            of_net, of_maker = self.optimizers()
+            noise = torch.randn(len(batch[0]), 4)
+            of_net.zero_grad()
+            self.manual_backward(self.net(self.maker(noise).detach()).mean() - self.net(batch[0]).mean())
+            of_net.step()
+            with torch.no_grad():
+                for p in self.net.parameters():
+                    p.clamp_(-0.1, 0.1)
+            if batch_idx % 3 == 2:
+                of_maker.zero_grad()
+                self.manual_backward(-self.net(self.maker(noise)).mean())
+                of_maker.step()
+
+    fit(run, Critic(), loader(batches(48)))
+
+
+@same_as_plain(replays=12)
+def test_an_optimizer_with_a_closure(run: Run) -> None:
+    class Closing(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure=closure)
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self.net)
+
+    fit(run, Closing(), loader(batches()))

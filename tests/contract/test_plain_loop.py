@@ -1,0 +1,214 @@
+"""`GraphedStep`: a loop of plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pygraph_train import GraphedStep, PyGraphError, explain
+
+from .compare import Run, compare, same_as_plain
+from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.quick
+@same_as_plain(replays=15)
+def test_a_loop(run: Run, optimizer: Any) -> None:
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=optimizer(model))
+    for batch in batches():
+        step(batch)
+
+
+@same_as_plain(replays=15)
+def test_results_besides_the_loss(run: Run) -> None:
+    """Each is the caller's to keep: no later step writes into it."""
+    model, kept = Net(), []
+
+    def step_fn(x: Tensor, *, y: Tensor) -> dict[str, Any]:
+        out = model(x)
+        return {"loss": cross_entropy(out, y), "out": out, "rows": len(x), "parts": [out[:2], out.argmax(1)]}
+
+    step = run.step(step_fn, model=model, optimizer=adamw(model))
+    for x, y in batches():
+        result = step(x, y=y)
+        kept.append([result["loss"], result["out"], result["parts"]])
+    run.note("kept results", kept)
+
+
+@same_as_plain(replays=15, updates=0)
+def test_the_loop_updates_by_itself(run: Run) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    step = run.step(loss_of(model), model=model)
+    run.watch(optimizer)
+    for batch in batches():
+        step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.snapshot("after the update")
+
+
+@same_as_plain(replays=15)
+def test_a_step_that_makes_its_backwards_and_updates(run: Run) -> None:
+    """`manual_optimization`: the step of a GAN, with two optimizers."""
+    maker = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+    judge = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+    of_maker, of_judge = adamw(maker), adamw(judge)
+
+    def step_fn(real: Tensor) -> Tensor:
+        made = maker(torch.randn(len(real), 4))
+        loss = (
+            nn.functional.softplus(-judge(real)).mean() + nn.functional.softplus(judge(made.detach())).mean()
+        )
+        of_judge.zero_grad()
+        loss.backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        nn.functional.softplus(-judge(made)).mean().backward()
+        of_maker.step()
+        return loss.detach()
+
+    model = nn.ModuleList([maker, judge])
+    step = run.step(step_fn, model=model, optimizer=[of_maker, of_judge], manual_optimization=True)
+    for real, _ in batches():
+        step(real)
+
+
+@same_as_plain(replays=30)
+def test_two_steps_of_one_model_take_turns(run: Run) -> None:
+    model = Net()
+    first = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    second = run.step(lambda x, y: loss_of(model)((x * 2, y)) * 0.5, model=model, optimizer=sgd(model))
+    for number, batch in enumerate(batches(48)):
+        first(batch) if number % 2 else second(*batch)
+
+
+@same_as_plain(replays=15)
+def test_evaluation_between_steps_sees_the_weights_of_now(run: Run) -> None:
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for batch in batches():
+        step(batch)
+        model.eval()
+        with torch.no_grad():
+            run.note("evaluation", model(batch[0]))
+        model.train()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"verify": "always"},
+        {"verify": "off"},
+        {"fuse": "off", "optimizer": "on"},
+        {"compile": False},
+        {"indirection": "copy", "warmup_steps": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.quick
+def test_every_option_trains_the_same(config: dict[str, Any]) -> None:
+    def training(run: Run) -> None:
+        model = Net()
+        step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+        for batch in batches():
+            step(batch)
+
+    compare(training, replays=12, **config)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+@pytest.mark.quick
+def test_a_phase_that_is_off_has_no_graph(phase: str) -> None:
+    def training(run: Run) -> None:
+        model = Net()
+        step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+        for batch in batches():
+            step(batch)
+
+    counts = compare(training, refused="what is off has no graph", **{phase: "off"})
+    assert counts[{"forward": "F", "backward": "B", "optimizer": "O"}[phase]] == 0
+    assert sum(counts.values()) >= 12
+
+
+@pytest.mark.parametrize("off", ["engine", "environment"])
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("graphs are off")
+def test_without_graphs_nothing_changes(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def training(run: Run) -> None:
+        model = Net()
+        step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+        for batch in batches(12):
+            step(batch)
+
+    if off == "environment":
+        monkeypatch.setenv("PYGRAPH_DISABLE", "1")
+    config = {"engine": "off"} if off == "engine" else {}
+    assert not any(compare(training, refused="graphs are off", **config).values())
+
+
+def reading(model: nn.Module) -> Any:
+    """A step that no single graph holds."""
+
+    def step_fn(batch: Any) -> Tensor:
+        loss = cross_entropy(model(batch[0]), batch[1])
+        for _ in range(int(loss.item() / 100)):
+            loss = loss * 0.9
+        return loss
+
+    return step_fn
+
+
+def test_explain_names_the_line_and_changes_nothing() -> None:
+    model = Net()
+    optimizer, batch = adamw(model), batches(1)[0]
+    before = [p.detach().clone() for p in model.parameters()]
+    random_state = torch.get_rng_state()
+    explanation = explain(reading(model), batch, model=model, optimizer=optimizer)
+    assert not explanation.is_one_graph
+    (obstacle,) = explanation.to_dict()["obstacles"]
+    assert f"{__file__}:{reading.__code__.co_firstlineno + 5}" == obstacle["where"], obstacle
+    assert explain(loss_of(model), batch, model=model, optimizer=optimizer).is_one_graph
+    assert all(map(torch.equal, before, model.parameters()))
+    assert torch.equal(random_state, torch.get_rng_state()) and model.first.weight.grad is None
+
+
+def test_the_report_is_plain_data_and_says_what_ran() -> None:
+    model = Net()
+    step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), engine="emulated", warmup_steps=2)
+    for batch in batches():
+        step(batch)
+    told = json.loads(json.dumps(step.report().to_dict()))
+    assert told["engine"] == "emulated" and told["steps"] == 24
+    assert 15 <= told["steps_from_graphs"] == min(told["phases_from_graphs"].values()) < 24
+    assert f"{told['steps_from_graphs']} of 24 training steps" in told["headline"]
+    step.close()
+
+
+@pytest.mark.parametrize("wrong", [{"engine": "cpu"}, {"warmup_steps": 0}, {"no_such_option": 1}], ids=str)
+@pytest.mark.quick
+def test_a_wrong_option_is_named_at_once(wrong: dict[str, Any]) -> None:
+    model = Net()
+    with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+        GraphedStep(loss_of(model), model=model, optimizer=adamw(model), **wrong)
+
+
+def test_in_strict_mode_a_step_without_a_graph_ends_training() -> None:
+    model = Net()
+    step = GraphedStep(
+        reading(model),
+        model=model,
+        optimizer=adamw(model),
+        engine="emulated",
+        warmup_steps=2,
+        on_failure="raise",
+    )
+    with step, pytest.raises(PyGraphError, match="read on the host"):
+        for batch in batches():
+            step(batch)

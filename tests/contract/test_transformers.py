@@ -1,0 +1,87 @@
+"""`PyGraphTrainer` and `PyGraphTrainerCallback`: the Trainer of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .compare import Run, same_as_plain
+from .frameworks import bert, sentences, trainer
+
+transformers = pytest.importorskip("transformers")
+
+WAYS = pytest.mark.parametrize("way", ["trainer", "callback"])
+
+
+@WAYS
+@pytest.mark.quick
+@same_as_plain(replays=8)
+def test_a_model_of_the_library(run: Run, way: str) -> None:
+    trainer(run, way, model=bert(), data=sentences(80), lr_scheduler_type="cosine", warmup_steps=3)
+
+
+@WAYS
+@pytest.mark.quick
+@same_as_plain(replays=8, updates=3)
+def test_accumulation_and_evaluation(run: Run, way: str) -> None:
+    options = {"gradient_accumulation_steps": 3, "num_train_epochs": 2, "eval_strategy": "epoch"}
+    trainer(run, way, data=sentences(116), **options)
+
+
+@WAYS
+@pytest.mark.quick
+@same_as_plain(replays=8)
+def test_mixed_precision_without_clipping(run: Run, way: str) -> None:
+    trainer(run, way, data=sentences(96), bf16=True, max_grad_norm=0.0)
+
+
+@WAYS
+@pytest.mark.quick
+@same_as_plain(replays=6)
+def test_padded_batches_of_many_lengths(run: Run, way: str) -> None:
+    lengths = [4 + 2 * (number // 4 % 3) for number in range(160)]  # the Trainer pads within a batch
+    data = [{name: t[:n] for name, t in s.items()} for s, n in zip(sentences(160), lengths, strict=True)]
+    trainer(run, way, data=data, train_sampling_strategy="sequential")
+
+
+@WAYS
+@pytest.mark.quick
+@same_as_plain(replays=8)
+def test_a_trainer_with_its_own_loss_and_logs(run: Run, way: str) -> None:
+    class Mine(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            loss = outputs["loss"] + 0.1 * outputs["logits"].square().mean()
+            if self.state.global_step % 10 == 9:
+                self.log({"extra": loss.item()})
+            return (loss, outputs) if return_outputs else loss
+
+    trainer(run, way, data=sentences(96), base=Mine)
+
+
+@WAYS
+@pytest.mark.quick
+@same_as_plain(replays=8)
+def test_callbacks_see_every_step(run: Run, way: str) -> None:
+    called: list[Any] = []
+
+    class Noting(transformers.TrainerCallback):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                return lambda args, state, control, **kwargs: called.append([name, state.global_step])
+            return super().__getattribute__(name)
+
+    trainer(run, way, data=sentences(96), callbacks=[Noting()])
+    run.note("called", called)
+
+
+@WAYS
+@pytest.mark.quick
+@same_as_plain(replays=8)
+def test_training_resumes_from_a_checkpoint(run: Run, way: str) -> None:
+    steps = {"save_strategy": "steps", "save_steps": 10, "max_steps": 20}
+    trainer(run, way, data=sentences(96), **steps)
+    trainer(
+        run, way, data=sentences(96), **{**steps, "max_steps": 24}, resume=str(run.folder / "checkpoint-10")
+    )

@@ -1,0 +1,230 @@
+"""What loops do around the update: accumulation, clipping, schedules, scalers, freezing, averages of weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from .compare import Run, same_as_plain
+from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
+
+SCHEDULES: dict[str, Any] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 5, 0.5),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 24),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10)),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.quick
+@same_as_plain(replays=15)
+def test_a_schedule_of_the_learning_rate(run: Run, schedule: str, optimizer: Any) -> None:
+    """OneCycleLR changes betas or momentum as well."""
+    model = Net()
+    made = optimizer(model)
+    scheduler = SCHEDULES[schedule](made)
+    run.watch(scheduler)
+    step = run.step(loss_of(model), model=model, optimizer=made)
+    for batch in batches():
+        step(batch)
+        scheduler.step()
+        run.note("rate", scheduler.get_last_lr())
+
+
+@same_as_plain(replays=15)
+def test_a_plateau_lowers_the_learning_rate(run: Run) -> None:
+    model = Net()
+    optimizer = sgd(model, lr=0.5)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3)
+    step = run.step(loss_of(model), model=model, optimizer=optimizer)
+    for batch in batches():
+        scheduler.step(step(batch).item())
+        run.note("rate", optimizer.param_groups[0]["lr"])
+
+
+@same_as_plain(replays=20, updates=6)
+def test_gradients_are_accumulated(run: Run) -> None:
+    """The last group is a ragged one, and gradients are read between."""
+    model = Net()
+    step = run.step(lambda x, y: loss_of(model)((x, y)) / 3, model=model, optimizer=adamw(model))
+    for number, batch in enumerate(batches(35)):
+        step(*batch) if number % 3 == 2 or number == 34 else step.accumulate(*batch)
+        run.note("norm", model.first.weight.grad.norm().item())
+
+
+@same_as_plain(replays=15)
+def test_gradients_are_clipped(run: Run) -> None:
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model), max_grad_norm=0.1)
+    for batch in batches():
+        step(batch)
+
+
+@same_as_plain(replays=12, updates=0)
+def test_a_scaler_skips_updates_with_overflow(run: Run) -> None:
+    model = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
+
+    def step_fn(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return cross_entropy(model(x), y) * weight
+
+    step = run.step(step_fn, model=model, optimizer=sgd(model), scaler=scaler, max_grad_norm=0.5)
+    skipped = 0
+    for number, batch in enumerate(batches(32)):
+        before = model.first.weight.detach().clone()
+        step(*batch, torch.tensor(1e37 if number % 8 == 6 else 1.0))
+        skipped += torch.equal(before, model.first.weight)
+        run.note("scaler", scaler)
+    assert skipped == 4
+
+
+@same_as_plain(replays=12)
+def test_layers_are_frozen_and_thawed(run: Run) -> None:
+    """Frozen parameters keep no gradients, and their optimizer state stays."""
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for number, batch in enumerate(batches(40)):
+        if number in (12, 26):
+            model.first.requires_grad_(number == 26)
+        step(batch)
+
+
+@same_as_plain(replays=15)
+def test_an_average_of_the_weights_follows_every_update(run: Run) -> None:
+    model = Net()
+    average = copy.deepcopy(model).requires_grad_(False)
+    run.watch(average)
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for number, batch in enumerate(batches()):
+        step(batch)
+        with torch.no_grad():
+            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+        if number % 6 == 5:
+            run.note("evaluation of the average", average.eval()(batch[0]))
+
+
+@same_as_plain(replays=15)
+def test_averaged_weights_stand_in_for_an_evaluation(run: Run) -> None:
+    """Weights are swapped in place and back."""
+    model = Net()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model))
+    for number, batch in enumerate(batches()):
+        step(batch)
+        averaged.update_parameters(model)
+        if number % 6 == 5:
+            kept = copy.deepcopy(model.state_dict())
+            model.load_state_dict(averaged.module.state_dict())
+            run.note("evaluation", model.eval()(batch[0]))
+            model.train().load_state_dict(kept)
+
+
+@same_as_plain(replays=15)
+def test_two_optimizers_for_two_parts(run: Run) -> None:
+    model = Net()
+    optimizers = [adamw(nn.ModuleList([model.first, model.norm])), sgd(model.second)]
+    step = run.step(loss_of(model), model=model, optimizer=optimizers)
+    schedule = lr_scheduler.ExponentialLR(optimizers[1], 0.9)
+    for batch in batches():
+        step(batch)
+        schedule.step()
+
+
+@same_as_plain(replays=12)
+def test_parameter_groups_change_in_mid_run(run: Run) -> None:
+    """Weight decay and learning rate are written by hand, and a group of new parameters is added."""
+    model = Net()
+    model.late = nn.Linear(3, 3)
+    groups = [
+        {"params": model.first.parameters()},
+        {"params": model.second.parameters(), "weight_decay": 0.1},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    step = run.step(lambda x, y: cross_entropy(model.late(model(x)), y), model=model, optimizer=optimizer)
+    for number, batch in enumerate(batches(40)):
+        if number == 12:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+            optimizer.param_groups[1]["lr"] = 3e-2
+        if number == 22:
+            optimizer.add_param_group({"params": model.late.parameters(), "lr": 1e-3})
+        step(*batch)
+
+
+@pytest.mark.parametrize(
+    "name", ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adadelta", "Adamax"]
+)
+@pytest.mark.slow_after(3)
+@same_as_plain(replays=12, updates=0)
+def test_optimizers_with_their_default_kernels(run: Run, name: str) -> None:
+    model = Net()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
+    step = run.step(loss_of(model), model=model, optimizer=optimizer)
+    for batch in batches():
+        step(batch)
+
+
+@same_as_plain(replays=12, updates=0)
+def test_an_optimizer_of_the_users_own(run: Run) -> None:
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, parameters: Any, lr: float) -> None:
+            super().__init__(parameters, {"lr": lr, "calls": 0})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["calls"] += 1
+                for p in group["params"]:
+                    if p.grad is not None:
+                        mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                        p.add_(torch.sign(mean * 0.9 + p.grad * 0.1), alpha=-group["lr"])
+                        mean.mul_(0.99).add_(p.grad, alpha=0.01)
+
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=Lion(model.parameters(), 1e-2))
+    for batch in batches():
+        step(batch)
+
+
+@same_as_plain(replays=12, updates=0)
+def test_hooks_of_the_optimizer_are_called_for_every_update(run: Run) -> None:
+    model, called = Net(), []
+    optimizer = adamw(model)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: called.append("before"))
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: called.append("after"))
+    step = run.step(loss_of(model), model=model, optimizer=optimizer)
+    for batch in batches():
+        step(batch)
+        run.note("called", called)
+
+
+@same_as_plain(replays=12)
+def test_weights_are_clipped_after_every_update(run: Run) -> None:
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for batch in batches():
+        step(batch)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.3, 0.3)
+
+
+@same_as_plain(replays=12)
+def test_gradients_belong_to_the_loop_between_steps(run: Run) -> None:
+    """They are read, changed and set to None."""
+    model = Net()
+    step = run.step(loss_of(model), model=model, optimizer=adamw(model))
+    for number, batch in enumerate(batches(32)):
+        step(batch)
+        run.note("norms", [p.grad.norm().item() for p in model.parameters()])
+        if number % 8 == 6:
+            model.zero_grad(set_to_none=True)
+        if number % 8 == 7:
+            model.first.weight.grad.zero_()
