@@ -81,16 +81,22 @@ class Names:
     names: str
     cuda: bool = False
 
-    def missing(self) -> Iterator[str]:
+    def missing(self) -> list[str]:
         """Those that this torch lacks."""
         if self.cuda and torch.version.cuda is None:
-            return
+            return []
+        return [f"{module}.{name}" for module, name in self._split() if _find(module, name) is _ABSENT]
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{module}.{name}" for module, name in self._split())
+
+    def _split(self) -> Iterator[tuple[str, str]]:
         module = ""
         for word in self.names.split():
             if word.endswith(":"):
                 module = word[:-1]
-            elif _find(module, word) is _ABSENT:
-                yield f"{module}.{word}"
+            else:
+                yield module, word
 
 
 _ABSENT = object()
@@ -346,7 +352,6 @@ NAMES = (
         torch._inductor.config: combo_kernels force_disable_caches fx_graph_cache get_config_copy
             max_autotune max_autotune_gemm patch save_config_portable
         torch._inductor.fx_passes.pad_mm: is_mm_compute_bound
-        torch._inductor.inductor_prims:
         torch._inductor.lowering: lowerings.values
         torch._inductor.runtime.triton_heuristics: CachingAutotuner.benchmark_all_configs
         torch._inductor.scheduler: ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
