@@ -20,6 +20,7 @@ from pygraph_train.parallel.settings import SETTINGS, setting_problems
 from pygraph_train.problems import first_line
 from pygraph_train.torch_private.cuda import driver_version
 from pygraph_train.torch_private.names import (
+    DYNAMO,
     FORWARD_AND_BACKWARD,
     GRAPHS,
     NAMES,
@@ -30,6 +31,8 @@ from pygraph_train.torch_private.names import (
 from pygraph_train.torch_private.tracing import why_no_traces
 
 __all__ = ["Checkup", "check"]
+
+_SOME = "Updates of optimizers can run from CUDA graphs, and so can what torch.compile(backend='pygraph') compiles."
 
 _PACKAGES = ("triton", "cuda-bindings", "lightning", "pytorch-lightning", "accelerate", "transformers")
 

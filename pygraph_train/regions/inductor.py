@@ -54,7 +54,7 @@ from pygraph_train.torch_private.autograd import compiled_autograd_wanted
 from pygraph_train.torch_private.dispatch import has_symbols
 from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced, without_second_wrapper
 from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
-from pygraph_train.torch_private.names import COMPILED, lacking
+from pygraph_train.torch_private.names import COMPILED, DYNAMO, lacking
 from pygraph_train.tracing.counters import numbers_that_are_no_sizes, varying_counters
 from pygraph_train.tracing.recompute import as_eager
 
@@ -86,7 +86,7 @@ def compile_graph(
         made(record)
 
     number = next(_numbers)
-    if (lack := lacking(COMPILED)) is not None:
+    if (lack := lacking(DYNAMO) or lacking(COMPILED)) is not None:
         note(RegionRecord(f"function {number}", "function", first_user_line(gm), "plain", str(lack)))
         return gm.forward
     if options.engine == "off" or switched_off():

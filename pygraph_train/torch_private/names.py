@@ -19,6 +19,7 @@ from pygraph_train.problems import Problem, PyGraphError
 
 __all__ = [
     "COMPILED",
+    "DYNAMO",
     "FORWARD_AND_BACKWARD",
     "GRAPHS",
     "NAMES",
@@ -49,18 +50,19 @@ class Feature:
     Attributes:
         what: it is.
         instead: what happens without it.
-        newest: the newest torch that it was seen to work with.
+        works: the versions of torch that it was seen to work with.
     """
 
     what: str
     instead: str
-    newest: str = TRIED[-1]
+    works: tuple[str, ...] = TRIED
 
 
 GRAPHS = Feature("graphs", "training runs as you wrote it")
 FORWARD_AND_BACKWARD = Feature(
-    "graphs of forward and backward", "forward and backward run as you wrote them", newest="2.13.0"
+    "graphs of forward and backward", "forward and backward run as you wrote them", works=("2.11.0", "2.13.0")
 )
+DYNAMO = Feature("graphs of traced code", "such code runs as you wrote it")
 COMPILED = Feature("graphs of compiled code", "compiled parts run with eager kernels and without graphs")
 PROCESSES = Feature("graphs of several processes", "such steps run as you wrote them")
 
@@ -151,7 +153,7 @@ def private(name: str) -> Any:
 def lacks(what: str, off: Feature = GRAPHS) -> Problem:
     """The sentence for a feature that is off because this torch lacks something."""
     reason = f"torch {torch.__version__} lacks {what}, which {off.what} need, so {off.instead}"
-    return Problem(reason, fix=f"Versions from {TRIED[0]} to {off.newest} have it")
+    return Problem(reason, fix=f"torch {', '.join(off.works)} have it")
 
 
 @functools.cache
@@ -247,7 +249,7 @@ NAMES = (
     ),
     Names(
         "Dynamo, which traces steps: its entry, its errors, its guards",
-        FORWARD_AND_BACKWARD,
+        DYNAMO,
         """
         torch: _check_tensor_all _check_tensor_all_with
         torch._C._autograd: _get_data_attr

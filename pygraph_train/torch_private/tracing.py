@@ -26,7 +26,7 @@ from pygraph_train.torch_private import (
 from pygraph_train.torch_private.changes import changed, no_bounded_deques
 from pygraph_train.torch_private.compiling import as_in_plain_python
 from pygraph_train.torch_private.guards import with_place
-from pygraph_train.torch_private.names import FORWARD_AND_BACKWARD, lacking, lacks
+from pygraph_train.torch_private.names import DYNAMO, FORWARD_AND_BACKWARD, lacking, lacks
 from pygraph_train.torch_private.traces_of_threads import Trace, TracedBy, no_other_trace
 
 __all__ = [
@@ -81,7 +81,7 @@ def why_no_traces() -> Problem | None:
 
     Found out once, without a trace: all changes of it are put in place and taken away.
     """
-    if (problem := lacking(FORWARD_AND_BACKWARD)) is not None:
+    if (problem := lacking(DYNAMO) or lacking(FORWARD_AND_BACKWARD)) is not None:
         return problem
     try:
         with no_other_trace():
@@ -89,7 +89,8 @@ def why_no_traces() -> Problem | None:
                 with context():
                     pass
     except Exception as error:
-        problem = lacks(f"what a change of Dynamo replaces ({first_line(error)})", FORWARD_AND_BACKWARD)
+        said = first_line(error).partition(" (/")[0]  # without the file
+        problem = lacks(f"what a change of Dynamo replaces ({said})", FORWARD_AND_BACKWARD)
         logging.getLogger("pygraph_train").warning("pygraph: %s", problem)
         return problem
     return None
