@@ -26,17 +26,10 @@ from pygraph_train.torch_private.names import MissingName, private
 from pygraph_train.torch_private.tracing import why_no_traces
 
 NOT_LISTED = {
-    "torch._C._cuda_hasPrimaryContext": "builds without CUDA lack it, and its caller looks",
-    "torch._dynamo.guards.GuardBuilder.DICT_NOT_CONTAINS": "of 2.13 alone",
     "torch._dynamo.variables.EnumVariable": "of 2.11 alone",
-    "torch._dynamo.variables.dicts.ConstDictVariable.mp_ass_subscript_impl": "of 2.13 alone",
-    "torch._dynamo.variables.dicts.DunderDictVariable.call_method": "of 2.13 alone",
-    "torch._dynamo.variables.dicts.DunderDictVariable.install_dict_contains_guard": "of 2.13 alone",
-    "torch._dynamo.variables.dicts.DunderDictVariable.install_dict_keys_match_guard": "of 2.13 alone",
     "torch._dynamo.variables.tensor.SymNodeVariable.richcompare_impl": "of 2.13 alone",
     "torch._dynamo.variables.user_defined.UserDefinedClassVariable.var_getattr": "mended for 2.11 alone",
     "torch._functorch._aot_autograd.runtime_wrappers.maybe_mark_dynamic_helper": "of 2.11 alone",
-    "torch._inductor.inductor_prims": "a module that is imported for what it registers",
     "torch._inductor.virtualized.V.graph.get_numel": "V has attributes while Inductor compiles",
 }
 """Names that the list leaves out, with the reason."""

@@ -102,13 +102,9 @@ def check() -> Checkup:
     if not off and (why := why_no_traces()) is not None:
         lacks.append(str(why))
         off.add(FORWARD_AND_BACKWARD)
-    whole = FORWARD_AND_BACKWARD not in off
+    whole = not off & {DYNAMO, FORWARD_AND_BACKWARD}
     if obstacle is None:
-        works.append(
-            "Training steps can run from CUDA graphs."
-            if whole
-            else 'The optimizer, and what torch.compile(backend="pygraph") compiles, can run from CUDA graphs.'
-        )
+        works.append("Training steps can run from CUDA graphs." if whole else _SOME)
         if _installed("triton"):
             works.append("Graphs can hold Inductor's kernels (compile=True).")
         else:

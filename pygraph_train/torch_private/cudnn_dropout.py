@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pygraph_train.patches import standing_in
-from pygraph_train.torch_private.names import TorchDispatchMode
 
 __all__ = ["generators_apart", "set_random_state"]
 

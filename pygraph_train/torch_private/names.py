@@ -210,9 +210,9 @@ NAMES = (
         torch._dispatch.python: enable_python_dispatcher
         torch._ops: HigherOrderOperator OpOverload OpOverloadPacket
         torch._subclasses.fake_tensor: FakeTensor unset_fake_temporarily
-        torch.ops: aten._conj.default aten._cudnn_rnn.default
-            aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_flash_attention
-            aten._scaled_dot_product_flash_attention_for_cpu aten._to_copy.default
+        torch.ops: aten._conj.default aten._scaled_dot_product_efficient_attention
+            aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu
+            aten._to_copy.default
         torch.utils._python_dispatch: TorchDispatchMode
         """,
     ),
@@ -259,26 +259,22 @@ NAMES = (
         torch._dynamo.codegen: PyCodegen
         torch._dynamo.compiled_autograd: compiled_autograd_enabled
         torch._dynamo.config: capture_dynamic_output_shape_ops capture_scalar_outputs compiled_autograd
-            ignore_logging_functions repro_after skip_tensor_guards_with_matching_dict_tags
-            trace_autograd_ops verbose
+            ignore_logging_functions skip_tensor_guards_with_matching_dict_tags trace_autograd_ops
         torch._dynamo.convert_frame: CatchErrorsWrapper compile_lock
         torch._dynamo.eval_frame: _debug_get_cache_entry_list innermost_fn skip_code
-        torch._dynamo.exc: ObservedAttributeError ObservedException RestartAnalysis SkipFrame
-            TorchDynamoException Unsupported UserError unimplemented
+        torch._dynamo.exc: ObservedException RestartAnalysis SkipFrame TorchDynamoException Unsupported
+            unimplemented
         torch._dynamo.external_utils: is_compiling
-        torch._dynamo.graph_region_tracker: InputPickler
         torch._dynamo.guards: GuardBuilder.AUTOGRAD_SAVED_TENSORS_HOOKS GuardBuilder.CONSTANT_MATCH
-            GuardBuilder.DICT_CONTAINS GuardBuilder.DICT_KEYS_MATCH GuardBuilder.HASATTR
-            GuardBuilder.ID_MATCH GuardBuilder.TYPE_MATCH GuardManagerType.GUARD_MANAGER
-            _get_closure_vars get_verbose_code_part get_verbose_code_parts install_guard
-            profile_guard_manager uninteresting_files
-        torch._dynamo.output_graph: DynamoTracerOutput OutputGraph.create_proxy uninteresting_files
+            GuardBuilder.HASATTR GuardBuilder.ID_MATCH GuardBuilder.TYPE_MATCH get_verbose_code_part
+            install_guard
+        torch._dynamo.output_graph: DynamoTracerOutput OutputGraph.create_proxy
         torch._dynamo.source: AttrSource ConstantSource GlobalSource TensorProperty.SIZE
             TensorPropertySource TypeSource
-        torch._dynamo.symbolic_convert: InstructionTranslator._throw_if_in_functorch
-            InstructionTranslator.current_tx InstructionTranslatorBase._format_value
+        torch._dynamo.symbolic_convert: InstructionTranslator.current_tx
+            InstructionTranslatorBase._format_value
             InstructionTranslatorBase.inline_user_function_return InstructionTranslatorBase.step
-            compare_op_handlers get_funcname trace_call_log trace_source_log
+            compare_op_handlers
         torch._dynamo.types: FrameAction.SKIP FrameExecStrategy
         torch._dynamo.utils: iter_contains warn_once
         torch._functorch.config: donated_buffer patch
@@ -297,37 +293,30 @@ NAMES = (
         FORWARD_AND_BACKWARD,
         """
         torch._dynamo.variables: ConstantVariable.create ConstantVariable.is_literal GetAttrVariable
-            PythonModuleVariable SkipFunctionVariable SuperVariable.call_method
-            TensorVariable.method_attr_requires_grad TensorVariable.method_backward
-            TensorVariable.method_requires_grad_ UserDefinedClassVariable.call_obj_hasattr
-            UserFunctionVariable UserMethodVariable
+            SuperVariable.call_method TensorVariable.method_attr_requires_grad
+            TensorVariable.method_backward TensorVariable.method_requires_grad_
+            UserDefinedClassVariable.call_obj_hasattr UserFunctionVariable UserMethodVariable nn_module
         torch._dynamo.variables.base: AttributeMutationNew ValueMutationNew VariableTracker.build
-            VariableTracker.var_getattr
         torch._dynamo.variables.builder: OptimizerVariable SourcelessBuilder.create
-            VariableBuilder._wrap get_fake_value is_dynamic_source wrap_fx_proxy
-        torch._dynamo.variables.builtin: BuiltinVariable._call_min_max_binary BuiltinVariable.call_dir
+            VariableBuilder._wrap get_fake_value is_dynamic_source
+        torch._dynamo.variables.builtin: BuiltinVariable._call_min_max_binary
             BuiltinVariable.call_function
         torch._dynamo.variables.constant: ConstantVariable.create
         torch._dynamo.variables.ctx_manager: ContextWrappingVariable
-        torch._dynamo.variables.dicts: ConstDictVariable.getitem_const_raise_exception_if_absent
+        torch._dynamo.variables.dicts: ConstDictVariable
         torch._dynamo.variables.functions: SkipFunctionVariable UserFunctionVariable.call_function
-            WrapperUserFunctionVariable.call_function
         torch._dynamo.variables.higher_order_ops: CheckpointHigherOrderVariable._call_function
-            LocalMapWrappedHigherOrderVariable.should_wrap_in_hop
         torch._dynamo.variables.lazy: LazyConstantVariable.create LazyVariableTracker
         torch._dynamo.variables.lists: BaseListVariable.call_method ListIteratorVariable ListVariable
             TupleVariable iter_contains
-        torch._dynamo.variables.misc: AutogradFunctionVariable CellVariable DeletedVariable
-            GetAttrVariable.as_python_constant GetAttrVariable.call_method NewGlobalVariable
+        torch._dynamo.variables.misc: CellVariable DeletedVariable GetAttrVariable NewGlobalVariable
             NumpyVariable.call_function PythonModuleVariable.var_getattr StringFormatVariable.create
             call_random_fn
-        torch._dynamo.variables.nn_module: UnspecializedNNModuleVariable.call_function
-        torch._dynamo.variables.tensor: SymNodeVariable.evaluate_expr
-            TensorVariable._warn_capture_scalar_outputs TensorVariable.call_method
-            TensorVariable.method_item TensorVariable.method_tolist get_fake_value
+        torch._dynamo.variables.tensor: TensorVariable._warn_capture_scalar_outputs
+            TensorVariable.call_method TensorVariable.method_item TensorVariable.method_tolist
+            get_fake_value
         torch._dynamo.variables.torch: TorchInGraphFunctionVariable.call_function
             tracing_state_functions
-        torch._dynamo.variables.torch_function: torch_function_mode_stack_state_mgr.temp_restore_stack
         torch._dynamo.variables.user_defined: UserDefinedObjectVariable.var_getattr
             UserDefinedTupleVariable call_random_fn
         """,
@@ -338,7 +327,6 @@ NAMES = (
         """
         torch._C: DispatchKey.Autograd DispatchKey.CompositeImplicitAutograd
         torch._dynamo.backends.common: aot_autograd
-        torch._dynamo.utils: count_calls counters
         torch._functorch._aot_autograd.descriptors: SavedForBackwardsAOTOutput
             SavedForBackwardsNoVcCheckAOTOutput
         torch._functorch._aot_autograd.logging_utils: get_aot_compilation_context
@@ -346,15 +334,10 @@ NAMES = (
             OutputType.custom_function_view OutputType.is_input OutputType.non_alias
             OutputType.unsafe_view_alias
         torch._functorch.config: enable_autograd_cache
-        torch._guards: TracingContext.report_output_strides tracing
-        torch._inductor.codegen.common: custom_backend_passes.values
         torch._inductor.codegen.simd_kernel_features: SIMDKernelFeatures.reduction_hint
-        torch._inductor.compile_fx: compile_fx compile_fx_inner get_cuda_device_context
-            get_static_input_idxs
-        torch._inductor.config: combo_kernels force_disable_caches fx_graph_cache get_config_copy
-            max_autotune max_autotune_gemm patch save_config_portable
+        torch._inductor.compile_fx: compile_fx compile_fx_inner get_static_input_idxs
+        torch._inductor.config: combo_kernels get_config_copy max_autotune max_autotune_gemm patch
         torch._inductor.fx_passes.pad_mm: is_mm_compute_bound
-        torch._inductor.lowering: lowerings.values
         torch._inductor.runtime.triton_heuristics: CachingAutotuner.benchmark_all_configs
         torch._inductor.scheduler: ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
             ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels FusedMixOrderReductions
@@ -362,9 +345,6 @@ NAMES = (
         torch._inductor.sizevars: SizeVarAllocator.guard_or_false
         torch._inductor.utils: count_tangents num_fw_fixed_arguments
         torch._prims_common: suggest_memory_format
-        torch._subclasses: FakeTensor FakeTensorMode
-        torch._subclasses.fake_tensor: init_gpu_context
-        torch.fx._graph_pickler: GraphPickler.dumps GraphPickler.loads Options
         torch.fx.graph: _BoxedCodeGen
         torch.ops: aten._assert_async.default aten._assert_async.msg
         torch.utils._sympy.functions: Mod
