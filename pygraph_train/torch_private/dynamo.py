@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pygraph_train.torch_private.names import FakeTensor, private
+from pygraph_train.torch_private.names import DYNAMO, FakeTensor, lacking, private
 
 __all__ = [
     "CHECKPOINT",
@@ -320,7 +320,7 @@ def untraced(fn: _F) -> _F:
         finally:
             torch._C._dynamo.eval_frame.set_eval_frame(before)
 
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules and lacking(DYNAMO) is None:
         torch._dynamo.eval_frame.skip_code(_code(outside))
     return outside  # type: ignore[return-value]
 

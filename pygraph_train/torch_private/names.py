@@ -165,7 +165,7 @@ def lacking(off: Feature) -> Problem | None:
     missing = [name for names in NAMES if names.off is off for name in names.missing()]
     if not missing:
         return None
-    more = f" (and {len(missing) - 1} more private names)" if len(missing) > 1 else ""
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
     problem = lacks(f"{missing[0]}{more}", off)
     _log.warning("pygraph: %s", problem)
     return problem
