@@ -10,6 +10,8 @@ VENV ?= .venv
 ARGS ?=
 OLDEST_TORCH ?= 2.11.0
 OLDEST_VENV ?= .venv-oldest
+NEWEST_TORCH ?= 2.15.0
+NEWEST_VENV ?= .venv-newest
 DOCS_VENV ?= .venv-docs
 
 ifeq ($(strip $(VENV)),)
@@ -27,10 +29,10 @@ BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 # one process for each core, and the tests of a file together, where pytest-xdist is installed
 PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
 
-.PHONY: help demo test test-all planted test-oldest lint docs gpu-test hunt bench clean in-place
+.PHONY: help demo test test-all planted test-oldest test-newest missing-names lint docs gpu-test hunt bench clean in-place
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## train the digits example with PyGraph in a Lightning Trainer and print its report
 	$(PY) examples/lightning_digits.py $(ARGS)
@@ -51,6 +53,12 @@ lint: $(READY) ## formatting, lint and types only
 
 test-oldest: $(OLDEST_VENV)/.installed ## the tests on the oldest torch that is supported, in an environment of its own
 	$(OLDEST_VENV)/bin/python -m pytest $$($(OLDEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
+
+test-newest: $(NEWEST_VENV)/.installed ## one loop of each front end on the newest torch that is supported, in an environment of its own
+	$(NEWEST_VENV)/bin/python -m pytest tests/test_front_ends.py $(ARGS)
+
+missing-names: $(READY) ## train without each private name of torch in turn, which the library has to survive (20 minutes)
+	$(PY) -m tests.missing_names $(ARGS)
 
 docs: $(DOCS_VENV)/.installed ## the site of the documents, in build/site (fails on a warning)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
@@ -88,6 +96,14 @@ $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	@grep -vE '^(torch|setuptools)==' constraints.txt > $(OLDEST_VENV)/constraints.txt
 	@$(OLDEST_VENV)/bin/python $(PIP) -c $(OLDEST_VENV)/constraints.txt -e ".[dev]" "torch==$(OLDEST_TORCH)"
+	@touch $@
+
+# the newest torch may be newer than pip is configured to install
+$(NEWEST_VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
+	@grep -vE '^(torch|setuptools)==' constraints.txt > $(NEWEST_VENV)/constraints.txt
+	@PIP_CONFIG_FILE=/dev/null $(NEWEST_VENV)/bin/python $(PIP) -c $(NEWEST_VENV)/constraints.txt \
+		-e ".[lightning,accelerate,transformers]" pytest pytest-timeout "torch==$(NEWEST_TORCH)"
 	@touch $@
 
 in-place:

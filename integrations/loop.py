@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pygraph_train.boundary import Boundary, once
-from pygraph_train.config import PyGraphConfig, disabled_by_environment
+from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
 from pygraph_train.integrations.first_calls import FirstCalls
@@ -27,13 +27,14 @@ from pygraph_train.integrations.silence import Silence
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, PyGraphError
-from pygraph_train.report.announcements import NO_DEVICE, tell_why_off
+from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, switched_off, tell_why_off
 from pygraph_train.report.backend_report import RegionRuns
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.selection.arms import NOTHING
 from pygraph_train.step.compile_wait import CompileWait, compiled_before
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.dynamo import compiled_call, is_optimized_module
+from pygraph_train.torch_private.tracing import why_no_traces
 
 __all__ = ["Loop"]
 
@@ -87,8 +88,8 @@ class Loop:
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
         self.shared: Living[nn.Module] = Living()
-        if disabled_by_environment() or config.engine == "off":
-            self.report.note("graphs are off: training runs as you wrote it")
+        if switched_off() or config.engine == "off":
+            self.report.note(graphs_are_off("training runs as you wrote it"))
             tell_why_off(config)
             return
         self._engine = make_engine(config.engine, device)
@@ -127,6 +128,8 @@ class Loop:
             self.report.note(
                 f"forward and backward run without graphs under {name}. Use a graphed step, which holds them"
             )
+        elif (lack := why_no_traces()) is not None:
+            self.refuse(lack.reason, lack.fix)
         elif config.compile is False:
             self.report.note(
                 "compile=False is set, so forward and backward run without graphs: their graphs need Inductor"

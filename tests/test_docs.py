@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import pygraph_train
 from pygraph_train import PyGraphConfig
+from pygraph_train.torch_private.names import TRIED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -109,12 +110,30 @@ def test_versions_of_the_compatibility_page_are_those_of_the_project() -> None:
     needed = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     tested = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     rows = re.findall(
-        r"^\| (torch|lightning|accelerate|transformers) \| (\S+) or newer \| ([\d.]+)", page, re.M
+        r"^\| (torch|lightning|accelerate|transformers) \| (\S+) (?:or newer|to [\d.]+) \| ([\d.]+)",
+        page,
+        re.M,
     )
     assert len(rows) == 4
     for package, oldest, version in rows:
-        assert f'"{package}>={oldest}"' in needed, package
+        assert re.search(rf'"{package}>={re.escape(oldest)}[",]', needed), package
         assert re.search(rf"^{package}=={re.escape(version)}(;|$)", tested, re.M), package
+
+
+def test_versions_of_torch_are_the_same_everywhere() -> None:
+    """The bounds of the package, what the library takes for tried, and what the documents say."""
+    oldest, newest = (tuple(map(int, version.split("."))) for version in (TRIED[0], TRIED[-1]))
+    needed = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    bounds = f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
+    assert f'"{bounds}"' in needed
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"OLDEST_TORCH ?= {TRIED[0]}\n" in makefile and f"NEWEST_TORCH ?= {TRIED[-1]}\n" in makefile
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| ([\d., ]+) \| (?:no )?graphs", page, re.M)
+    assert ", ".join(listed) == ", ".join(TRIED)
+    for name in ("README.md", "docs/installing.md"):
+        told = f"torch {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+        assert told in (ROOT / name).read_text(encoding="utf-8"), name
 
 
 class Batches(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import NotLegal, Problem, user_location
@@ -95,10 +94,15 @@ class _Looks(TorchFunctionMode):
             self.looking = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        looks = self.looking and self.problem is None
-        if looks and any(isinstance(x, nn.Parameter) for x in tree_leaves((args, kwargs))):
+        if self.looking and self.problem is None and _has_parameter(args, kwargs):
             self.problem = Problem(_USED, user_location(), _OUTSIDE)
         return func(*args, **(kwargs or {}))
+
+
+def _has_parameter(*arguments: Any) -> bool:
+    from torch.utils._pytree import tree_leaves
+
+    return any(isinstance(x, nn.Parameter) for x in tree_leaves(arguments))
 
 
 _USED = (

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import STEP, Boundary, done, executes, quietly
-from pygraph_train.config import PyGraphConfig, disabled_by_environment
+from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning.by_hand import StepsByHand, why_not_whole
 from pygraph_train.integrations.lightning.given_up import ON_EACH_BATCH, only_count, pass_over
@@ -49,7 +49,7 @@ from pygraph_train.parallel.replication import Alone, Replication
 from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
-from pygraph_train.report.announcements import show, tell_why_off
+from pygraph_train.report.announcements import graphs_are_off, show, switched_off, tell_why_off
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.selection.controller import Switch
@@ -158,8 +158,8 @@ class PyGraphCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Optimizers exist and checkpoints are restored: take over the optimization of batches."""
         self._report, self._logged = StepReport(), -1
-        if disabled_by_environment() or self.config.engine == "off":
-            self._report.note("graphs are off: training ran as you wrote it")
+        if switched_off() or self.config.engine == "off":
+            self._report.note(graphs_are_off("training ran as you wrote it"))
             tell_why_off(self.config)
             return _decline(trainer, "graphs are off there")
         problem = _unsupported(trainer, pl_module)

@@ -19,10 +19,20 @@ from pygraph_train.graphs.nodes import driver
 from pygraph_train.parallel.settings import SETTINGS, setting_problems
 from pygraph_train.problems import first_line
 from pygraph_train.torch_private.cuda import driver_version
+from pygraph_train.torch_private.names import (
+    DYNAMO,
+    FORWARD_AND_BACKWARD,
+    GRAPHS,
+    NAMES,
+    TRIED,
+    Feature,
+    is_newer_than_tried,
+)
+from pygraph_train.torch_private.tracing import why_no_traces
 
 __all__ = ["Checkup", "check"]
 
-_OLDEST_TORCH = "2.11"
+_SOME = "Updates of optimizers can run from CUDA graphs, and so can what torch.compile(backend='pygraph') compiles."
 
 _PACKAGES = ("triton", "cuda-bindings", "lightning", "pytorch-lightning", "accelerate", "transformers")
 
@@ -81,10 +91,20 @@ class Checkup:
 
 def check() -> Checkup:
     """Look at this machine. Allocates nothing on a GPU."""
-    obstacle = _obstacle()
+    missing = [(names, name) for names in NAMES for name in names.missing()]
+    off = {names.off for names, _ in missing}
+    obstacle = _obstacle(off)
     works, lacks = [], []
+    if is_newer_than_tried(torch.__version__):
+        lacks.append(f"Nobody knows what works here: {_untried()}")
+    for names, name in missing:
+        lacks.append(f"torch lacks {name} ({names.purpose}), so {names.off.instead}.")
+    if not off and (why := why_no_traces()) is not None:
+        lacks.append(str(why))
+        off.add(FORWARD_AND_BACKWARD)
+    whole = not off & {DYNAMO, FORWARD_AND_BACKWARD}
     if obstacle is None:
-        works.append("Training steps can run from CUDA graphs.")
+        works.append("Training steps can run from CUDA graphs." if whole else _SOME)
         if _installed("triton"):
             works.append("Graphs can hold Inductor's kernels (compile=True).")
         else:
@@ -118,13 +138,14 @@ def check() -> Checkup:
     if not settings and obstacle is None and torch.distributed.is_available():
         works.append("The settings of NCCL let graphs hold the collectives of DistributedDataParallel.")
     lacks += _allocator_doubts()
-    return Checkup(tuple(_facts()), tuple(works), tuple(lacks), obstacle is None)
+    return Checkup(tuple(_facts()), tuple(works), tuple(lacks), obstacle is None and whole)
 
 
 def _facts() -> Iterator[tuple[str, str]]:
     yield "pygraph-train", _installed("pygraph-train") or "not installed as a package"
     yield "python", platform.python_version()
     yield "torch", torch.__version__
+    yield "torch that was tried", ", ".join(TRIED)
     yield "CUDA of torch", str(torch.version.cuda or "none: torch was built without CUDA")
     yield "driver", _driver()
     yield "NCCL", _nccl()
@@ -135,12 +156,20 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield name, os.environ.get(name, "not set")
 
 
-def _obstacle() -> str | None:
+def _untried() -> str:
+    return (
+        f"torch {torch.__version__} is newer than {TRIED[-1]}, the newest that pygraph-train was tried with."
+    )
+
+
+def _obstacle(off: set[Feature]) -> str | None:
     """The sentence that says why nothing runs from CUDA graphs, None where it can."""
     if disabled_by_environment():
         return "PYGRAPH_DISABLE is set, so training runs as it is. Unset it to use graphs."
-    if torch.__version__ < _OLDEST_TORCH:  # compares versions, not text
-        return f"torch {torch.__version__} is too old: pygraph-train needs {_OLDEST_TORCH} or newer. Install that."
+    if torch.__version__ < TRIED[0]:  # compares versions, not text
+        return f"torch {torch.__version__} is too old: pygraph-train needs {TRIED[0]} or newer. Install that."
+    if GRAPHS in off:
+        return "torch lacks private names that all graphs need, so training runs as you wrote it."
     if torch.version.hip is not None:
         return "torch was built for ROCm, and pygraph-train knows CUDA graphs only."
     if torch.cuda.is_available():

@@ -18,6 +18,7 @@ from pygraph_train.parallel.replication import RECORDER, Alone
 from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.outside import around_the_step, uninitialized
+from pygraph_train.torch_private.tracing import why_no_traces
 from pygraph_train.tracing.gradient_hooks import backward_hooks
 from pygraph_train.tracing.refusals import unsupported_leaves
 from pygraph_train.tracing.signature import copied, flattened
@@ -28,6 +29,7 @@ ON_CPU = (
     "The model is on the CPU. Tensors that stay on the CPU while the model is on a GPU are seen only when explain "
     "runs with the model on the GPU."
 )
+_NOT_LOOKED_AT = "The step itself was not looked at, so nothing is said against it."
 _LATER = (
     "Values of Python that the step reads (a number, a flag, a shape) were taken as they are now. Whether they change "
     "from step to step is seen while training, and the report names them then."
@@ -75,6 +77,8 @@ class Subject:
 
 def explained(subject: Subject) -> Explanation:
     """Everything that keeps a step from being one graph."""
+    if (lack := why_no_traces()) is not None:
+        return Explanation(subject.name, (lack,), (_NOT_LOOKED_AT,), "")
     notes = list(subject.notes)
     if subject.model is None:
         notes.append(

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from pygraph_train.graphs.engine import Engine
+from pygraph_train.torch_private.names import tell_if_newer
 
 __all__ = ["Tenant", "give_back_unused", "let_go", "make_engine", "watch_for_unused_memory"]
 
@@ -43,6 +44,7 @@ def make_engine(name: str, device: torch.device) -> Engine | None:
     """
     if name == "off" or (name == "auto" and device.type != "cuda"):
         return None
+    tell_if_newer()
     if name == "emulated":
         if device.type != "cpu":
             raise ValueError(f"engine='emulated' works on the CPU, but the model is on {device}")

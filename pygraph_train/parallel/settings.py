@@ -9,6 +9,7 @@ from typing import Any
 from torch import distributed
 
 from pygraph_train.problems import Problem
+from pygraph_train.torch_private.names import PROCESSES, lacking
 
 __all__ = ["SETTINGS", "problem_of_settings", "setting_problems"]
 
@@ -38,6 +39,8 @@ def setting_problems() -> Iterator[Problem]:
 
 def problem_of_settings(group: Any) -> Problem | None:
     """Why no graph can hold collectives of this process group. Sets what NCCL needs and the user has left open."""
+    if (lack := lacking(PROCESSES)) is not None:
+        return lack
     if distributed.get_backend(group) != "nccl":
         return None
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from pygraph_train.config import disabled_by_environment
 from pygraph_train.graphs.devices import give_back_unused, make_engine, watch_for_unused_memory
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.regions.absent import Absent, has_several_gradients, memory_behind, noting, with_absent
@@ -37,6 +36,7 @@ from pygraph_train.regions.unfit import (
     refuse_forward_mode,
 )
 from pygraph_train.regions.where import device_of, first_user_line
+from pygraph_train.report.announcements import switched_off
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
 from pygraph_train.selection.break_even import BreakEven
 from pygraph_train.torch_private.aot import (
@@ -54,6 +54,7 @@ from pygraph_train.torch_private.autograd import compiled_autograd_wanted
 from pygraph_train.torch_private.dispatch import has_symbols
 from pygraph_train.torch_private.dynamo import dynamo_restart, start_untraced, without_second_wrapper
 from pygraph_train.torch_private.inductor import compile_with_inductor, small_ends_together
+from pygraph_train.torch_private.names import COMPILED, DYNAMO, lacking
 from pygraph_train.tracing.counters import numbers_that_are_no_sizes, varying_counters
 from pygraph_train.tracing.recompute import as_eager
 
@@ -84,13 +85,16 @@ def compile_graph(
         _records.append(record)
         made(record)
 
-    if options.engine == "off" or disabled_by_environment():
+    number = next(_numbers)
+    if (lack := lacking(DYNAMO) or lacking(COMPILED)) is not None:
+        note(RegionRecord(f"function {number}", "function", first_user_line(gm), "plain", str(lack)))
+        return gm.forward
+    if options.engine == "off" or switched_off():
         if not options.compile:
             return as_eager(gm).forward
         return compile_with_inductor(gm, example_inputs, None, options.inductor)
     start_untraced()
     fix_exponents(gm)
-    number = next(_numbers)
     if (idle := handing_through(gm)) is not None:
         note(RegionRecord(f"function {number}", "function", None, "plain", "it computes nothing"))
         return idle

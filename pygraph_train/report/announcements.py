@@ -7,11 +7,26 @@ import logging
 
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.random_state import random_numbers_kept
+from pygraph_train.torch_private.names import GRAPHS, lacking
 
-__all__ = ["NO_DEVICE", "show", "tell_once", "tell_why_off"]
+__all__ = ["NO_DEVICE", "graphs_are_off", "show", "switched_off", "tell_once", "tell_why_off"]
 
 _DISABLED = "PYGRAPH_DISABLE is set: training runs without graphs"
 NO_DEVICE = "no CUDA device: training runs without graphs (engine='emulated' shows how graphs work)"
+
+
+def switched_off() -> str | None:
+    """Why nothing in this process has graphs, whatever the options say. None where something may have some."""
+    if disabled_by_environment():
+        return _DISABLED
+    problem = lacking(GRAPHS)
+    return None if problem is None else str(problem)
+
+
+def graphs_are_off(instead: str) -> str:
+    """The note in a report of training without graphs."""
+    problem = lacking(GRAPHS)
+    return f"graphs are off: {instead}" if problem is None else str(problem)
 
 
 @functools.cache
@@ -29,7 +44,7 @@ def tell_why_off(config: PyGraphConfig, why: str = NO_DEVICE) -> None:
     """
     if disabled_by_environment():
         tell_once(_DISABLED)
-    elif config.engine != "off":
+    elif config.engine != "off" and lacking(GRAPHS) is None:  # which says so itself
         tell_once(why)
 
 

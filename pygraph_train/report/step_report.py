@@ -217,8 +217,8 @@ class StepReport:
         self.fell_back(Fallback(problem.reason, problem.where, problem.fix, self.steps))
 
     def note(self, text: str) -> None:
-        """Note something worth knowing, once."""
-        if text not in self.notes:
+        """Note something worth knowing, once, and where no fallback says it."""
+        if text not in self.notes and not any(text.startswith(f.reason) for f in self.fallbacks):
             self.notes.append(text)
 
     def __getstate__(self) -> dict[str, Any]:

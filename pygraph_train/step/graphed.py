@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.config import PyGraphConfig, disabled_by_environment
+from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.several import OptimizerSet
 from pygraph_train.parallel.sharing import replication_of
+from pygraph_train.report.announcements import switched_off
 from pygraph_train.step.function_by_hand import FunctionByHand
 from pygraph_train.step.inputs import Transfer
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
+from pygraph_train.torch_private.tracing import why_no_traces
 from pygraph_train.tracing.signature import copied, flattened
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ class GraphedStep(LossSteps):
         self._config = PyGraphConfig.of(config, overrides)
         stepped = _one(optimizer, scaler)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        engine = None if disabled_by_environment() else make_engine(self._config.engine, device)
+        engine = None if switched_off() else make_engine(self._config.engine, device)
         program: LossProgram | FunctionByHand
         if manual_optimization:
             _check_manual(stepped, scaler, max_grad_norm)
@@ -106,7 +108,9 @@ class GraphedStep(LossSteps):
             program = LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm)
             super().__init__(program, self._config, engine)
         self._manual = manual_optimization
-        if engine is not None:  # a step inside of another one runs as it does alone
+        if (
+            engine is not None and why_no_traces() is None
+        ):  # a step inside of another one runs as it does alone
             leave_to_python(GraphedStep.__call__)
             leave_to_python(GraphedStep.accumulate)
         self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None

@@ -24,7 +24,7 @@ from pygraph_train.parallel.replicas import Replicas
 from pygraph_train.parallel.replication import RECORDER
 from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem
-from pygraph_train.report.announcements import NO_DEVICE, tell_once, tell_why_off
+from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
 from pygraph_train.step.flight import Replayed
@@ -70,7 +70,7 @@ class LossSteps(NotCopied):
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         _all.add(self)
         if engine is None:
-            self._report.note("graphs are off: steps run as you wrote them")
+            self._report.note(graphs_are_off("steps run as you wrote them"))
             tell_why_off(config, why_off)
             if program.replication.group is not None:
                 decline(program.replication.group, "graphs are off there")

@@ -16,6 +16,7 @@ from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.ungraphed import UngraphedSteps
 from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Signature, Variant
+from pygraph_train.torch_private.tracing import why_no_traces
 from pygraph_train.tracing.gradient_hooks import backward_hook
 
 __all__ = ["Refusing"]
@@ -58,6 +59,7 @@ class Refusing:
         asked = Problem(f"{', '.join(off)} is set, so forward and backward share no graph") if off else None
         problem = (
             asked
+            or why_no_traces()
             or program.replication.problem
             or program.acts_before_backward()
             or backward_hook(program.model)

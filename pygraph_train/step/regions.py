@@ -28,7 +28,7 @@ from pygraph_train.regions.pair import Bounds
 from pygraph_train.report.backend_report import RegionRecord, RegionRuns
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.exact_regions import ExactSteps
-from pygraph_train.step.program import Call, StepProgram
+from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.region_kernels import (
     LATE_LEAVES,
     RegionKernels,
@@ -49,7 +49,7 @@ from pygraph_train.torch_private.dynamo import (
     dynamo_restart,
     tracing_notes,
 )
-from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
+from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes, why_no_traces
 from pygraph_train.tracing.counters import baked_numbers
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
@@ -160,6 +160,9 @@ class Regions:
         Args:
             watched: whether `as_planned` will be asked for.
         """
+        if (lack := why_no_traces()) is not None:
+            self.problem = self.problem or lack
+            return run(plain_call)
         before, captures = self._traced, self._captures()
         self._before = {id(r): _work(r) for r in self.records} if watched else {}
         level, exact = self._level, self._exact

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import py_sym_types
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pygraph_train.torch_private.names import FakeTensor, TorchDispatchMode
 from pygraph_train.torch_private.traces_of_threads import PerThread
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ __all__ = [
     "SharedChange",
     "around_examples",
     "before_examples",
+    "changed",
     "no_bounded_deques",
     "no_comparisons",
 ]
@@ -24,6 +25,26 @@ class Around:
     """The value of a change that goes around what is there before it, changed or not."""
 
     make: Callable[[Any], Any]
+
+
+@contextmanager
+def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Context: (owner, attribute, value), as many as there are.
+
+    The `patch` of torch's config modules leaves a variable in the thread's context each time that it is called,
+    and this is for every step.
+    """
+    before = []
+    try:
+        for owner, name, value in changes:
+            # of a class what it holds itself: a static method is not the function that it gives
+            old = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+            before.append((owner, name, old))
+            setattr(owner, name, value.make(old) if isinstance(value, Around) else value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)
 
 
 class SharedChange:

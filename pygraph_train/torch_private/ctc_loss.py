@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import _reduction as _Reduction
 
 from pygraph_train.gaps import leave_gap, may_leave_gap
 from pygraph_train.torch_private.changes import before_examples
@@ -33,6 +32,8 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.ctc_loss` and `torch.ctc_loss`, which captures may hold as well: they leave gaps for it."""
+    from torch.nn import _reduction as _Reduction
+
     number = reduction if isinstance(reduction, int) else _Reduction.get_enum(reduction)
     more = (blank, number, zero_infinity)
     if not (may_leave_gap() or isinstance(log_probs, FakeTensor)):

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pygraph_train.torch_private.names import TorchDispatchMode
 
 __all__ = [
     "abandon_pool",

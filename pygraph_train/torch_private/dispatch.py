@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pygraph_train.torch_private.names import FakeTensor, TorchDispatchMode, private
 
 __all__ = [
     "FakeTensor",
@@ -43,9 +43,9 @@ __all__ = [
 
 
 _ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_efficient_attention,
+    private("torch.ops.aten._scaled_dot_product_flash_attention"),
+    private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"),
+    private("torch.ops.aten._scaled_dot_product_efficient_attention"),
 }
 """These move no generator where they drop nothing (torch 2.11, 2.13)."""
 
@@ -78,8 +78,8 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or tensor._is_zerotensor()
 
 
-OpOverload = torch._ops.OpOverload
-HigherOrderOperator = torch._ops.HigherOrderOperator
+OpOverload = private("torch._ops.OpOverload")
+HigherOrderOperator = private("torch._ops.HigherOrderOperator")
 
 
 def schema(op: torch._ops.OpOverload) -> Any:

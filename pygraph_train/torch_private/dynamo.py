@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from pygraph_train.torch_private.names import DYNAMO, FakeTensor, lacking, private
 
 __all__ = [
     "CHECKPOINT",
@@ -268,11 +269,11 @@ def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
-CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
+CHECKPOINT: Any = private("torch.ops.higher_order.tag_activation_checkpoint")
 """What Dynamo makes of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` and the like. (2.11, 2.13)"""
 
 
-CUSTOM_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
+CUSTOM_FUNCTION: Any = private("torch.ops.higher_order.autograd_function_apply")
 """What Dynamo makes of `autograd.Function.apply`. Its second argument is the graph of the backward. (2.11, 2.13)"""
 
 
@@ -319,7 +320,7 @@ def untraced(fn: _F) -> _F:
         finally:
             torch._C._dynamo.eval_frame.set_eval_frame(before)
 
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules and lacking(DYNAMO) is None:
         torch._dynamo.eval_frame.skip_code(_code(outside))
     return outside  # type: ignore[return-value]
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from pygraph_train.torch_private.names import private
+
 __all__ = [
     "borrow_memory",
     "borrower",
@@ -44,7 +46,7 @@ def keep_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Non
 storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """Identity of a storage while it is alive, also when its memory moves or is empty. (2.11, 2.13)"""
 
-copy_all: Callable[..., None] = torch._foreach_copy_
+copy_all: Callable[..., None] = private("torch._foreach_copy_")
 """`copy_all(targets, sources)`: one call, and few kernels, for many tensors. (2.11, 2.13)"""
 
 
@@ -69,7 +71,7 @@ def tensor_looks(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return guards.check
 
 
-storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+storage_use_count: Callable[[int], int] = private("torch._C._storage_Use_Count")
 """References to the storage whose `_cdata` is given. (2.11, 2.13)"""
 
 
@@ -143,5 +145,5 @@ def uncached_tensors(tensors: Sequence[torch.Tensor]) -> None:
         torch._C._remove_cached_tensor(tensor)
 
 
-tensor_use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+tensor_use_count: Callable[[torch.Tensor], int] = private("torch.Tensor._use_count")
 """References to the tensor from C++, its Python object being one. (2.11, 2.13)"""

@@ -10,10 +10,16 @@ from torch.amp import autocast_mode
 from torch.nn import attention
 
 from pygraph_train.torch_private.cudnn_flags import present_flags, put_back, set_flags
+from pygraph_train.torch_private.names import private
 
 __all__ = ["changes_autocast", "leaving_no_mode", "putting_modes_back"]
 
-_ENTERS = (torch._C._set_grad_enabled, autocast_mode._enter_autocast, attention._sdpa_kernel, set_flags)
+_ENTERS = (
+    private("torch._C._set_grad_enabled"),
+    private("torch.amp.autocast_mode._enter_autocast"),
+    private("torch.nn.attention._sdpa_kernel"),
+    set_flags,
+)
 
 
 def changes_autocast(node: torch.fx.Node) -> bool:

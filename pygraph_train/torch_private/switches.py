@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pygraph_train.torch_private import autocast
+from pygraph_train.torch_private.names import private
 
 __all__ = [
     "SWITCHES",
@@ -42,7 +43,7 @@ reduced precision of cuBLAS."""
 
 def _getters() -> dict[str, Callable[[], Any]]:
     found = {name: getattr(torch._C, f"_get_{name}", None) for name in _NAMES}
-    modes = {"function_modes": torch._C._len_torch_function_stack}
+    modes: dict[str, Any] = {"function_modes": private("torch._C._len_torch_function_stack")}
     if torch.backends.cuda.is_built():
         modes["blas_preferred_backend"] = _blas_backend
     return modes | {n: f for n, f in found.items() if f is not None}
@@ -109,10 +110,10 @@ def guarded() -> tuple[tuple[Any, str, Any], ...]:
     return ((GuardBuilder, "AUTOGRAD_SAVED_TENSORS_HOOKS", guard_switches),)
 
 
-is_dispatch_watched: Callable[[], int] = torch._C._len_torch_dispatch_stack
+is_dispatch_watched: Callable[[], int] = private("torch._C._len_torch_dispatch_stack")
 """Number of `TorchDispatchMode`s of this thread: they see every operation, and none of a replay."""
 
-is_function_watched: Callable[[], int] = torch._C._len_torch_function_stack
+is_function_watched: Callable[[], int] = private("torch._C._len_torch_function_stack")
 """Number of `TorchFunctionMode`s of this thread."""
 
 

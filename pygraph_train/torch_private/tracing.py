@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from pygraph_train.problems import NotLegal, Problem, first_line
 from pygraph_train.torch_private import (
     autocast,
     checkpoints,
@@ -22,16 +23,18 @@ from pygraph_train.torch_private import (
     switches,
     texts,
 )
-from pygraph_train.torch_private.changes import Around, no_bounded_deques
+from pygraph_train.torch_private.changes import changed, no_bounded_deques
 from pygraph_train.torch_private.compiling import as_in_plain_python
 from pygraph_train.torch_private.guards import with_place
-from pygraph_train.torch_private.traces_of_threads import Trace, TracedBy
+from pygraph_train.torch_private.names import DYNAMO, FORWARD_AND_BACKWARD, lacking, lacks
+from pygraph_train.torch_private.traces_of_threads import Trace, TracedBy, no_other_trace
 
 __all__ = [
     "dynamo_region_config",
     "dynamo_step_config",
     "forget_notes",
     "weights_are_flat",
+    "why_no_traces",
 ]
 
 
@@ -41,26 +44,6 @@ def forget_notes(notes: list[tuple[Any, str]]) -> None:
     for owner, attribute in notes:
         setattr(owner, attribute, type(getattr(owner, attribute))())
     notes.clear()
-
-
-@contextmanager
-def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Context: (owner, attribute, value), as many as there are.
-
-    The `patch` of torch's config modules leaves a variable in the thread's context each time that it is called,
-    and this is for every step.
-    """
-    before = []
-    try:
-        for owner, name, value in changes:
-            # of a class what it holds itself: a static method is not the function that it gives
-            old = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
-            before.append((owner, name, old))
-            setattr(owner, name, value.make(old) if isinstance(value, Around) else value)
-        yield
-    finally:
-        for owner, name, value in reversed(before):
-            setattr(owner, name, value)
 
 
 def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> AbstractContextManager[None]:
@@ -89,7 +72,28 @@ def _tracing(*further: tuple[Any, str, Any], regions: bool, **settings: Any) -> 
         _forgetful(),
         _with_places(),
     ]
-    return _changed([*changes, *mends, no_bounded_deques(), _optimizers_as_they_are(), *further])
+    return changed([*changes, *mends, no_bounded_deques(), _optimizers_as_they_are(), *further])
+
+
+@functools.cache
+def why_no_traces() -> Problem | None:
+    """Why Dynamo of this torch cannot trace as the library needs it, None where it can.
+
+    Found out once, without a trace: all changes of it are put in place and taken away.
+    """
+    if (problem := lacking(DYNAMO) or lacking(FORWARD_AND_BACKWARD)) is not None:
+        return problem
+    try:
+        with no_other_trace():
+            for context in (_of_steps, functools.partial(_of_regions, {}, plain=True)):
+                with context():
+                    pass
+    except Exception as error:
+        said = first_line(error).partition(" (/")[0]  # without the file
+        problem = lacks(f"what a change of Dynamo replaces ({said})", FORWARD_AND_BACKWARD)
+        logging.getLogger("pygraph_train").warning("pygraph: %s", problem)
+        return problem
+    return None
 
 
 @functools.cache
@@ -182,37 +186,48 @@ def dynamo_step_config(*further: tuple[Any, str, Any]) -> AbstractContextManager
 
     Args:
         *further: changes of Dynamo, as (owner, attribute, value).
+
+    Raises:
+        NotLegal: this torch cannot trace as the library needs it.
     """
-    import torch._dynamo.config as config
+    if (lack := why_no_traces()) is not None:
+        raise NotLegal(lack)
 
     def traced(trace: Trace, *args: Any) -> Any:
-        with _tracing(
-            *further,
-            *second_derivatives.changes(),  # last: they go on with what is there
-            regions=False,
-            specialize_int=True,
-            specialize_float=True,
-            allow_unspec_int_on_nn_module=False,
-            automatic_dynamic_shapes=False,
-            assume_static_by_default=True,
-            capture_scalar_outputs=True,
-            capture_dynamic_output_shape_ops=False,
-            skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
-            skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
-            use_recursive_dict_tags_for_guards=False,  # misses new `__defaults__` and `__code__` of functions
-            allow_rnn=True,  # a recurrent network is one operation of the graph
-            side_effect_replay_policy="info",  # keeps the user's stack of every mutation
-            recompile_limit=32,
-            suppress_errors=False,
-            # `warning_once` and its like (transformers puts them on Logger) say nothing the second time
-            ignore_logging_functions=_Functions.of(
-                *config.ignore_logging_functions,
-                *[getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")],
-            ),
-        ):
+        with _of_steps(*further):
             return trace(*args)
 
     return TracedBy(traced)
+
+
+def _of_steps(*further: tuple[Any, str, Any]) -> AbstractContextManager[None]:
+    """Context: Dynamo traces a whole step."""
+    import torch._dynamo.config as config
+
+    return _tracing(
+        *further,
+        *second_derivatives.changes(),  # last: they go on with what is there
+        regions=False,
+        specialize_int=True,
+        specialize_float=True,
+        allow_unspec_int_on_nn_module=False,
+        automatic_dynamic_shapes=False,
+        assume_static_by_default=True,
+        capture_scalar_outputs=True,
+        capture_dynamic_output_shape_ops=False,
+        skip_nnmodule_hook_guards=True,  # `ModuleWatch` notices hooks registered in mid-run
+        skip_tensor_guards_with_matching_dict_tags=False,  # and requires_grad_()
+        use_recursive_dict_tags_for_guards=False,  # misses new `__defaults__` and `__code__` of functions
+        allow_rnn=True,  # a recurrent network is one operation of the graph
+        side_effect_replay_policy="info",  # keeps the user's stack of every mutation
+        recompile_limit=32,
+        suppress_errors=False,
+        # `warning_once` and its like (transformers puts them on Logger) say nothing the second time
+        ignore_logging_functions=_Functions.of(
+            *config.ignore_logging_functions,
+            *[getattr(logging.Logger, name) for name in dir(logging.Logger) if name.endswith("_once")],
+        ),
+    )
 
 
 def weights_are_flat() -> tuple[tuple[Any, str, Any], ...]:
@@ -315,6 +330,16 @@ def _tracing_regions(
 
     log = logging.getLogger("torch._dynamo.convert_frame")
     log.addFilter(take)
+    try:
+        with autocast.as_around_backward(), _of_regions(settings, plain=plain):
+            yield
+    finally:
+        log.removeFilter(take)
+
+
+@contextmanager
+def _of_regions(settings: dict[str, Any], *, plain: bool) -> Iterator[None]:
+    """Context: Dynamo traces parts of a step."""
     settings = {
         "skip_nnmodule_hook_guards": False,
         "skip_tensor_guards_with_matching_dict_tags": False,  # `p.data = p.data[:n]` changes no dict
@@ -323,13 +348,10 @@ def _tracing_regions(
         "suppress_errors": True,
         **settings,
     }
-    try:
-        mends = _changed([*_guarded_methods(), *switches.guarded()])
-        further = as_in_plain_python() if plain else ()  # on top of those that set the same methods
-        with mends, autocast.as_around_backward(), _tracing(*further, regions=True, **settings):
-            yield
-    finally:
-        log.removeFilter(take)
+    mends = changed([*_guarded_methods(), *switches.guarded()])
+    further = as_in_plain_python() if plain else ()  # on top of those that set the same methods
+    with mends, _tracing(*further, regions=True, **settings):
+        yield
 
 
 @functools.cache

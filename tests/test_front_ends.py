@@ -1,0 +1,275 @@
+"""One loop of each front end trains as plain training does, on any torch (`make test-newest`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+for package in ("lightning.pytorch", "accelerate", "transformers"):
+    pytest.importorskip(package)
+
+import accelerate  # noqa: E402
+import lightning.pytorch as pl  # noqa: E402
+import transformers  # noqa: E402
+from accelerate_training import fresh_state  # noqa: E402
+from lightning.fabric import Fabric  # noqa: E402
+from lightning_training import QUIET  # noqa: E402
+from replays import runs_of_graphs, text_of  # noqa: E402
+from training import Net, batches, differs, frozen, loss_of  # noqa: E402
+
+from pygraph_train import (  # noqa: E402
+    Accelerator,
+    GraphedStep,
+    PyGraph,
+    PyGraphCallback,
+    PyGraphConfig,
+    PyGraphFabric,
+    PyGraphTrainer,
+    PyGraphTrainerCallback,
+    backend,
+)
+from pygraph_train.torch_private.names import lacking, tell_if_newer  # noqa: E402
+from pygraph_train.torch_private.tracing import why_no_traces  # noqa: E402
+
+STEPS = 30
+OPTIONS: dict[str, Any] = {"engine": "emulated", "warmup_steps": 2}
+
+
+class Run:
+    """One training: what of it has to be equal, and how often graphs ran."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.losses: list[Tensor] = []
+        self.model: nn.Module = Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.report: Any = None
+
+    @property
+    def graphs(self) -> int:
+        if isinstance(self.report, backend.BackendReport):
+            return sum(row.replays for row in self.report.regions)
+        return runs_of_graphs(self.report)
+
+    def state(self) -> list[Any]:
+        return [frozen(self.losses), frozen(self.model.state_dict()), torch.get_rng_state()]
+
+
+def loader() -> DataLoader:
+    xs, ys = zip(*batches(STEPS), strict=True)
+    return DataLoader(TensorDataset(torch.cat(xs), torch.cat(ys)), batch_size=8)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.net, self.run_of = run.model, [run]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.run_of[0].losses.append(self.trainer.callback_metrics["loss"].clone())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.run_of[0].optimizer
+
+
+class Manual(Module):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("loss", loss)
+        return loss.detach()
+
+
+def lightning(run: Run, graphed: bool, kind: type[Module] = Module) -> None:
+    callback = PyGraphCallback(**OPTIONS)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=[callback] if graphed else [], **QUIET
+    )
+    trainer.fit(kind(run), loader())
+    run.report = callback.report() if graphed else None
+
+
+def lightning_manual(run: Run, graphed: bool) -> None:
+    lightning(run, graphed, Manual)
+
+
+def graphed_step(run: Run, graphed: bool) -> None:
+    loss_fn = loss_of(run.model)
+    step = GraphedStep(loss_fn, model=run.model, optimizer=run.optimizer, config=PyGraphConfig(**OPTIONS))
+    for batch in batches(STEPS):
+        if graphed:
+            loss = step(batch)
+        else:
+            run.optimizer.zero_grad()
+            loss = loss_fn(batch)
+            loss.backward()
+            run.optimizer.step()
+        run.losses.append(loss.detach().clone())
+    run.report = step.report()
+    step.close()
+
+
+def compile_backend(run: Run, graphed: bool) -> None:
+    torch.compiler.reset()
+    backend.reset()
+    options = {"engine": "emulated", "warmup_runs": 1, "compile": False}
+    model = torch.compile(run.model, backend="pygraph", options=options) if graphed else run.model
+    loss_fn = loss_of(model)
+    for batch in batches(STEPS):
+        run.optimizer.zero_grad()
+        loss = loss_fn(batch)
+        loss.backward()
+        run.optimizer.step()
+        run.losses.append(loss.detach().clone())
+    run.report = backend.report()
+
+
+def accelerate_loop(run: Run, graphed: bool, whole: bool = False) -> None:
+    with fresh_state():
+        made: Any = (
+            Accelerator(cpu=True, plugins=[PyGraph(**OPTIONS)])
+            if graphed
+            else accelerate.Accelerator(cpu=True)
+        )
+        model, optimizer, batches_of = made.prepare(run.model, run.optimizer, loader())
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = nn.functional.cross_entropy(model(x), y)
+            made.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        if whole and graphed:
+            step = made.graphed_step(step)
+        for x, y in batches_of:
+            run.losses.append(step(x, y).detach().clone())
+        run.report = made.pygraph.report() if graphed else None
+        made.end_training()
+
+
+def accelerate_whole(run: Run, graphed: bool) -> None:
+    accelerate_loop(run, graphed, whole=True)
+
+
+def fabric(run: Run, graphed: bool) -> None:
+    made = Fabric(accelerator="cpu", devices=1)
+    pygraph = PyGraphFabric(**OPTIONS)
+    if graphed:
+        pygraph.attach(made)
+    model, optimizer = made.setup(run.model, run.optimizer)
+    for x, y in made.setup_dataloaders(loader()):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        made.backward(loss)
+        optimizer.step()
+        run.losses.append(loss.detach().clone())
+    if graphed:
+        run.report = pygraph.report()
+        pygraph.detach()
+
+
+class Classifier(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+
+def trainer(run: Run, graphed: bool, whole: bool = False) -> None:
+    args = transformers.TrainingArguments(
+        str(run.folder),
+        per_device_train_batch_size=8,
+        num_train_epochs=1,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    rows = [{"x": x, "labels": y} for xs, ys in batches(STEPS) for x, y in zip(xs, ys, strict=True)]
+    options: dict[str, Any] = {
+        "model": Classifier(run.model),
+        "args": args,
+        "train_dataset": rows,
+        "optimizers": (run.optimizer, None),
+    }
+    callback = PyGraphTrainerCallback(PyGraphConfig(**OPTIONS))
+    with fresh_state():
+        if whole and graphed:
+            made: Any = PyGraphTrainer(pygraph=PyGraphConfig(**OPTIONS), **options)
+        else:
+            made = transformers.Trainer(callbacks=[callback] if graphed else [], **options)
+        made.remove_callback(transformers.PrinterCallback)
+        made.train()
+    run.losses = [torch.tensor(row["loss"]) for row in made.state.log_history if "loss" in row]
+    if graphed:
+        run.report = made.report() if whole else callback.report()
+
+
+def transformers_whole(run: Run, graphed: bool) -> None:
+    trainer(run, graphed, whole=True)
+
+
+FRONT_ENDS: dict[str, tuple[Callable[..., None], int, int]] = {
+    "GraphedStep": (graphed_step, 24, 5),
+    "Lightning": (lightning, 24, 5),
+    "Lightning manual": (lightning_manual, 24, 5),
+    "Accelerate": (accelerate_loop, 70, 5),
+    "Accelerate graphed_step": (accelerate_whole, 24, 5),
+    "Fabric": (fabric, 70, 5),
+    "PyGraphTrainer": (transformers_whole, 24, 5),
+    "PyGraphTrainerCallback": (trainer, 70, 5),
+    "backend": (compile_backend, 50, 50),
+}
+"""Each with the least runs of graphs: on a torch that the library knows, and where it cannot trace."""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_loop_trains_as_plain_training_does(
+    front_end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, known, unknown = FRONT_ENDS[front_end]
+    for once in (why_no_traces, lacking, tell_if_newer):  # in a process
+        once.cache_clear()
+    runs = []
+    with caplog.at_level(logging.WARNING, "pygraph_train"):
+        for graphed in (False, True):
+            torch.manual_seed(0)
+            runs.append(Run(tmp_path))
+            loop(runs[-1], graphed)
+    plain, with_library = runs
+    assert len(plain.losses) == STEPS
+    difference = differs(plain.state(), with_library.state())
+    assert difference is None, difference
+    lines = [record.getMessage() for record in caplog.records if record.name == "pygraph_train"]
+    lack = why_no_traces()
+    if lack is None or front_end == "backend":
+        assert with_library.graphs >= known, str(with_library.report)
+        assert not lines
+    else:
+        assert with_library.graphs >= unknown, str(with_library.report)
+        assert lines == [f"pygraph: {lack}"] and f"torch {torch.__version__} lacks" in lines[0]
+        assert lack.reason in text_of(with_library.report)

@@ -1,0 +1,183 @@
+"""A private name that torch lacks switches a feature off, and ends no training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from private_names import longest, used
+from replays import text_of
+from torch import nn
+from training import Net, batches, both, loss_of, sgd
+
+from pygraph_train import GraphedStep, explain
+from pygraph_train.diagnosis.doctor import check
+from pygraph_train.graphs import make_engine
+from pygraph_train.torch_private import names
+from pygraph_train.torch_private.names import MissingName, private
+from pygraph_train.torch_private.tracing import why_no_traces
+
+NOT_LISTED = {
+    "torch._dynamo.variables.EnumVariable": "of 2.11 alone",
+    "torch._dynamo.variables.tensor.SymNodeVariable.richcompare_impl": "of 2.13 alone",
+    "torch._dynamo.variables.user_defined.UserDefinedClassVariable.var_getattr": "mended for 2.11 alone",
+    "torch._functorch._aot_autograd.runtime_wrappers.maybe_mark_dynamic_helper": "of 2.11 alone",
+    "torch._inductor.virtualized.V.graph.get_numel": "V has attributes while Inductor compiles",
+}
+"""Names that the list leaves out, with the reason."""
+
+
+@pytest.mark.quick
+def test_the_list_has_each_private_name_that_the_sources_use() -> None:
+    listed = {name for entry in names.NAMES for name in entry}
+    read = set(longest(used()))
+    assert read - listed == set(NOT_LISTED), (
+        "add what is new to names.py, and drop what is gone from NOT_LISTED"
+    )
+    of_objects = {
+        "torch.Tensor._version",
+        "torch.nn.Module._call_impl",
+        "torch.nn.Module._compiled_call_impl",
+    }
+    assert listed - read <= of_objects, "nothing uses these any more"
+
+
+@pytest.mark.quick
+@pytest.mark.passes_without_graphs("it is about trainings without graphs, too")
+def test_training_goes_on_without_any_of_the_names() -> None:
+    """A sample; `make missing-names` tries all."""
+    everywhere = ["torch._C._storage_Use_Count", "torch._subclasses.fake_tensor.FakeTensor"]
+    sample = [*everywhere, *longest(used())[3::60]]
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.missing_names", "--json", *sample],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((".", "tests")), "OMP_NUM_THREADS": "1"},
+    )
+    rows = json.loads(run.stdout.splitlines()[-1]) if run.stdout else pytest.fail(run.stderr[-3000:])
+    assert [row["name"] for row in rows] == ["", *sample]
+    assert [row for row in rows if not row["good"]] == []
+    known = why_no_traces() is None
+    assert (rows[0]["steps"] > 5) is known, "nothing was missing"
+    assert rows[1]["steps"] == rows[2]["steps"] == 0, "all graphs need these"
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the library find that torch lacks a name, for one feature."""
+
+    def lacks(name: str, off: names.Feature) -> None:
+        module, _, last = name.rpartition(".")
+        listed = (*names.NAMES, names.Names("a test", off, f"{module}: {last}"))
+        monkeypatch.setattr(names, "NAMES", listed)
+        monkeypatch.setattr("pygraph_train.diagnosis.doctor.NAMES", listed)
+        forget()
+
+    def forget() -> None:
+        names.lacking.cache_clear()
+        why_no_traces.cache_clear()
+
+    forget()
+    yield lacks  # type: ignore[misc]
+    monkeypatch.undo()
+    forget()
+
+
+def script(diary: Any) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    step = diary.step(loss_of(model), model=model, optimizer=optimizer)
+    for batch in batches(30):
+        diary.write("loss", step(batch))
+    diary.write_state(model, optimizer)
+
+
+def test_steps_have_the_graph_of_the_optimizer_where_dynamo_lacks_a_name(missing: Any, caplog: Any) -> None:
+    missing("torch._dynamo.guards.no_such_guard", names.FORWARD_AND_BACKWARD)
+    with caplog.at_level(logging.WARNING, "pygraph_train"):
+        report = both(script, replays=5)
+    said = f"torch {torch.__version__} lacks torch._dynamo.guards.no_such_guard"
+    assert report.plan == "F B {O}" and report.steps_replayed == 0
+    assert said in text_of(report) and len(report.fallbacks) == 1 and report.fallbacks[0].where is None
+    assert [record.getMessage().startswith(f"pygraph: {said}") for record in caplog.records] == [True]
+
+
+def test_all_is_plain_where_torch_lacks_what_every_graph_needs(missing: Any, caplog: Any) -> None:
+    missing("torch._C._no_such_name", names.GRAPHS)
+    said = f"torch {torch.__version__} lacks torch._C._no_such_name"
+    with caplog.at_level(logging.WARNING, "pygraph_train"):
+        report = both(script, never="there is no engine")
+    assert said in text_of(report)
+    assert [record.getMessage().startswith(f"pygraph: {said}") for record in caplog.records] == [True]
+
+
+def test_explain_blames_no_step_for_what_torch_lacks(missing: Any) -> None:
+    missing("torch._dynamo.guards.no_such_guard", names.FORWARD_AND_BACKWARD)
+    model = Net()
+
+    def reads(batch: Any) -> torch.Tensor:
+        loss = loss_of(model)(batch)
+        print(loss.item())
+        return loss
+
+    found = explain(reads, batches(1)[0], model=model, optimizer=sgd(model))
+    assert [obstacle.where for obstacle in found.obstacles] == [None]
+    assert "no_such_guard" in str(found) and "The step itself was not looked at" in str(found)
+
+
+@pytest.mark.passes_without_graphs("it captures nothing")
+def test_doctor_lists_what_torch_lacks(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing("torch._dynamo.guards.no_such_guard", names.FORWARD_AND_BACKWARD)
+    found = check()
+    assert dict(found.facts)["torch that was tried"] == ", ".join(names.TRIED)
+    assert any("torch lacks torch._dynamo.guards.no_such_guard" in sentence for sentence in found.lacks)
+    assert not any("newer than" in sentence for sentence in found.lacks)
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.99.0"))
+    assert any("torch 2.99.0 is newer than" in sentence for sentence in check().lacks)
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [
+        ("2.11.0", False),
+        (f"{names.TRIED[-1]}+cu130", False),
+        ("2.15.9", False),
+        ("2.16.0a0+git", True),
+        ("3.0", True),
+    ],
+)
+@pytest.mark.passes_without_graphs("it captures nothing")
+def test_a_torch_that_is_newer_than_all_that_were_tried_is_told_once(
+    version: str, newer: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    names.tell_if_newer.cache_clear()
+    with caplog.at_level(logging.WARNING, "pygraph_train"):
+        for _ in range(2):
+            assert make_engine("emulated", torch.device("cpu")) is not None
+    assert len(caplog.records) == newer
+    assert not newer or f"torch {version} is newer" in caplog.messages[0]
+
+
+@pytest.mark.passes_without_graphs("it captures nothing")
+def test_what_stands_in_for_a_missing_name_says_so_where_it_is_used() -> None:
+    gone = private("torch._C._no_such_name")
+
+    class Derived(gone):
+        """As dispatch modes are derived."""
+
+    for use in (gone, Derived, lambda: gone.of_it, lambda: isinstance(3, gone)):
+        with pytest.raises(MissingName, match=r"lacks torch\._C\._no_such_name") as raised:
+            use()
+        assert "torch._C._no_such_name" in raised.value.problem.reason
+    assert private("torch.nn.Linear") is nn.Linear and GraphedStep is not None
