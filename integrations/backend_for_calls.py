@@ -12,6 +12,7 @@ from pygraph_train.problems import Problem, user_line_in
 from pygraph_train.regions.inductor import compile_graph
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.unfit import of_other_class
+from pygraph_train.report.backend_report import RegionRecord
 from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autograd import backwards_called_again
@@ -48,6 +49,11 @@ def backend_for_calls(
     records, bounds, memory = whole.records, whole.bounds, whole.memory
     teller = weakref.WeakMethod(tell)
 
+    def made(record: RegionRecord) -> None:
+        records.append(record)
+        if record.phase == "function" and record.where is not None and (now := teller()) is not None:
+            now(Problem(f"{begins(name)}: {record.reason}", record.where))
+
     def eager(gm: torch.fx.GraphModule, problem: Problem) -> Callable[..., Any]:
         if (now := teller()) is not None:
             now(problem)
@@ -70,7 +76,7 @@ def backend_for_calls(
             places = uncounted_changes(gm)
             memory.begin()
             with backwards_called_again():  # which loops may begin with late
-                compiled = compile_graph(gm, inputs, BackendOptions.of(options), records.append, bounds)
+                compiled = compile_graph(gm, inputs, BackendOptions.of(options), made, bounds)
             compiled = counted_as_eager(compiled, places)
             return explained(compiled, activations, name)
         return eager(
