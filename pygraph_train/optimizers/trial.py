@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.state import StateWatch
 from pygraph_train.optimizers.trace import OptimizerTrace
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.torch_private.optim import (
@@ -44,10 +43,8 @@ class OptimizerTrial(OptimizerPreparation):
     """
 
     def __init__(self, optimizer: Optimizer, *, emulated: bool) -> None:
-        self.generation = 0
-        self.state = StateWatch(optimizer)
-        self.optimizer = self._optimizer = optimizer
-        self._emulated = emulated
+        super().__init__(optimizer, emulated=emulated)
+        self.optimizer = optimizer
         self._name = type(optimizer).__qualname__
         self._problem: Problem | None = None
         self._runs = 0

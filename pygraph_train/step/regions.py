@@ -225,8 +225,7 @@ class Regions:
         return made_way
 
     def _refuse_backward(self, why: str, where: str | None) -> None:
-        why = f"{_NO_GRAPHS}: {why}"
-        self.problem = self.problem or Problem(str(Problem(why, where)))  # a note has nothing but the reason
+        self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}", where)
 
     def _refuse_order(self, why: str) -> None:
         self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")

@@ -105,7 +105,7 @@ class UngraphedSteps:
             if self._regions.problem is None and not self._regions.found:
                 return self._regions.run(run)
             if (problem := self._regions.problem) is not None:
-                self._training.report.note(f"{problem.reason}" if not problem.fix else str(problem))
+                self._training.report.note(str(problem))
             plans = self._updates.plans(forward_backward=False)
             if len(plans) == 1 and not plans[0].graphs:
                 self.over = True
