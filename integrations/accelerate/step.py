@@ -128,7 +128,9 @@ class GraphedStepFunction(NotCopied):
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function as it is."""
         executes(STEP)
-        if self._micro_batch is not None:  # counted before something of ours failed; the function counts it again
+        if (
+            self._micro_batch is not None
+        ):  # counted before something of ours failed; the function counts it again
             self._accelerator.step, self._micro_batch = self._micro_batch, None
         with self._loop.paused():
             return self._fn(*args, **kwargs)
