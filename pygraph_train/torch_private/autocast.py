@@ -27,6 +27,7 @@ __all__ = [
     "State",
     "around_backward",
     "as_around_backward",
+    "as_under",
     "backward_comes_here",
     "breaks_inside",
     "present",
@@ -76,6 +77,16 @@ def present() -> State:
         return ()
     devices = torch._C._autocast_supported_devices()
     return tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
+
+
+@contextmanager
+def as_under(state: State) -> Iterator[None]:
+    """Inside, operations run under another autocast than the present one."""
+    wanted = dict(state)
+    with ExitStack() as stack:
+        for device in {device for device, _ in (*state, *present())}:
+            stack.enter_context(torch.autocast(device, wanted.get(device), enabled=device in wanted))
+        yield
 
 
 class _Cast(NamedTuple):
