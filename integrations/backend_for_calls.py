@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pygraph_train.problems import Problem, user_line_in
+from pygraph_train.problems import NotLegal, Problem, user_line_in
 from pygraph_train.regions.inductor import compile_graph
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.regions.unfit import of_other_class
@@ -17,6 +17,7 @@ from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autograd import backwards_called_again
 from pygraph_train.torch_private.side_effects import dynamo_side_effects
+from pygraph_train.tracing.caught import caught_operation
 from pygraph_train.tracing.reasons import innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
 from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes
@@ -75,6 +76,9 @@ def backend_for_calls(
         other = of_other_class(inputs)
         if other is not None:
             return eager(gm, Problem(f"{begins(name)}: they take a {other}, which is no plain tensor"))
+        caught = caught_operation(gm)
+        if caught is not None:  # Dynamo leaves the function as it is, with its `try`
+            raise NotLegal(caught)
         activations = handed_out(gm)
         kept = dynamo_side_effects() if activations else []
         kept = [effect for effect in kept if not effect.plain and effect.owner not in holders]

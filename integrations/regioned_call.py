@@ -21,7 +21,7 @@ from pygraph_train.integrations.first_calls import (
     in_words,
     watch_backward,
 )
-from pygraph_train.problems import Problem, PyGraphError
+from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.compile_wait import CompileWait, compiled_before
 from pygraph_train.step.outside import what_watches
 from pygraph_train.step.whole_loop import WholeLoop
@@ -146,7 +146,8 @@ class RegionedCall:
             reason = getattr(failures[0], "inner_exception", None)
             if isinstance(reason, PyGraphError):  # it was asked for
                 raise reason
-            self._tell(_without_graphs(self.module, compiler_failed(failures[0])))
+            why = reason.problem if isinstance(reason, NotLegal) else compiler_failed(failures[0])
+            self._tell(_without_graphs(self.module, why))
         return result
 
     @property

@@ -50,6 +50,7 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
 )
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
+from pygraph_train.tracing.caught import caught_operation
 from pygraph_train.tracing.counters import baked_numbers
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
@@ -324,6 +325,8 @@ class Regions:
         if write is not None:
             where = user_line_in(write.meta.get("stack_trace"))
             self.problem = Problem(f"{_NO_GRAPHS}: {CHANGED_AGAIN}", where)
+        if (caught := caught_operation(graph)) is not None:
+            self.problem = Problem(f"{_NO_GRAPHS}: {caught.reason}", caught.where, caught.fix)
         if self.problem is not None:
             return as_eager(graph).forward
         if not self._leaves and any(map(is_leaf, example_inputs)):
