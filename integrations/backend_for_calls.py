@@ -17,7 +17,7 @@ from pygraph_train.step.activations import explained, handed_out
 from pygraph_train.step.whole_loop import WholeLoop
 from pygraph_train.torch_private.autograd import backwards_called_again
 from pygraph_train.torch_private.side_effects import dynamo_side_effects
-from pygraph_train.tracing.caught import caught_operation
+from pygraph_train.tracing.plain_parts import caught_operation
 from pygraph_train.tracing.reasons import innermost
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
 from pygraph_train.tracing.uncounted import counted_as_eager, uncounted_changes

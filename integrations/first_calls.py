@@ -17,8 +17,9 @@ from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import Activation, activations_among
 from pygraph_train.torch_private import autocast
 from pygraph_train.torch_private.autograd import differentiated_inside, operations_behind
-from pygraph_train.torch_private.dynamo import untraced
+from pygraph_train.torch_private.dynamo import compiled_calls, untraced
 from pygraph_train.tracing.opened import tensors_inside
+from pygraph_train.tracing.plain_parts import COMPILED_PART
 from pygraph_train.tracing.signature import map_leaves
 
 __all__ = ["FirstCalls", "before_backward", "every_tensor_of", "in_words", "watch_backward"]
@@ -85,16 +86,17 @@ class FirstCalls:
             return register(tensor, noticed)
 
         again = differentiated_inside(lambda: self._stop(_AGAIN), again=True)
-        with again, standing_in([(torch.Tensor, "register_hook", noticing)]):
+        compiled = compiled_calls(lambda: self._stop(COMPILED_PART.reason, fix=COMPILED_PART.fix))
+        with again, compiled, standing_in([(torch.Tensor, "register_hook", noticing)]):
             return call()
 
-    def _stop(self, why: str, thread: int | None = None) -> None:
+    def _stop(self, why: str, thread: int | None = None, fix: str = "") -> None:
         """The module is never compiled."""
         if not self.refused:
             self.refused = True
             reason = f"{self._name} runs without graphs: {why}"
             where = user_location(thread=thread)
-            self._refuse(Fallback(reason, where, "", self._steps() + 1))
+            self._refuse(Fallback(reason, where, fix, self._steps() + 1))
 
     def look_at(self, result: Any, inputs: Any = None) -> None:
         """Note what becomes of the result of a call.

@@ -50,8 +50,8 @@ from pygraph_train.torch_private.dynamo import (
     tracing_notes,
 )
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes
-from pygraph_train.tracing.caught import caught_operation
 from pygraph_train.tracing.counters import baked_numbers
+from pygraph_train.tracing.plain_parts import plain_parts
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
 from pygraph_train.tracing.traced_code import held_weakly
@@ -301,6 +301,8 @@ class Regions:
     def _refuse(self, graph: torch.fx.GraphModule) -> None:
         try:
             refuse_watched_checkpoint(graph)
+            if (problem := plain_parts(graph)) is not None:
+                raise NotLegal(Problem(f"{_NO_GRAPHS}: {problem.reason}", problem.where, problem.fix))
             if self._exact is not None and self._exact.shares_casts:
                 refuse_open_autocast(graph)
         except NotLegal as refused:
@@ -325,8 +327,6 @@ class Regions:
         if write is not None:
             where = user_line_in(write.meta.get("stack_trace"))
             self.problem = Problem(f"{_NO_GRAPHS}: {CHANGED_AGAIN}", where)
-        if (caught := caught_operation(graph)) is not None:
-            self.problem = Problem(f"{_NO_GRAPHS}: {caught.reason}", caught.where, caught.fix)
         if self.problem is not None:
             return as_eager(graph).forward
         if not self._leaves and any(map(is_leaf, example_inputs)):

@@ -324,7 +324,7 @@ class Trace:
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._compiles += 1
         self._notes += tracing_notes(graph)
-        if (refused := checkpoint_that_adds(graph) or obstacles.caught_operation(graph)) is not None:
+        if (refused := checkpoint_that_adds(graph) or obstacles.plain_parts(graph)) is not None:
             raise NotLegal(refused)
         if not self.traced:
             self.ahead.finish(graph)

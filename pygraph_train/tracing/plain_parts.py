@@ -1,4 +1,8 @@
-"""Operations that raise for some values, where the step itself catches that: a graph would raise past its `try`."""
+"""Parts of a step that a graph would not run as plain training does, with whatever kernels.
+
+These are operations that raise for some values, where the step itself catches that: a graph would raise past its `try`.
+And what the user has compiled: Dynamo goes into it as if it were not.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,14 @@ from typing import Any
 import torch
 
 from pygraph_train.problems import Problem, frames_in
+from pygraph_train.torch_private.guards import traces_compiled_parts
 
-__all__ = ["caught_operation"]
+__all__ = ["COMPILED_PART", "caught_operation", "plain_parts"]
+
+COMPILED_PART = Problem(
+    "a part is compiled already (torch.compile), and a graph would have other kernels and other random numbers there",
+    fix="Leave torch.compile away: pygraph-train compiles by itself where that is faster",
+)
 
 _RAISES = ("linalg_", "cholesky", "inverse", "multinomial")
 """How the names of operations begin that look at their results, or at their inputs, before they return."""
@@ -28,6 +38,11 @@ _WHOLE = (
     "matrix_norm",
 )
 """Of `torch.linalg`, and raise nothing for values."""
+
+
+def plain_parts(graph: torch.fx.GraphModule) -> Problem | None:
+    """Why no graph holds this, with no kernels at all: the user's `try` or `torch.compile`. Call inside a backend."""
+    return caught_operation(graph) or (COMPILED_PART if traces_compiled_parts() else None)
 
 
 def caught_operation(graph: torch.fx.GraphModule) -> Problem | None:
