@@ -9,6 +9,7 @@ import torch
 from training import Diary, Net, batches, both, line_of, loss_of
 
 from pygraph_train import StepReport
+from pygraph_train.optimizers.trial import OptimizerTrial
 
 
 class Lion(torch.optim.Optimizer):
@@ -294,3 +295,10 @@ def test_a_step_that_counts_on_its_optimizer_counts_in_replays():
 def test_parameters_of_several_groups():
     report = train(lambda params: Lion([{"params": [p]} for p in params], lr=1e-2), replays=30)
     assert report.optimizer_steps_replayed >= 30, str(report)
+
+
+def test_what_a_trial_inherits_is_set_up() -> None:
+    trial = OptimizerTrial(Lion([torch.nn.Parameter(torch.ones(2))]), emulated=True)
+    assert not trial.watches_parameters
+    with trial.resumed():
+        assert trial.hyperparameters() is not None
