@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError, user_location
 from pygraph_train.report.step_report import Fallback
 from pygraph_train.step.activations import Activation, activations_among
 from pygraph_train.torch_private import autocast
-from pygraph_train.torch_private.autograd import operations_behind
-from pygraph_train.torch_private.dynamo import untraced
+from pygraph_train.torch_private.autograd import differentiated_inside, operations_behind
+from pygraph_train.torch_private.dynamo import compiled_calls, untraced
 from pygraph_train.tracing.opened import tensors_inside
+from pygraph_train.tracing.plain_parts import COMPILED_PART
 from pygraph_train.tracing.signature import map_leaves
 
 __all__ = ["FirstCalls", "before_backward", "every_tensor_of", "in_words", "watch_backward"]
+
+_AGAIN = "its backward is differentiated itself (create_graph=True)"
+
+_IN_HOOK = "a hook that its forward registers calls a backward"
 
 _MOST = 16
 """Calls after which it is enough, also where no optimizer makes a step."""
@@ -64,6 +71,33 @@ class FirstCalls:
             return False
         return self._calls >= _MOST or (self._differentiated and self._steps() > self._began)
 
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Make a call, and see whether it differentiates itself."""
+        if self.refused:
+            return call()
+        register = torch.Tensor.register_hook
+
+        def noticing(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+            @functools.wraps(hook)
+            def noticed(gradient: Tensor) -> Any:
+                with differentiated_inside(lambda: self._stop(_IN_HOOK), again=False):
+                    return hook(gradient)
+
+            return register(tensor, noticed)
+
+        again = differentiated_inside(lambda: self._stop(_AGAIN), again=True)
+        compiled = compiled_calls(lambda: self._stop(COMPILED_PART.reason, fix=COMPILED_PART.fix))
+        with again, compiled, standing_in([(torch.Tensor, "register_hook", noticing)]):
+            return call()
+
+    def _stop(self, why: str, thread: int | None = None, fix: str = "") -> None:
+        """The module is never compiled."""
+        if not self.refused:
+            self.refused = True
+            reason = f"{self._name} runs without graphs: {why}"
+            where = user_location(thread=thread)
+            self._refuse(Fallback(reason, where, fix, self._steps() + 1))
+
     def look_at(self, result: Any, inputs: Any = None) -> None:
         """Note what becomes of the result of a call.
 
@@ -88,16 +122,14 @@ class FirstCalls:
             if len(self._autocast) > 1:
                 why = "its backward is called under several autocasts, and a compiled backward supports one"
             elif torch.is_grad_enabled():
-                why = "its backward is differentiated itself (create_graph=True)"
+                why = _AGAIN
             elif any(activation.is_asked_for() for activation in activations):
                 why = (
                     "the gradient of an activation that it returns is asked for, and compiled code has no such "
                     "gradient"
                 )
             if why is not None:
-                self.refused = True
-                reason = f"{self._name} runs without graphs: {why}"
-                self._refuse(Fallback(reason, user_location(thread=thread), "", self._steps() + 1))
+                self._stop(why, thread)
 
         held = dict(tensors_inside(result))
         self.holders.update(held.values())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pygraph_train.boundary import Boundary, once
+from pygraph_train.boundary import Boundary, once, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
@@ -243,7 +243,7 @@ class Loop:
         if self._wait is not None:
             self._wait.close()
             self._waiting = None
-        self.report.freeze()
+        quietly(self.report.freeze)
         if self._whole is not None:
             self._whole.close()
         for call in self._calls:

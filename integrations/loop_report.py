@@ -41,7 +41,9 @@ class LoopReport(StepReport):
     whole_steps: dict[str, StepReport] = field(default_factory=dict)
     what_waits: Callable[[], str] = field(default=str, repr=False)
     started: float = field(default_factory=time.perf_counter, repr=False)
-    _before: dict[int, int] = field(default_factory=lambda: _runs(backend.report().regions), repr=False)
+    _before: dict[int, tuple[int, RegionRecord]] = field(
+        default_factory=lambda: _runs(backend.report().regions), repr=False
+    )
     _frozen: list[RegionRecord] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +61,9 @@ class LoopReport(StepReport):
         if self._frozen is not None:
             return self._frozen
         before = self._before
-        return [r for r in backend.report().regions if r.replays + r.plain_runs > before.get(id(r), 0)]
+        return [
+            r for r in backend.report().regions if r.replays + r.plain_runs > before.get(id(r), (0, r))[0]
+        ]
 
     def whole_step(self, name: str, report: StepReport) -> None:
         """A step is graphed as a whole from now on; another one of that name keeps its rows."""
@@ -154,5 +158,6 @@ class LoopReport(StepReport):
         return _NO_OPTIMIZER if nothing and not self.fallbacks else ""
 
 
-def _runs(regions: list[RegionRecord]) -> dict[int, int]:
-    return {id(r): r.replays + r.plain_runs for r in regions}
+def _runs(regions: list[RegionRecord]) -> dict[int, tuple[int, RegionRecord]]:
+    """How often each ran. The records are held, so that no other one gets an id of theirs."""
+    return {id(r): (r.replays + r.plain_runs, r) for r in regions}

@@ -21,7 +21,7 @@ from pygraph_train.integrations.first_calls import (
     in_words,
     watch_backward,
 )
-from pygraph_train.problems import Problem, PyGraphError
+from pygraph_train.problems import NotLegal, Problem, PyGraphError
 from pygraph_train.step.compile_wait import CompileWait, compiled_before
 from pygraph_train.step.outside import what_watches
 from pygraph_train.step.whole_loop import WholeLoop
@@ -108,7 +108,7 @@ class RegionedCall:
         function = types.FunctionType(code, _call.__globals__)
         weakref.finalize(self, forget_compiled, code).atexit = False
         self._holders: set[type] = set()  # of tensors in results whose gradients nobody has asked for
-        regions = backend_for_calls(type(module).__name__, tell, self._holders, whole)
+        regions = backend_for_calls(type(module).__name__, tell, self._late, self._holders, whole)
         self._compiled: Any = torch.compile(function, backend=regions, options=options, **compile_options)
         set_compiled_call(module, self)
 
@@ -124,7 +124,7 @@ class RegionedCall:
         first = self._first_of(kind)
         if first is not None:
             if not first.over:
-                result = done(_call(self.module, args, kwargs))
+                result = first.run(lambda: done(_call(self.module, args, kwargs)))
                 first.look_at(result, None if self._wait is None else (args, kwargs))
                 return result
             if self._wait is not None and self._wait.holds(self):
@@ -146,7 +146,8 @@ class RegionedCall:
             reason = getattr(failures[0], "inner_exception", None)
             if isinstance(reason, PyGraphError):  # it was asked for
                 raise reason
-            self._tell(_without_graphs(self.module, compiler_failed(failures[0])))
+            why = reason.problem if isinstance(reason, NotLegal) else compiler_failed(failures[0])
+            self._tell(_without_graphs(self.module, why))
         return result
 
     @property

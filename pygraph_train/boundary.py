@@ -157,12 +157,19 @@ def theirs(error: E) -> E:
     return error
 
 
+_quiet: set[str] = set()
+"""What `quietly` has said."""
+
+
 def quietly(call: Callable[[], object]) -> None:
     """Make a call that only tells somebody something: a report, a logger, a progress line. It ends nothing."""
     try:
         call()
     except Exception as error:
-        _log(Problem(f"a report or log line of pygraph-train failed: {_sentence(error)}"))
+        sentence = _sentence(error)
+        if sentence not in _quiet:
+            _quiet.add(sentence)
+            _log(Problem(f"a report or log line of pygraph-train failed: {sentence}"))
 
 
 class Boundary:

@@ -162,5 +162,5 @@ def check_values(
 
 
 def disabled_by_environment() -> bool:
-    """True when PYGRAPH_DISABLE is set to anything but an empty string or 0."""
-    return os.environ.get("PYGRAPH_DISABLE", "") not in ("", "0")
+    """Whether PYGRAPH_DISABLE is set, and to nothing that says no: 0, false, no, off, or an empty string."""
+    return os.environ.get("PYGRAPH_DISABLE", "").strip().lower() not in ("", "0", "false", "no", "off")

@@ -16,6 +16,7 @@ __all__ = [
     "PyGraphError",
     "defined_at",
     "first_line",
+    "frames_in",
     "is_library_file",
     "is_user_file",
     "not_the_users",
@@ -130,7 +131,11 @@ def is_user_file(path: str) -> bool:
 
 def user_line_in(stack_trace: str | None) -> str | None:
     """`file:line` of the innermost frame of user code in a formatted stack, as FX nodes carry it."""
-    for path, line in reversed(_FRAME.findall(stack_trace or "")):
-        if is_user_file(path):
-            return f"{path}:{line}"
-    return None
+    return next(
+        (f"{path}:{line}" for path, line in reversed(frames_in(stack_trace)) if is_user_file(path)), None
+    )
+
+
+def frames_in(stack_trace: str | None) -> list[tuple[str, int]]:
+    """File and line of each frame of a formatted stack, the innermost last."""
+    return [(path, int(line)) for path, line in _FRAME.findall(stack_trace or "")]

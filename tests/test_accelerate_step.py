@@ -650,3 +650,27 @@ def test_the_optimizer_inside_of_a_prepared_one_is_replaced(graphed: bool) -> No
     assert report.optimizer_steps_replayed >= 25, str(report)
     rows = [f.reason for row in report.whole_steps.values() for f in row.fallbacks]
     assert not graphed or any("the optimizer inside of a prepared one was replaced" in row for row in rows)
+
+
+def test_the_optimizer_is_replaced_between_two_updates_of_accumulation() -> None:
+    def script(script: Script) -> None:
+        accelerator = script.accelerator
+        model, optimizer, loader, _ = setup(script)
+
+        @script.graphed
+        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        for index, batch in enumerate(loader):
+            if index == 13:
+                optimizer.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)
+            script.write("loss", step(batch))
+            script.write("an update follows", accelerator.sync_gradients)
+        script.write_state(model, optimizer)
+
+    both(script, gradient_accumulation_steps=3, replays=4)

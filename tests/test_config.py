@@ -8,6 +8,7 @@ import pytest
 from training import Net
 
 from pygraph_train import GraphedStep, PyGraphConfig
+from pygraph_train.config import disabled_by_environment
 
 pytestmark = pytest.mark.quick
 
@@ -65,3 +66,20 @@ def test_graphed_step_refuses_another_config():
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PyGraphConfig().fuse = "off"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("value", "off"),
+    [
+        ("1", True),
+        ("true", True),
+        ("yes", True),
+        *((no, False) for no in ("", "0", "false", "False", "no", "off", " ")),
+    ],
+)
+@pytest.mark.quick
+def test_values_of_the_switch_in_the_environment(
+    value: str, off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYGRAPH_DISABLE", value)
+    assert disabled_by_environment() is off

@@ -271,3 +271,30 @@ def test_checkpoints_are_those_of_a_plain_run(tmp_path: Path) -> None:
         plain.train(resume_from_checkpoint=True)
     expected, found = (frozen(dict(t.model.named_parameters())) for t in (trainer, plain))
     assert differs(expected, found) is None
+
+
+@pytest.mark.parametrize("trainer", [Trainer, PyGraphTrainer])
+def test_a_callback_beside_another_one_does_nothing_and_says_so(
+    trainer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = PyGraphTrainerCallback(CONFIG), PyGraphTrainerCallback(CONFIG)
+
+    def make(**kwargs: Any) -> Trainer:
+        if trainer is Trainer:
+            made = Trainer(callbacks=[first], **kwargs)
+            made.report = first.report
+        else:
+            made = PyGraphTrainer(pygraph=CONFIG, **kwargs)
+        made.add_callback(second)
+        return made
+
+    _, expected = train(Trainer, tmp_path)
+    capsys.readouterr()
+    with caplog.at_level("WARNING", "pygraph_train"):
+        made, found = train(make, tmp_path)
+    difference = differs(frozen(expected), frozen(found))
+    assert difference is None, difference
+    enough([made.report()], 20)
+    assert not second.report().steps and "Keep one of them" in second.report().notes[0]
+    assert [r.getMessage() for r in caplog.records if "Keep one of them" in r.getMessage()] != []
+    assert capsys.readouterr().out.count("training steps (") == 1

@@ -38,6 +38,7 @@ except ImportError as error:
         "pygraph_train.Accelerator and PyGraph need Accelerate: pip install 'pygraph-train[accelerate]'"
     ) from error
 
+from pygraph_train.boundary import quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.integrations.loop import Loop
@@ -313,8 +314,11 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         return optimizer
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        if self.pygraph is not None and self.pygraph.config.log_metrics and self.trackers:
-            values = {**values, **self.pygraph.values()}
+        plugin = self.pygraph
+        if plugin is not None and plugin.config.log_metrics and self.trackers:
+            found: dict[str, Any] = {}
+            quietly(lambda: found.update(plugin.values()))
+            values = {**values, **found}
         super().log(values, step=step, log_kwargs=log_kwargs)
 
     def free_memory(self, *objects: Any) -> Any:

@@ -96,6 +96,7 @@ class GraphedStepFunction(NotCopied):
         self._boundary = Boundary(self._report.failed, lambda: self._leave(None))
         self._observed: dict[bool, Script] = {}
         self._hoists_accumulate = False
+        self._micro_batch: int | None = None  # what Accelerate had counted before the present call
         self._by_hand = False
         self._lost = 0  # steps by hand without a replay, one after the other
         self._patience = _PATIENCE + 2 * loop.config.warmup_steps
@@ -127,20 +128,26 @@ class GraphedStepFunction(NotCopied):
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function as it is."""
         executes(STEP)
+        if (
+            self._micro_batch is not None
+        ):  # counted before something of ours failed; the function counts it again
+            self._accelerator.step, self._micro_batch = self._micro_batch, None
         with self._loop.paused():
             return self._fn(*args, **kwargs)
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._micro_batch = None
+        if any(accelerated.optimizer is not optimizer for accelerated, optimizer in self._used):
+            self._leave(_REPLACED)
+            return detached_results(self._plainly(args, kwargs))
         if self._hoists_accumulate:
-            self._accelerator._do_sync()
+            self._micro_batch = self._accelerator.step
+            self._accelerator._do_sync()  # the function does not, from here on
         script = self._observed.get(self._accelerator.sync_gradients)
         if script is None:
             return self._observe(args, kwargs)
         if self._runner is None:
             self._start()
-        if any(accelerated.optimizer is not optimizer for accelerated, optimizer in self._used):
-            self._leave(_REPLACED)
-            return detached_results(self._fn(*args, **kwargs))
         assert self._runner is not None and self._program is not None
         runner, program = self._runner, self._program
         position = program.at(script, sync=self._accelerator.sync_gradients)

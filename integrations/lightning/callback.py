@@ -7,6 +7,7 @@ runs through Lightning's own code.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -225,11 +226,16 @@ class PyGraphCallback(Callback):
         if not self.config.log_metrics or not trainer.loggers:
             return
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        if step == self._logged or step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if step == self._logged or not every or step % every:
             return
         self._logged = step
+        for logger in trainer.loggers:
+            quietly(functools.partial(self._log, logger, step))
+
+    def _log(self, logger: Any, step: int) -> None:
         metrics = metrics_of(self._report)
-        for logger in trainer.loggers if metrics else ():
+        if metrics:
             logger.log_metrics(metrics, step=step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -785,7 +791,7 @@ def _announce(trainer: Trainer, text: str) -> None:
     """Say it in the progress bar, where there is one."""
     bar = trainer.progress_bar_callback
     if bar is not None and not getattr(bar, "is_disabled", False):
-        bar.print(f"pygraph: {text}")
+        quietly(lambda: bar.print(f"pygraph: {text}"))
     else:
         log.info("pygraph: %s", text)
 

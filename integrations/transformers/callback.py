@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,18 @@ if TYPE_CHECKING:
     from pygraph_train.config import PyGraphOptions
 
 __all__ = ["PyGraphTrainerCallback", "show_report", "steps_left", "unsupported"]
+
+
+log = logging.getLogger("pygraph_train")
+
+_TWICE = (
+    "this Trainer has a PyGraphTrainerCallback beside another one, or beside PyGraphTrainer, which graphs the same "
+    "steps: this one does nothing. Keep one of them"
+)
+
+
+_served: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers of trainings that have such a callback."""
 
 
 def _nothing() -> None:
@@ -49,6 +63,7 @@ class PyGraphTrainerCallback(TrainerCallback):
         self._report = LoopReport()
         self._loop: Loop | None = None
         self._undo: Callable[[], None] = _nothing
+        self.others_graph = False  # the Trainer does so itself
 
     def __getstate__(self) -> dict[str, Any]:
         """All but graphs and their report, which are those of one process."""
@@ -75,6 +90,10 @@ class PyGraphTrainerCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model and optimizer are prepared: take them over."""
         self._release()  # of a training that ended with an exception
+        if self.others_graph or kwargs["optimizer"] in _served:
+            self._report = LoopReport()
+            self._report.note(_TWICE)
+            return log.warning("pygraph: %s", _TWICE)
         loop = self._loop = Loop(self.config, args.device, unsupported(args), lambda: steps_left(state))
         self._report = loop.report
         if not loop.active:
@@ -94,7 +113,14 @@ class PyGraphTrainerCallback(TrainerCallback):
             loop.take_module(kwargs["model"])
         optimizer = kwargs["optimizer"]
         graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
-        self._undo = route_step(optimizer, functools.partial(loop.step, graph))
+        undo = route_step(optimizer, functools.partial(loop.step, graph))
+        _served.add(optimizer)
+
+        def release() -> None:
+            _served.discard(optimizer)
+            undo()
+
+        self._undo = release
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give everything back, and show what happened."""

@@ -20,7 +20,12 @@ from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
 from pygraph_train.integrations.loop import Loop
 from pygraph_train.integrations.loop_report import LoopReport
-from pygraph_train.integrations.transformers.callback import show_report, steps_left, unsupported
+from pygraph_train.integrations.transformers.callback import (
+    PyGraphTrainerCallback,
+    show_report,
+    steps_left,
+    unsupported,
+)
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
@@ -64,9 +69,14 @@ class PyGraphTrainerMixin(transformers.Trainer):
         device, refused = self.args.device, unsupported(self.args)
         self._pygraph_loop = Loop(self._pygraph_config, device, refused, lambda: steps_left(self.state))
         self._pygraph_report = self._pygraph_loop.report
+        callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, PyGraphTrainerCallback)]
+        for callback in callbacks:
+            callback.others_graph = True
         try:
             result = super()._inner_training_loop(*args, **kwargs)
         finally:
+            for callback in callbacks:
+                callback.others_graph = False
             if self._whole is not None:
                 self._whole.close()
             self._whole = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +63,9 @@ from pygraph_train.tracing.recompute import as_eager
 __all__ = ["close_graphs", "compile_graph", "compile_whole", "report", "reset", "seconds_to_capture"]
 
 _arenas: dict[tuple[str, torch.device], Arena] = {}
-_records: list[RegionRecord] = []
+_records: dict[int, RegionRecord] = {}
+_over: deque[RegionRecord] = deque()  # those that never ran as regions, and those whose regions are gone
+_MOST_OVER = 256
 _numbers = itertools.count()
 
 
@@ -82,7 +86,11 @@ def compile_graph(
     """
 
     def note(record: RegionRecord) -> None:
-        _records.append(record)
+        _records[id(record)] = record
+        if record.decision == "plain":
+            _over.append(record)
+        while len(_over) > _MOST_OVER:
+            _records.pop(id(_over.popleft()), None)
         made(record)
 
     number = next(_numbers)
@@ -105,6 +113,7 @@ def compile_graph(
                 gm,
                 inputs,
                 lambda gm, look: _compile_regions(gm, inputs, options, number, look, note, bounds),
+                exact=_has_eager_kernels(options),
             )
 
         truly = functools.partial(without_unused_histories, gm, example_inputs, compiling)
@@ -113,6 +122,10 @@ def compile_graph(
         where, reason = first_user_line(gm), str(unfit)
         note(RegionRecord(f"function {number}", "function", where, "plain", reason))
         return as_eager(gm).forward
+
+
+def _has_eager_kernels(options: BackendOptions) -> bool:
+    return options.engine == "emulated" or not options.compile
 
 
 def _compile_regions(
@@ -132,7 +145,7 @@ def _compile_regions(
     exact = not options.compile
     build = looked_at(with_absent(region, pair.absent, pair if exact else None), look)
     pair.direct = options.direct and not compiled_autograd_wanted()
-    if options.engine == "emulated" or not options.compile:
+    if _has_eager_kernels(options):
         look_at_both = (lambda joint: refuse_mixtures(joint.graph)) if exact else None
         compiled = compile_with_aten(gm, example_inputs, build, look_at_both)
     else:
@@ -165,6 +178,7 @@ def _region(
     if device is None or arena is None:
         why = "no CUDA device: engine='emulated' shows the mechanism"
         record.decision, record.reason = "plain", reason if device is None else why
+        _over.append(record)
         return compile_kernels(gm, example_inputs)
     replaced = without_replacements(gm, traced.saved_from)
     gm, targets = replaced.gm, frozenset(replaced.targets)
@@ -191,6 +205,7 @@ def _region(
         numbers,
     )
     region = Region(compiled, spec, arena, options, pair, record)
+    weakref.finalize(region, _over.append, record).atexit = False
     if replaced.refused is not None:
         region.give_up(replaced.refused)
     if changed.staged or changed.late or changed.passthrough or targets or counted:
@@ -364,10 +379,11 @@ def _open_regions(arena: Arena, records: Sequence[RegionRecord]) -> list[Region]
 
 
 def report() -> BackendReport:
-    """What became of every region compiled so far in this process."""
-    return BackendReport(list(_records))
+    """What became of the regions of this process: of those that exist, and of the last ones that did."""
+    return BackendReport(list(_records.values()))
 
 
 def reset() -> None:
     """Forget the records of the report. Regions go on; call `torch.compiler.reset()` to drop them."""
     _records.clear()
+    _over.clear()

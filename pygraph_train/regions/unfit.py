@@ -117,7 +117,7 @@ def refuse_forward_mode(gm: fx.GraphModule) -> None:
 
 
 def compile_truly(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_function: Compile
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_function: Compile, *, exact: bool = False
 ) -> Callable[..., Any]:
     """`compile_function(gm, look)`, and nothing that computes something else.
 
@@ -125,13 +125,20 @@ def compile_truly(
         gm: from Dynamo; results may be taken out of it.
         example_inputs: its inputs, as they are before it runs.
         compile_function: calls `look` when AOTAutograd has traced the graph.
+        exact: its kernels are those of eager mode, and sums have the same last bits.
     Raises:
         Unfit: that is not possible.
     """
     if any(map(is_lazy, example_inputs)):
         raise Unfit("an input is conjugated or negated lazily (call its resolve_conj or resolve_neg)")
     call_originals(gm)
-    share_casts(gm)
+    apart = share_casts(gm)
+    if exact and apart is not None:
+        line = line_of(apart)
+        raise Unfit(
+            "under autocast a checkpoint uses a weight that is used several times, and eager kernels cast it once"
+            f"{f' ({line})' if line else ''}"
+        )
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     replacements = _replacements(gm, inputs)
     for new in replacements:

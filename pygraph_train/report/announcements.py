@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 
+from pygraph_train.boundary import quietly
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.random_state import random_numbers_kept
 from pygraph_train.torch_private.names import GRAPHS, lacking
@@ -49,8 +50,12 @@ def tell_why_off(config: PyGraphConfig, why: str = NO_DEVICE) -> None:
 
 
 def show(report: object) -> None:
-    """Print a report. The random numbers of the user stay as they are."""
-    with random_numbers_kept():
-        import rich  # it draws some when it is imported
+    """Print a report, wherever that is possible. The random numbers of the user stay as they are."""
 
-        rich.print(report)
+    def print_it() -> None:
+        with random_numbers_kept():
+            import rich  # it draws some when it is imported
+
+            rich.print(report)
+
+    quietly(print_it)

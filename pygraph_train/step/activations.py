@@ -6,16 +6,23 @@ and it cannot be differentiated again.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
 from pygraph_train.problems import Problem, PyGraphError, user_location
-from pygraph_train.torch_private.autograd import backward_ends_at, nodes_behind, refuse_second_backward
+from pygraph_train.step.again import Again
+from pygraph_train.torch_private.autograd import (
+    backward_ends_at,
+    backward_keeps_graph,
+    nodes_behind,
+    refuse_second_backward,
+)
 from pygraph_train.torch_private.dynamo import untraced
 from pygraph_train.torch_private.hooks import gradient_hooks
 
@@ -91,24 +98,41 @@ def handed_out(graph: torch.fx.GraphModule) -> list[int]:
     return [k for k, x in enumerate(outputs) if x in results and _leads_to(x, results)]
 
 
-def explained(compiled: Callable[..., Any], activations: Sequence[int], name: str) -> Callable[..., Any]:
+def explained(
+    compiled: Callable[..., Any],
+    activations: Sequence[int],
+    name: str,
+    eager: Callable[..., Any] | None,
+    late: Callable[[Problem], None],
+) -> Callable[..., Any]:
     """`compiled`, which says what it cannot where torch would say little, or give None for a gradient.
+
+    Its backward is differentiated itself by way of `eager`, where that gives the same.
 
     Args:
         compiled: a function of tensors that gives a list of them.
         activations: see `handed_out`.
         name: of the module, for the sentences.
+        eager: the same with eager kernels, None where there is none.
+        late: called with the problem where the backward was differentiated.
     """
     thread = threading.get_ident()
+    checked: list[int] | None = None
 
     def message(what: str) -> str:
         where = user_location(thread=thread)
         return str(Problem(what, where, _FIX))
 
-    @untraced
-    def refuse_gradients_of_gradients(given: Any, _: Any) -> Any:
+    def differentiable(again: Again, given: Any, tangents: Any) -> Any:
         if not torch.is_grad_enabled():
+            if not backward_keeps_graph():
+                again.forget()
             return None
+        found = again.gradients(given, tangents)
+        if found is not None:
+            why = "its backward is differentiated itself (create_graph=True)"
+            late(Problem(f"{name} runs without graphs: {why}", user_location(thread=thread)))
+            return found
         what = message(
             f"the backward of {name} is differentiated (create_graph=True), and its compiled code cannot be "
             "differentiated"
@@ -118,13 +142,20 @@ def explained(compiled: Callable[..., Any], activations: Sequence[int], name: st
         )
 
     def run(*args: Any) -> Any:
+        nonlocal checked
+        if checked is None:
+            checked = [
+                i for i, x in enumerate(args) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+            ]
+        again = Again(eager, args, checked)
         outputs = compiled(*args)
         results = [x for x in outputs if _has_history(x)]
         if not results:
             return outputs
         node = results[-1].grad_fn
         if isinstance(node, torch.autograd.function.BackwardCFunction):  # and no view of what it gives
-            node.register_hook(refuse_gradients_of_gradients)
+            again.ran(outputs, node)
+            node.register_hook(untraced(functools.partial(differentiable, again)))
         watched = [Activation(x, eager=False) for k in activations if _has_history(x := outputs[k])]
         if watched:
 

@@ -18,6 +18,7 @@ from pygraph_train.step.updates import Updates
 from pygraph_train.step.variants import Signature, Variant
 from pygraph_train.torch_private.tracing import why_no_traces
 from pygraph_train.tracing.gradient_hooks import backward_hook
+from pygraph_train.tracing.plain_parts import COMPILED_PART
 
 __all__ = ["Refusing"]
 
@@ -81,6 +82,8 @@ class Refusing:
             variant: the kind of call; None where no trace is for it.
         """
         step.give_up()
+        if problem.reason == COMPILED_PART.reason:
+            self._ungraphed.no_regions(Problem("forward and backward get no graphs of their own either"))
         choice = None if variant is None else variant.choice
         first, replayed = self._signatures.is_first(signature), self._training.replays > 0
         scope = refusal(other_plans=choice is not None, first=first, replayed=replayed)

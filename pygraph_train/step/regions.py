@@ -51,6 +51,7 @@ from pygraph_train.torch_private.dynamo import (
 )
 from pygraph_train.torch_private.tracing import dynamo_region_config, forget_notes, why_no_traces
 from pygraph_train.tracing.counters import baked_numbers
+from pygraph_train.tracing.plain_parts import plain_parts
 from pygraph_train.tracing.reasons import compiler_failed, forget_frames
 from pygraph_train.tracing.recompute import CHANGED_AGAIN, as_eager, eager_copy, write_in_checkpoint
 from pygraph_train.tracing.traced_code import held_weakly
@@ -228,8 +229,7 @@ class Regions:
         return made_way
 
     def _refuse_backward(self, why: str, where: str | None) -> None:
-        why = f"{_NO_GRAPHS}: {why}"
-        self.problem = self.problem or Problem(str(Problem(why, where)))  # a note has nothing but the reason
+        self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}", where)
 
     def _refuse_order(self, why: str) -> None:
         self.problem = self.problem or Problem(f"{_NO_GRAPHS}: {why}")
@@ -304,6 +304,8 @@ class Regions:
     def _refuse(self, graph: torch.fx.GraphModule) -> None:
         try:
             refuse_watched_checkpoint(graph)
+            if (problem := plain_parts(graph)) is not None:
+                raise NotLegal(Problem(f"{_NO_GRAPHS}: {problem.reason}", problem.where, problem.fix))
             if self._exact is not None and self._exact.shares_casts:
                 refuse_open_autocast(graph)
         except NotLegal as refused:

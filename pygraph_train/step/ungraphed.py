@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 from pygraph_train.optimizers.program import optimized
-from pygraph_train.problems import NotLegal
+from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.flight import Ran, StepInFlight
@@ -45,6 +45,10 @@ class UngraphedSteps:
         self._updates = updates
         self._regions = regions
         self._decisions = decisions
+
+    def no_regions(self, problem: Problem) -> None:
+        """Neither forward nor backward gets a graph of its own."""
+        self._regions.problem = problem
 
     def plainly(self, run: Callable[[Call], R]) -> R:
         """Make a step as the user wrote it. Its update may have other kernels, see `StepInFlight.update`."""
@@ -105,7 +109,7 @@ class UngraphedSteps:
             if self._regions.problem is None and not self._regions.found:
                 return self._regions.run(run)
             if (problem := self._regions.problem) is not None:
-                self._training.report.note(f"{problem.reason}" if not problem.fix else str(problem))
+                self._training.report.note(str(problem))
             plans = self._updates.plans(forward_backward=False)
             if len(plans) == 1 and not plans[0].graphs:
                 self.over = True

@@ -10,6 +10,7 @@ comes after the block, and its eager kernels are those for what surrounds the wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ __all__ = [
     "State",
     "around_backward",
     "as_around_backward",
+    "as_under",
     "backward_comes_here",
     "breaks_inside",
     "present",
@@ -76,6 +78,16 @@ def present() -> State:
     return tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
 
 
+@contextmanager
+def as_under(state: State) -> Iterator[None]:
+    """Inside, operations run under another autocast than the present one."""
+    wanted = dict(state)
+    with ExitStack() as stack:
+        for device in {device for device, _ in (*state, *present())}:
+            stack.enter_context(torch.autocast(device, wanted.get(device), enabled=device in wanted))
+        yield
+
+
 class _Cast(NamedTuple):
     """A cast of an input that an operation makes by itself."""
 
@@ -92,19 +104,22 @@ def breaks_inside(gm: fx.GraphModule) -> bool:
     return ends and bool(getattr(reason, "graph_break", True))
 
 
-def share_casts(gm: fx.GraphModule) -> int:
-    """Cast each weight once where autocast's cache does so, and return the number of casts that are shared.
+def share_casts(gm: fx.GraphModule) -> fx.Node | None:
+    """Cast each weight once where autocast's cache does so.
+
+    Returns an operation whose cast is another one all the same, as the body of a checkpoint has it; None where there is
+    none.
 
     Args:
         gm: from Dynamo; changed. Nothing is changed where its operations cannot be looked at.
     """
     if not _has_work(gm):
-        return 0
+        return None
     try:
         each, cached = _casts(gm, cache=False), _casts(gm, cache=True)
     except Exception:  # something that AOTAutograd will complain of, or knows how to treat
-        return 0
-    return _rewrite(gm, each, set(cached))
+        return None
+    return _rewrite(gm, each.casts, cached)
 
 
 def _has_work(gm: fx.GraphModule) -> bool:
@@ -119,7 +134,17 @@ def _has_work(gm: fx.GraphModule) -> bool:
 
 def _is_cast_often(weight: fx.Node) -> bool:
     """Whether several operations may cast it; looking it up in a table casts nothing."""
-    return sum(user.target is not torch.nn.functional.embedding for user in weight.users) > 1
+    users = [user for user in weight.users if user.target is not torch.nn.functional.embedding]
+    return len(users) > 1 or any(_uses_inside(user, weight) > 1 for user in users)
+
+
+def _uses_inside(node: fx.Node, weight: fx.Node) -> int:
+    """How many operations of a checkpoint's body use it."""
+    if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+        return 1
+    body = getattr(node.graph.owning_module, str(node.args[0]))
+    inputs = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+    return sum(len(inner.users) for inner, arg in zip(inputs, node.args[1:], strict=False) if arg is weight)
 
 
 def _is_weight(node: fx.Node) -> bool:
@@ -133,7 +158,7 @@ def _is_weight(node: fx.Node) -> bool:
     )
 
 
-def _casts(gm: fx.GraphModule, *, cache: bool) -> list[_Cast]:
+def _casts(gm: fx.GraphModule, *, cache: bool) -> _Casting:
     """The casts of weights that the operations of a graph make, in their order."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     examples = [node.meta["example_value"] for node in inputs]
@@ -150,7 +175,7 @@ def _casts(gm: fx.GraphModule, *, cache: bool) -> list[_Cast]:
         looking = _Looking(gm, seen, cache)
         stack.callback(looking.leave)
         looking.run(*given)
-        return seen.casts
+        return seen
 
 
 def _like(value: Any) -> Any:
@@ -173,12 +198,18 @@ def _cache_enabled(enabled: bool) -> Iterator[None]:
 
 
 class _Casting(TorchDispatchMode):
-    """Notes casts of weights."""
+    """Notes casts of weights.
+
+    Attributes:
+        with_history: operations without gradients whose casts have one: autocast keeps a cast for later operations.
+    """
 
     def __init__(self, weights: dict[int, fx.Node]) -> None:
         super().__init__()
         self.weights = weights
         self.node: fx.Node | None = None
+        self.grad_enabled = True  # where the operation stands
+        self.with_history: set[fx.Node] = set()
         self.casts: list[_Cast] = []
         self.results: list[Any] = []
 
@@ -188,6 +219,8 @@ class _Casting(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and weight is not None and self.node is not None:
             self.casts.append(_Cast(self.node, weight, result.dtype))
             self.results.append(result)
+            if torch.is_grad_enabled() and not self.grad_enabled:
+                self.with_history.add(self.node)
         return result
 
 
@@ -204,7 +237,7 @@ class _Looking(fx.Interpreter):
         number = n.meta.get("example_value")
         if n.op != "placeholder" and isinstance(number, py_sym_types):  # fake tensors have no numbers to read
             return number
-        self._seen.node = n
+        self._seen.node, self._seen.grad_enabled = n, torch.is_grad_enabled()
         before = len(self._seen.results)
         result = super().run_node(n)
         if any(x is result for x in self._seen.results[before:]):  # the user's cast, which no cache keeps
@@ -226,28 +259,36 @@ class _Looking(fx.Interpreter):
             self._open.pop().__exit__(None, None, None)
 
 
-def _rewrite(gm: fx.GraphModule, each: list[_Cast], made: set[_Cast]) -> int:
-    """Let operations whose casts are not `made` take those of the operation that made one last."""
-    count = 0
+def _rewrite(gm: fx.GraphModule, each: list[_Cast], cached: _Casting) -> fx.Node | None:
+    """Let operations whose casts the cache has take those of the operation that made one last.
+
+    Returns an operation that cannot.
+    """
+    casts, made = Counter(each), Counter(cached.casts)
+    left = None
     last: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     shared: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-    for cast in dict.fromkeys(each):
+    for cast in casts:
         key = (cast.weight, cast.dtype)
+        takes_tensors = _takes_tensors(cast.user)
         if cast in made:
             last[key] = cast.user
             shared.pop(key, None)
+            if casts[cast] > made[cast] and not takes_tensors:
+                left = left or cast.user
             continue
         first = last.get(key)
-        if first is None or not (_takes_tensors(first) and _takes_tensors(cast.user)):
+        if first is None:
+            continue
+        if not (takes_tensors and _takes_tensors(first)):
+            left = left or cast.user
             continue
         if key not in shared:
-            shared[key] = _insert(gm, first, cast)
+            shared[key] = _insert(gm, first, cast, with_history=first in cached.with_history)
             first.replace_input_with(cast.weight, shared[key])
         cast.user.replace_input_with(cast.weight, shared[key])
-        count += 1
-    if count:
-        gm.recompile()
-    return count
+    gm.recompile()
+    return left
 
 
 def _takes_tensors(node: fx.Node) -> bool:
@@ -256,9 +297,13 @@ def _takes_tensors(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and not graphs
 
 
-def _insert(gm: fx.GraphModule, before: fx.Node, cast: _Cast) -> fx.Node:
+def _insert(gm: fx.GraphModule, before: fx.Node, cast: _Cast, *, with_history: bool) -> fx.Node:
     with gm.graph.inserting_before(before):
+        if with_history:
+            gm.graph.call_function(torch._C._set_grad_enabled, (True,))
         node = gm.graph.call_method("to", (cast.weight, cast.dtype))
+        if with_history:
+            gm.graph.call_function(torch._C._set_grad_enabled, (False,))
     node.meta = {name: before.meta[name] for name in before.meta.keys() & {"stack_trace"}}
     value = cast.weight.meta["example_value"]
     with value.fake_mode:

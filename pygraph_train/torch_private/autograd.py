@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "compiled_autograd_wanted",
     "compiled_kernels_refuse",
     "detects_anomalies",
+    "differentiated_inside",
     "edges_in_order",
     "entries_into_forward_mode",
     "is_cast",
@@ -38,6 +40,32 @@ __all__ = [
 def backward_keeps_graph() -> bool:
     """Whether the backward that runs in this thread was called with retain_graph=True. (2.11, 2.13)"""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def differentiated_inside(look: Callable[[], None], *, again: bool) -> Iterator[None]:
+    """Call `look` where this thread differentiates something inside. (2.11, 2.13)
+
+    Transforms of `torch.func` do not count, which can be traced.
+
+    Args:
+        again: only `create_graph=True` counts.
+    """
+    run, thread = getattr(torch.autograd, "_engine_run_backward", None), threading.get_ident()
+    if run is None:
+        yield
+        return
+
+    def looked_at(outputs: Any, gradients: Any, retain: bool, create: bool, *args: Any, **kwargs: Any) -> Any:
+        if (create or not again) and threading.get_ident() == thread and not is_transformed():
+            look()
+        return run(outputs, gradients, retain, create, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = looked_at  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 def backward_ends_at(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import traceback
 import types
 import weakref
@@ -21,6 +22,7 @@ __all__ = [
     "assign_data",
     "compiled_apart",
     "compiled_call",
+    "compiled_calls",
     "dynamo_asked_whether_compiling",
     "dynamo_cache_entries",
     "dynamo_error_place",
@@ -370,6 +372,27 @@ def dynamo_failure() -> type[BaseException]:
 def is_optimized_module(module: torch.nn.Module) -> bool:
     """Whether `torch.compile` made it of another module (torch 2.11, 2.13)."""
     return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+@contextmanager
+def compiled_calls(look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` where this thread calls what `torch.compile` has made inside. (2.11, 2.13)"""
+    module, thread = sys.modules.get("torch._dynamo.eval_frame"), threading.get_ident()
+    stock = getattr(module, "_callback_from_stance", None)
+    if module is None or stock is None:
+        yield
+        return
+
+    def looked_at(callback: Any) -> Any:
+        if callable(callback) and threading.get_ident() == thread:  # it is None where Dynamo is disabled
+            look()
+        return stock(callback)
+
+    module.__dict__["_callback_from_stance"] = looked_at
+    try:
+        yield
+    finally:
+        module.__dict__["_callback_from_stance"] = stock
 
 
 def dynamo_restart() -> type[BaseException]:

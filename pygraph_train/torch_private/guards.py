@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
+import types
 from collections.abc import Hashable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ __all__ = [
     "line_of_guard",
     "parameters_go_unguarded",
     "question_of",
+    "traces_compiled_parts",
     "with_place",
 ]
 
@@ -136,6 +140,33 @@ def gradients_asked_for() -> list[tuple[str, str | None]]:
             frame = _innermost_frame(guard)
             found.setdefault(None if frame is None else f"{frame.filename}:{frame.lineno}", name)
     return [(name, place) for place, name in found.items()]
+
+
+def traces_compiled_parts() -> bool:
+    """Inside of a backend: whether Dynamo went into what `torch.compile` has made, as if it were not. (2.11, 2.13)"""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output, guards = (
+        InstructionTranslator.current_tx().output,
+        torch._guards.TracingContext.get().guards_context,
+    )
+    scope = {"L": output.local_scope, "G": output.global_scope}
+    for name in {guard.name() if callable(guard.name) else guard.name for guard in guards.dynamo_guards}:
+        if "._orig_mod" in name:
+            return True
+        with suppress(Exception):  # an expression that only Dynamo's own code understands
+            if name.startswith(("L[", "G[")) and _is_compiled(eval(name, dict(scope))):
+                return True
+    return False
+
+
+def _is_compiled(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        call = value._compiled_call_impl
+        return isinstance(call, types.FunctionType) or _is_compiled(
+            inspect.getattr_static(value, "forward", None)
+        )
+    return isinstance(value, types.FunctionType) and hasattr(value, "_torchdynamo_inline")
 
 
 def _is_function(name: str) -> bool:

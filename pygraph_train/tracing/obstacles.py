@@ -15,6 +15,7 @@ from pygraph_train.torch_private.dynamic_shapes import is_size_of_tensor
 from pygraph_train.torch_private.dynamo import placeholder_source
 from pygraph_train.torch_private.guards import gradients_asked_for
 from pygraph_train.torch_private.side_effects import SideEffect, dynamo_side_effects
+from pygraph_train.tracing.plain_parts import plain_parts
 from pygraph_train.tracing.reasons import first_use, innermost, line_of, read_on_host, readable
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "gradients_read",
     "kept_result",
     "on_host",
+    "plain_parts",
     "problem_of_write",
     "side_effects",
     "written",

@@ -324,8 +324,8 @@ class Trace:
     def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self._compiles += 1
         self._notes += tracing_notes(graph)
-        if (adds := checkpoint_that_adds(graph)) is not None:
-            raise NotLegal(adds)
+        if (refused := checkpoint_that_adds(graph) or obstacles.plain_parts(graph)) is not None:
+            raise NotLegal(refused)
         if not self.traced:
             self.ahead.finish(graph)
         self._given.look_at(graph)
