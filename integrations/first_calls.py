@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train.boundary import quietly
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError, user_location
 from pygraph_train.report.step_report import Fallback
@@ -114,6 +115,9 @@ class FirstCalls:
 
         @untraced
         def look(_: Tensor) -> None:
+            quietly(see)
+
+        def see() -> None:
             self._differentiated = True
             self._autocast.add(autocast.present())
             if self.refused:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pygraph_train.boundary import Boundary, once, quietly
+from pygraph_train.boundary import Boundary, arranged, once, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
@@ -92,6 +92,16 @@ class Loop:
             self.report.note(graphs_are_off("training runs as you wrote it"))
             tell_why_off(config)
             return
+        if arranged(lambda: self._start(config, device, refused, steps_left) or True, self._failed) is None:
+            self.active, self._engine, self._whole, self._wait = False, None, None, None
+
+    def _start(
+        self,
+        config: PyGraphConfig,
+        device: torch.device,
+        refused: Problem | None,
+        steps_left: Callable[[], float | None],
+    ) -> None:
         self._engine = make_engine(config.engine, device)
         if self._engine is None:
             self.report.note(NO_DEVICE)
@@ -115,6 +125,9 @@ class Loop:
 
     def take_module(self, module: nn.Module, **compile_options: Any) -> None:
         """Run forward and backward of a module as regions, where nothing speaks against it."""
+        arranged(lambda: self._take_module(module, **compile_options), self._failed)
+
+    def _take_module(self, module: nn.Module, **compile_options: Any) -> None:
         whole = self._whole
         if not self.active or whole is None or any(taken is module for taken in self._taken):
             return
@@ -180,7 +193,13 @@ class Loop:
         """A graph for the optimizer's step; None where graphs are off."""
         if self._engine is None:
             return None
-        graph = self._graph_of(optimizer, self._engine, scaler)
+        engine = self._engine
+        return arranged(lambda: self._take_optimizer(optimizer, engine, scaler), self._failed)
+
+    def _take_optimizer(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, scaler: torch.amp.GradScaler | None
+    ) -> OptimizerGraph:
+        graph = self._graph_of(optimizer, engine, scaler)
         self._has_other_optimizers()
         self._optimizers.add(graph)
         self._over = False
@@ -240,20 +259,16 @@ class Loop:
 
     def release(self) -> None:
         """Give modules and optimizers back as they were, and release all graphs. The report stays."""
-        if self._wait is not None:
-            self._wait.close()
-            self._waiting = None
+        wait, whole, engine, self._waiting = self._wait, self._whole, self._engine, None
+        if wait is not None:
+            quietly(wait.close)
         quietly(self.report.freeze)
-        if self._whole is not None:
-            self._whole.close()
-        for call in self._calls:
-            call.remove()
-        for graph in self._optimizers:
-            graph.close()
-        if self._engine is not None:
-            let_go(self._engine)
-        for taken in (self._taken, self._calls, self._optimizers):
-            taken.clear()
+        if whole is not None:
+            quietly(whole.close)
+        quietly(*[call.remove for call in self._calls], *[graph.close for graph in self._optimizers])
+        if engine is not None:
+            quietly(lambda: let_go(engine))
+        quietly(self._taken.clear, self._calls.clear, self._optimizers.clear)
         self._kept.clear()
         self._last = None
 

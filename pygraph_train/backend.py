@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pygraph_train.boundary import arranged
 from pygraph_train.regions.inductor import compile_graph, report, reset
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
@@ -34,7 +35,8 @@ def pygraph(
     """
     if mode is not None:
         raise ValueError(f"backend 'pygraph' takes options, no mode (got mode={mode!r})")
-    return compile_graph(gm, example_inputs, BackendOptions.of(options))
+    chosen = BackendOptions.of(options)
+    return arranged(lambda: compile_graph(gm, example_inputs, chosen)) or gm.forward
 
 
 def compile(model: F, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> F:

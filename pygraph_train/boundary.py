@@ -31,6 +31,7 @@ __all__ = [
     "STEP",
     "UPDATE",
     "Boundary",
+    "arranged",
     "done",
     "executes",
     "executing",
@@ -161,15 +162,40 @@ _quiet: set[str] = set()
 """What `quietly` has said."""
 
 
-def quietly(call: Callable[[], object]) -> None:
-    """Make a call that only tells somebody something: a report, a logger, a progress line. It ends nothing."""
+def quietly(*calls: Callable[[], object]) -> None:
+    """Make calls that no step needs: a report, a logger, giving something back. None of them ends anything."""
+    for call in calls:
+        try:
+            call()
+        except PyGraphError:  # on_failure="raise" asks for it
+            raise
+        except Exception as error:
+            sentence = _sentence(error)
+            if sentence not in _quiet:
+                _quiet.add(sentence)
+                _log(Problem(f"something that no step needs has failed in pygraph-train: {sentence}"))
+
+
+def arranged(make: Callable[[], R], tell: Callable[[Problem], object] = lambda problem: None) -> R | None:
+    """What `make` makes before training begins, for steps to gain by; None where the library fails.
+
+    Args:
+        tell: called with a sentence then.
+    Raises:
+        PyGraphError, ValueError, TypeError: of the options, which the user can mend.
+    """
     try:
-        call()
+        return make()
+    except (PyGraphError, ValueError, TypeError):
+        raise
     except Exception as error:
-        sentence = _sentence(error)
-        if sentence not in _quiet:
-            _quiet.add(sentence)
-            _log(Problem(f"a report or log line of pygraph-train failed: {sentence}"))
+        problem = Problem(
+            f"pygraph-train failed while it was set up, and training runs as it is written: {_sentence(error)}. Please "
+            "report this as a bug"
+        )
+        _log(problem)
+        quietly(lambda: tell(problem))
+        return None
 
 
 class Boundary:
@@ -244,8 +270,7 @@ class Boundary:
         except Exception as other:
             log.debug("pygraph: %s", other)
         if self.resting:
-            with suppress(Exception):
-                self._rest()
+            quietly(self._rest)
 
 
 def _unfinished(what: str, error: Exception) -> PyGraphError:

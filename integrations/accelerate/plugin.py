@@ -38,7 +38,7 @@ except ImportError as error:
         "pygraph_train.Accelerator and PyGraph need Accelerate: pip install 'pygraph-train[accelerate]'"
     ) from error
 
-from pygraph_train.boundary import quietly
+from pygraph_train.boundary import arranged, once, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.integrations.loop import Loop
@@ -154,12 +154,11 @@ class PyGraph:
 
     def release(self) -> None:
         """Release all graphs and restore models and optimizers. Objects that are prepared later get new graphs."""
-        for step in self._steps:
-            step.close()
+        quietly(*[step.close for step in self._steps])
         if self._loop is not None:
-            self._loop.release()
+            quietly(self._loop.release)
         while self._undo:
-            self._undo.pop()()
+            quietly(self._undo.pop())
         self._loop, self._steps = None, []
 
     def values(self) -> dict[str, Any]:
@@ -192,6 +191,9 @@ class PyGraph:
         self._the_loop().take_module(model, **compile_options)
 
     def _take_optimizer(self, optimizer: Any) -> None:
+        arranged(lambda: self._route(optimizer))
+
+    def _route(self, optimizer: Any) -> None:
         loop = self._the_loop()
         if not isinstance(optimizer, AcceleratedOptimizer) or not loop.active:
             return
@@ -201,6 +203,9 @@ class PyGraph:
         graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
 
         def step(body: Callable[[], None]) -> None:
+            loop.boundary.make(lambda: make(once(body)), once(body))
+
+        def make(body: Callable[[], None]) -> None:
             nonlocal graph
             if graph is not None and optimizer.optimizer is not graph.optimizer:  # somebody has replaced it
                 graph = loop.take_other_optimizer(graph, optimizer.optimizer, optimizer.scaler)

@@ -24,6 +24,7 @@ try:
 except ImportError as error:
     raise ImportError("PyGraphFabric needs Lightning: pip install 'pygraph-train[lightning]'") from error
 
+from pygraph_train.boundary import arranged, once, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.fabric.step import Clipping, FabricStep
 from pygraph_train.integrations.loop import Loop
@@ -128,11 +129,10 @@ class PyGraphFabric:
 
         Graphed steps cannot be called any more.
         """
-        for step in self._steps:
-            step.retire()
+        quietly(*[step.retire for step in self._steps])
         if self._loop is not None:
-            self._loop.release()
-        self._patches.close()
+            quietly(self._loop.release)
+        quietly(self._patches.close)
         self._fabric, self._loop = None, None
         self._steps.clear()
         self._graphs.clear()
@@ -274,7 +274,7 @@ class PyGraphFabric:
         """One of Fabric's methods that set up; models and optimizers that it returns are taken over."""
         made = stock(*args, **kwargs)
         for one in made if isinstance(made, tuple) else (made,):
-            self._take(one)
+            arranged(functools.partial(self._take, one))
         return made
 
     def _take(self, made: Any) -> None:
@@ -289,11 +289,18 @@ class PyGraphFabric:
 
     def _optimizer_step(self, stock: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
         """`strategy.optimizer_step`, from the optimizer's own graph where it has one."""
+        body = once(functools.partial(stock, optimizer, **kwargs))
+        loop = self._loop
+        if loop is None:
+            return body()
+        return loop.boundary.make(lambda: self._step(body, optimizer, kwargs), body)
+
+    def _step(self, body: Callable[[], Any], optimizer: Any, kwargs: dict[str, Any]) -> Any:
         graph = self._graphs.get(id(optimizer))
         if graph is None or kwargs:  # a closure
-            return stock(optimizer, **kwargs)
+            return body()
         _, loop = self._attached()
-        return loop.step(graph, functools.partial(stock, optimizer))
+        return loop.step(graph, body)
 
     def _no_backward_sync(self, module: Any, enabled: bool = True) -> AbstractContextManager[Any]:
         fabric, _ = self._attached()

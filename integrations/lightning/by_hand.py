@@ -127,8 +127,7 @@ class StepsByHand:
 
     def detach(self) -> None:
         """Release all graphs and give Lightning's objects and the optimizers back as they were."""
-        self._patches.close()
-        self._runner.close()
+        quietly(self._patches.close, self._runner.close)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the strategy's: one batch."""

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import STEP, Boundary, done, executes, quietly
+from pygraph_train.boundary import STEP, Boundary, arranged, done, executes, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning.by_hand import StepsByHand, why_not_whole
@@ -159,6 +159,13 @@ class PyGraphCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Optimizers exist and checkpoints are restored: take over the optimization of batches."""
         self._report, self._logged = StepReport(), -1
+        arranged(lambda: self._start(trainer, pl_module), self._could_not_start)
+
+    def _could_not_start(self, problem: Problem) -> None:
+        self._detach()
+        self._report.failed(problem)
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if switched_off() or self.config.engine == "off":
             self._report.note(graphs_are_off("training ran as you wrote it"))
             tell_why_off(self.config)
@@ -218,11 +225,14 @@ class PyGraphCallback(Callback):
 
         Where a step that optimizes by hand turned out to be no graph, its phases get graphs from the next batch on.
         """
+        quietly(lambda: self._end_batch(trainer, pl_module))
+
+    def _end_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(self._step, StepsByHand) and self._step.over:
             if not self._report.fallbacks:
                 self._report.fell_back(Fallback(_TOO_FEW, None, "", self._report.steps))
             self._detach()
-            self._graph_phases(trainer, pl_module)
+            arranged(lambda: self._graph_phases(trainer, pl_module), self._could_not_start)
         if not self.config.log_metrics or not trainer.loggers:
             return
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -255,7 +265,7 @@ class PyGraphCallback(Callback):
     def _detach(self) -> None:
         if self._step is not None:
             step, self._step = self._step, None
-            step.detach()
+            quietly(step.detach)
 
 
 class _AutomaticStep:
@@ -300,12 +310,11 @@ class _AutomaticStep:
             self._undo.append(lambda: epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None))
 
     def detach(self) -> None:
-        self._give_back()
-        self._runner.close()
+        quietly(self._give_back, self._runner.close)
 
     def _give_back(self) -> None:
         while self._undo:
-            self._undo.pop()()
+            quietly(self._undo.pop())
 
     def _let_go(self) -> None:
         """The library has failed too often: every further batch is Lightning's alone."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from pygraph_train.boundary import quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.lightning.program_by_hand import called_parts
 from pygraph_train.integrations.loop import Loop
@@ -78,8 +79,7 @@ class ManualOptimization:
 
     def detach(self) -> None:
         """Release all graphs and give modules, optimizers and Lightning's objects back as they were."""
-        self._patches.close()
-        self._loop.release()
+        quietly(self._patches.close, self._loop.release)
 
     def _run(self, stock: Callable[[Any], Any], kwargs: Any) -> Any:
         """In the place of `run` of Lightning's loop for manual optimization: one batch."""
@@ -106,8 +106,11 @@ class ManualOptimization:
         **kwargs: Any,
     ) -> Any:
         """In the place of the precision plugin's: what it does, with the end of it from a graph."""
-        graph, scaling = self._of(optimizer)
-        if not graph.serves():
+        known = self._loop.boundary.make(lambda: self._serving(optimizer), lambda: None)
+        if known is None:
+            return stock(optimizer, model=model, closure=closure, **kwargs)
+        graph, scaling, serves = known
+        if not serves:
             results: list[Any] = []
             body = functools.partial(stock, optimizer, model=model, closure=closure, **kwargs)
             self._loop.update(graph, lambda: results.append(body()))
@@ -121,6 +124,10 @@ class ManualOptimization:
             self._precision._after_closure(model, optimizer)
         self._loop.update(graph, scaling.step)
         return result if self._scaler is None else None
+
+    def _serving(self, optimizer: torch.optim.Optimizer) -> tuple[OptimizerGraph, Scaling, bool]:
+        graph, scaling = self._of(optimizer)
+        return graph, scaling, graph.serves()
 
     def _of(self, optimizer: torch.optim.Optimizer) -> tuple[OptimizerGraph, Scaling]:
         """The graph of an optimizer, and what the scaler does for it. New ones may come in mid-training."""

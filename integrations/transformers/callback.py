@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 from transformers.training_args import ParallelMode
 
+from pygraph_train.boundary import arranged, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.plugin import route_step
 from pygraph_train.integrations.loop import Loop
@@ -90,6 +91,9 @@ class PyGraphTrainerCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model and optimizer are prepared: take them over."""
         self._release()  # of a training that ended with an exception
+        arranged(lambda: self._start(args, state, **kwargs), self._report.failed)
+
+    def _start(self, args: Any, state: Any, **kwargs: Any) -> None:
         if self.others_graph or kwargs["optimizer"] in _served:
             self._report = LoopReport()
             self._report.note(_TWICE)
@@ -129,8 +133,7 @@ class PyGraphTrainerCallback(TrainerCallback):
 
     def _release(self) -> None:
         if self._loop is not None:
-            self._undo()
-            self._loop.release()
+            quietly(self._undo, self._loop.release)
             self._loop = None
             self._undo = _nothing
 

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import STEP, Boundary, done, executes
+from pygraph_train.boundary import STEP, Boundary, arranged, done, executes, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
@@ -78,9 +78,9 @@ class PyGraphTrainerMixin(transformers.Trainer):
             for callback in callbacks:
                 callback.others_graph = False
             if self._whole is not None:
-                self._whole.close()
+                quietly(self._whole.close)
             self._whole = None
-            self._pygraph_loop.release()
+            quietly(self._pygraph_loop.release)
             self._pygraph_loop = None
         show_report(self._pygraph_report, self.args)
         return result
@@ -90,7 +90,10 @@ class PyGraphTrainerMixin(transformers.Trainer):
         if loop is None or not loop.active:
             return super().training_step(model, inputs, num_items_in_batch)
         if self._whole is None:
-            self._whole = _WholeStep(self, loop)
+            self._whole = arranged(lambda: _WholeStep(self, loop), self._pygraph_report.failed)
+        if self._whole is None:
+            loop.active = False
+            return super().training_step(model, inputs, num_items_in_batch)
         step = functools.partial(super().training_step, num_items_in_batch=num_items_in_batch)
         return self._whole.forward_and_backward(step, model, inputs, num_items_in_batch)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.boundary import STEP, UPDATE, Boundary, done, executes, quietly, theirs
+from pygraph_train.boundary import STEP, UPDATE, Boundary, arranged, done, executes, quietly, theirs
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.clipped import ClippedParameters
@@ -77,7 +77,9 @@ class LossSteps(NotCopied):
         else:
             if isinstance(program.replication, Replicas):
                 program.replication.leave_default_stream()
-            self._runner = StepRunner(program, config, engine, self._report)
+            self._runner = arranged(
+                lambda: StepRunner(program, config, engine, self._report), self._report.failed
+            )
 
     @property
     def program(self) -> LossProgram | FunctionByHand:
