@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pygraph_train.boundary import Boundary, arranged, once, quietly
+from pygraph_train.boundary import Boundary, arranged, done, once, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
@@ -92,7 +92,7 @@ class Loop:
             self.report.note(graphs_are_off("training runs as you wrote it"))
             tell_why_off(config)
             return
-        if arranged(lambda: self._start(config, device, refused, steps_left) or True, self._failed) is None:
+        if arranged(lambda: self._start(config, device, refused, steps_left), self._failed) is None:
             self.active, self._engine, self._whole, self._wait = False, None, None, None
 
     def _start(
@@ -101,25 +101,26 @@ class Loop:
         device: torch.device,
         refused: Problem | None,
         steps_left: Callable[[], float | None],
-    ) -> None:
+    ) -> bool:
         self._engine = make_engine(config.engine, device)
         if self._engine is None:
             self.report.note(NO_DEVICE)
             tell_why_off(config)
-            return
+            return True
         if refused is not None:
             self.refuse(refused.reason, refused.fix)
             if config.on_failure == "raise":
                 raise PyGraphError(str(refused))
             self._engine = None
             self.why_off = str(refused)
-            return
+            return True
         self.active = True
         self.report.began(self._engine.name)
         self._whole = WholeLoop(config, self._engine, self.report, self._calls, self._optimizers)
         if CompileWait.wanted(config, self._engine.name):
             self._wait = CompileWait(self._calls, steps_left, self._engine.synchronize, self._end_the_wait)
             self.report.what_waits = self._wait.sentence
+        return True
 
     # -- taking over --------------------------------------------------------------------------------
 
@@ -315,6 +316,7 @@ class Loop:
                 whole.step_ended(self._steps)
             return
         self.update(graph, body, constants)
+        done(None)
         if self._counts_steps and self._rounds.ends_with(graph):
             self.step_ended()
             if whole is not None:

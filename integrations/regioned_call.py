@@ -113,22 +113,24 @@ class RegionedCall:
         set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+        if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return _call(self.module, args, kwargs)
-        return self._boundary.make(lambda: self._make(args, kwargs), lambda: _call(self.module, args, kwargs))
+        return self._boundary.make(lambda: self._make(args, kwargs), lambda: _plain(self.module, args, kwargs))
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_transformed():
+            return _plain(self.module, args, kwargs)
         if self.leaving:
             return self._leave(args, kwargs)
         kind = any(map(_requires_grad, args)) or any(map(_requires_grad, kwargs.values())), present()
         first = self._first_of(kind)
         if first is not None:
             if not first.over:
-                result = first.run(lambda: done(_call(self.module, args, kwargs)))
+                result = first.run(lambda: done(_plain(self.module, args, kwargs)))
                 first.look_at(result, None if self._wait is None else (args, kwargs))
                 return result
             if self._wait is not None and self._wait.holds(self):
-                return _call(self.module, args, kwargs)
+                return _plain(self.module, args, kwargs)
             self._wait = None  # whatever else has to wait
             compiled_before.add(self.module)
             self._first[kind], self._autocast[kind] = None, first.backward
@@ -136,7 +138,7 @@ class RegionedCall:
         watcher = GLOBAL_HOOK if any(self._hooks_on_all) else what_watches()
         if watcher is not None:  # a compiled forward has other operations, and saves other tensors
             self._tell(_without_graphs(self.module, watcher))
-            return _call(self.module, args, kwargs)
+            return _plain(self.module, args, kwargs)
         known = self._autocast[kind]
         around = kind[1] if known is None else known
         with dynamo_region_config(around) as failures:
@@ -236,7 +238,7 @@ class RegionedCall:
             self._aside = weakref.finalize(module, _nothing, self)
             self._aside.atexit = False
             del self.module
-            result = done(_call(module, args, kwargs))
+            result = done(_plain(module, args, kwargs))
         before_backward(result, whole.make_way_again)  # many a loop empties gradients just before it
         return result
 
@@ -297,8 +299,13 @@ def _requires_grad(value: object) -> bool:
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    executes(FORWARD)
     return uncompiled_call(module)(*args, **kwargs)
+
+
+def _plain(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the module as it is. Dynamo traces `_call`, and so never this."""
+    executes(FORWARD)
+    return _call(module, args, kwargs)
 
 
 def _nothing(call: RegionedCall) -> None:

@@ -186,9 +186,11 @@ def arranged(make: Callable[[], R], tell: Callable[[Problem], object] = lambda p
     """
     try:
         return make()
-    except (PyGraphError, ValueError, TypeError):
+    except (PyGraphError, NotLegal, ValueError, TypeError):
         raise
     except Exception as error:
+        if hasattr(error, "__pygraph_theirs__"):
+            raise
         problem = Problem(
             f"pygraph-train failed while it was set up, and training runs as it is written: {_sentence(error)}. Please "
             "report this as a bug"

@@ -38,7 +38,7 @@ except ImportError as error:
         "pygraph_train.Accelerator and PyGraph need Accelerate: pip install 'pygraph-train[accelerate]'"
     ) from error
 
-from pygraph_train.boundary import arranged, once, quietly
+from pygraph_train.boundary import arranged, done, once, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.integrations.loop import Loop
@@ -210,6 +210,7 @@ class PyGraph:
             if graph is not None and optimizer.optimizer is not graph.optimizer:  # somebody has replaced it
                 graph = loop.take_other_optimizer(graph, optimizer.optimizer, optimizer.scaler)
             loop.step(graph, body)
+            done(None)
 
         self._undo.append(route_step(optimizer, step))
 

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
+from pygraph_train.boundary import quietly
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.fabric.by_hand import FabricByHand, why_not_by_hand
 from pygraph_train.integrations.loop import Loop
@@ -142,8 +143,8 @@ class FabricStep(LossSteps):
         else:
             with self._loop.paused():
                 result = self._make(args, kwargs, update=update)
-            if self._runner.stopped or self._runner.hopeless:
-                self._leave(None)
+            if self._runner is not None and (self._runner.stopped or self._runner.hopeless):
+                quietly(lambda: self._leave(None))
         for optimizer in self._fabric_optimizers if update else ():
             count_optimizer_step(optimizer)
             if self._manual:  # the function has called it, or nobody listens

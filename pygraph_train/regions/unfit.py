@@ -44,6 +44,9 @@ Compile = Callable[[fx.GraphModule, Callable[[], None]], Callable[..., Any]]
 class Unfit(Exception):
     """A function that cannot be compiled without becoming another one; the message says why, with the user's line."""
 
+    __pygraph_theirs__ = True
+    """See `pygraph_train.boundary.theirs`: it is no fault of the library."""
+
 
 class _Misplaced(Exception):
     pass

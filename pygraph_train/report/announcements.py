@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from pygraph_train.boundary import quietly
+from pygraph_train.boundary import arranged, quietly
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
 from pygraph_train.random_state import random_numbers_kept
 from pygraph_train.torch_private.names import GRAPHS, lacking
@@ -20,7 +20,7 @@ def switched_off() -> str | None:
     """Why nothing in this process has graphs, whatever the options say. None where something may have some."""
     if disabled_by_environment():
         return _DISABLED
-    problem = lacking(GRAPHS)
+    problem = arranged(lambda: lacking(GRAPHS))
     return None if problem is None else str(problem)
 
 

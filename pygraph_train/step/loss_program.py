@@ -117,7 +117,8 @@ class LossSteps(NotCopied):
         """
         if self._rest:
             self._rest -= 1
-            return self._make_plainly(args, kwargs, update=update)
+            plainly = functools.partial(self._make_plainly, args, kwargs, update=update)
+            return self._boundary.make(plainly, plainly)
         counted = self._report.steps
         return self._boundary.make(
             lambda: self._make_by_runner(args, kwargs, update, flat),

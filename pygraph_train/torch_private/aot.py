@@ -222,7 +222,11 @@ def compile_with_aten(
                 static = get_static_input_idxs(num_fw_fixed_arguments(given, len(inputs)))
             return build(compile_kernels, gm, inputs, _traced(gm, phase, frozenset(static)))
 
-        return compile
+        def compiled(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            """A region, or its eager kernels where the library fails."""
+            return arranged(lambda: compile(gm, inputs)) or compile_kernels_plainly(gm)
+
+        return compiled
 
     def partition(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
         if look is not None:
