@@ -312,20 +312,6 @@ def test_gradients_after_a_step_are_the_ones_of_the_backward():
     assert not any(map(any, held))
 
 
-def test_gradients_whose_elements_share_memory():
-    def script(diary: Diary) -> None:
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.mean().expand_as(p)))
-        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-        for batch in batches(30):
-            diary.write("loss", step(batch))
-            diary.write_state(model, optimizer)
-
-    both(script, forward="off", replays=19)
-
-
 def test_parameters_that_move_all_the_time_end_it():
     def script(diary: Diary) -> None:
         model = Net()
