@@ -61,11 +61,11 @@ def differentiated_inside(look: Callable[[], None], *, again: bool) -> Iterator[
             look()
         return run(outputs, gradients, retain, create, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = looked_at  # type: ignore[attr-defined]
+    vars(torch.autograd)["_engine_run_backward"] = looked_at
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        vars(torch.autograd)["_engine_run_backward"] = run
 
 
 def backward_ends_at(tensor: torch.Tensor) -> bool:
