@@ -962,7 +962,7 @@ def a_checkpointed_model_with_dropout(case: Case) -> Any:
     return lambda x, y: cross_entropy(checkpoint(case.model, x, use_reentrant=False), y)
 
 
-@case(19)
+@case(updates=14)
 def a_model_that_the_user_compiled(case: Case) -> Any:
     compiled = torch.compile(case.model, backend="eager")
     return lambda x, y: cross_entropy(compiled(x), y)
