@@ -79,7 +79,8 @@ def fit(
         *module.modules(),
         *made.optimizers,
     ]
-    run.note("attributes at the end", [sorted(vars(owner)) for owner in owners])
+    if made.world_size == 1:  # a wrapper for several processes leaves a method of its own on the module
+        run.note("attributes at the end", [sorted(vars(owner)) for owner in owners])
     for logger in made.loggers:
         run.note("received by a logger", getattr(logger, "received", []))
     return made

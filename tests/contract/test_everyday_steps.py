@@ -418,7 +418,7 @@ def the_loss_is_printed(case: Case) -> Any:
     return step
 
 
-@case(19)
+@case(12, updates=10)
 def containers_that_grow(case: Case) -> Any:
     counts: Counter[str] = Counter()
     by_size: Any = defaultdict(list)
@@ -589,7 +589,7 @@ def a_cache_of_tensors(case: Case) -> Any:
     return step
 
 
-@case(19)
+@case(14, differs="Dynamo traces through `lru_cache`, and its function is called in steps without a graph")
 def a_function_with_a_cache(case: Case) -> Any:
     @functools.lru_cache
     def table(count: int) -> Tensor:
@@ -962,7 +962,7 @@ def a_checkpointed_model_with_dropout(case: Case) -> Any:
     return lambda x, y: cross_entropy(checkpoint(case.model, x, use_reentrant=False), y)
 
 
-@case(19)
+@case(updates=14)
 def a_model_that_the_user_compiled(case: Case) -> Any:
     compiled = torch.compile(case.model, backend="eager")
     return lambda x, y: cross_entropy(compiled(x), y)

@@ -37,12 +37,7 @@ class Failing(Module):
         """Lightning calls callbacks only; this is for the reader."""
 
 
-RUNS_TWICE = pytest.mark.xfail(
-    strict=True, reason="where the user's own code raises in the warm-up, the boundary runs it a second time"
-)
-
-
-@pytest.mark.parametrize("place", [pytest.param("the step", marks=RUNS_TWICE), "a hook"])
+@pytest.mark.parametrize("place", ["the step", "a hook"])
 @pytest.mark.parametrize("at", [0, 15])
 @pytest.mark.quick
 @same_as_plain(replays=0)

@@ -39,19 +39,7 @@ def test_a_batch_of_the_wrong_width_is_an_error_of_its_step(run: Run) -> None:
             step((x[:, :5] if number in EARLY_AND_LATE else x, y))
 
 
-RUNS_TWICE = pytest.mark.xfail(
-    strict=True, reason="where the user's own code raises in the warm-up, the boundary runs it a second time"
-)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        KeyboardInterrupt,
-        pytest.param(ValueError, marks=RUNS_TWICE),
-        pytest.param(StopIteration, marks=RUNS_TWICE),
-    ],
-)
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, StopIteration])
 @pytest.mark.quick
 @same_as_plain(replays=8)
 def test_an_exception_behind_the_forward(run: Run, kind: type[BaseException]) -> None:
@@ -73,7 +61,6 @@ def test_an_exception_behind_the_forward(run: Run, kind: type[BaseException]) ->
         run.note("state", state)
 
 
-@RUNS_TWICE
 @same_as_plain(refused="a hook of Python raises in the backward")
 def test_an_exception_in_the_backward(run: Run) -> None:
     model, state = Net(), {"raises": False}
