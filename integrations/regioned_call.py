@@ -115,7 +115,9 @@ class RegionedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return _call(self.module, args, kwargs)
-        return self._boundary.make(lambda: self._make(args, kwargs), lambda: _plain(self.module, args, kwargs))
+        return self._boundary.make(
+            lambda: self._make(args, kwargs), lambda: _plain(self.module, args, kwargs)
+        )
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_transformed():

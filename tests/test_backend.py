@@ -136,7 +136,9 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
         ever.extend(occupants)
         add(occupants)
 
-    def replay(self: capture_module.RegionCapture, inputs: list[Any]) -> list[Any]:
+    def replay(
+        self: capture_module.RegionCapture, inputs: list[Any], begins: Callable[[], None]
+    ) -> list[Any]:
         spared: set[Block] = set(self.occupant.keeps)
         if self.consumes is not None:
             spared |= self.consumes.blocks
@@ -145,7 +147,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
                 for tensor in in_the_pool(occupant):
                     if block_of(tensor) not in spared:
                         poison(tensor)
-        outputs = plain_replay(self, inputs)
+        outputs = plain_replay(self, inputs, begins)
         if self.consumes is not None:
             for tensor in in_the_pool(self.consumes):
                 if block_of(tensor) not in self.occupant.blocks:

@@ -360,7 +360,7 @@ def test_an_output_at_the_place_of_what_was_freed_is_no_part_of_it() -> None:
     handing = Handing(frozenset(range(3)), frozenset())
     capture = RegionCapture(work, {}, frozenset(), handing, frozenset(), 0, forward)
     assert sorted(capture.occupant.tensors) == [0, 1]
-    taken, _, view = capture.replay(list(saved))
+    taken, _, view = capture.replay(list(saved), lambda: None)
     assert taken.data_ptr() == memory[0].data_ptr() and view.data_ptr() == memory[2].data_ptr()
     assert capture.occupant.handed[0] is taken
     kept = taken.detach()

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[1]
 
 LEVELS = (
-    ("config", "dict_versions", "gaps", "identity", "patches", "problems", "random_state"),
+    ("problems",),
+    ("boundary", "config", "dict_versions", "gaps", "identity", "patches", "random_state"),
     ("torch_private",),
     ("graphs", "putting_back", "selection", "verification"),
     ("tracing", "report"),

@@ -305,22 +305,29 @@ class OptimizerPhase:
             undo()
             return found
 
-        expected = without_graph()
-        runs = PlainRuns(expected, "tensor")
-        self._replay(capture, gradients)
-        found, difference = fingerprint(), None
-        if not runs.same(found):
+        def compared() -> str | None:
+            runs = PlainRuns(without_graph(), "tensor")
+            self._replay(capture, gradients)
+            found = fingerprint()
+            if runs.same(found):
+                return None
             undo()
             while not runs.enough(found):
                 runs.add(without_graph())
-            difference = runs.refuse(found)
-            if difference is None:
-                self._replay(capture, gradients)
-                difference = runs.refuse(fingerprint())
-        if difference is None:
+            if (difference := runs.refuse(found)) is not None:
+                return difference
+            self._replay(capture, gradients)
+            return runs.refuse(fingerprint())
+
+        try:
+            difference = compared()
             seconds = self._compared = time.perf_counter() - started
             capture.audits.took(seconds, first=not audited)
             self._report.compared(seconds, audit=audited)
+        except Exception:  # nothing is known of this replay
+            undo()
+            raise
+        if difference is None:
             self.replayed = audited
             capture.verified = True
             return

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from pygraph_train.boundary import BACKWARD, FORWARD, Boundary, done, executes
+from pygraph_train.boundary import BACKWARD, FORWARD, Boundary, done, executes, rehearsal
 from pygraph_train.graphs import CaptureError
 from pygraph_train.regions.arena import Arena, Occupant
 from pygraph_train.regions.blocks import Block, block_of
@@ -170,11 +170,14 @@ class Region:
             The outputs, in the order of the compiled graph.
         """
         if self.witness is not None:
-            return self.witness(inputs, self._call)
+            return self.witness(inputs, self._guarded)
         if self._given_up and not self._arena.abandoned:  # as directly as the compiler calls it
             self.record.plain_runs += 1
             executes(self._what)
             return self._compiled(inputs)
+        return self._guarded(inputs)
+
+    def _guarded(self, inputs: list[Any]) -> Any:
         self._given = given = list(inputs)  # until the run begins: it empties what it is given
         return self._boundary.make(lambda: self._call(inputs), lambda: self._run_compiled(given))
 
@@ -215,7 +218,8 @@ class Region:
         failure = None
         self._retained += spares
         if self._may_capture(key, inputs, blocked, spares) and self._pair.bounds.allow():
-            new = self._capture(key, inputs, spares)
+            with rehearsal():  # where it fails, nothing has happened
+                new = self._capture(key, inputs, spares)
             if isinstance(new, RegionCapture):
                 return self._replay(new, inputs, key)
             failure = new
@@ -365,7 +369,7 @@ class Region:
         self._given = []
         executes(self._what)
         if self.spec.phase != "backward" or forward is None or not forward.record.captures:
-            return done(self._compiled(inputs))
+            return self._compiled(inputs)
         if self._returned is not None:
             outputs = list(self._compiled(inputs))
         else:  # the same ones in every run of the same kernels
@@ -374,7 +378,7 @@ class Region:
             self._returned = [i for i, x in enumerate(outputs) if saved.intersection(storages([x]))]
         for i in self._returned:
             outputs[i] = outputs[i].clone()
-        return done(outputs)
+        return outputs
 
     def _replay(self, capture: RegionCapture, inputs: list[Any], key: _Key) -> list[Any]:
         row = self.record

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from pygraph_train.boundary import arranged
 from pygraph_train.torch_private.attention import keep_dropout_on_device
 
 __all__ = [
@@ -224,7 +225,7 @@ def compile_with_aten(
 
         def compiled(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             """A region, or its eager kernels where the library fails."""
-            return arranged(lambda: compile(gm, inputs)) or compile_kernels_plainly(gm)
+            return arranged(lambda: compile(gm, inputs)) or compile_kernels(gm, inputs)
 
         return compiled
 

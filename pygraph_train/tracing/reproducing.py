@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.boundary import STEP, done, executes
+from pygraph_train.boundary import STEP, executes
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.deferring import appends_in_frame, deferring
@@ -35,7 +35,7 @@ from pygraph_train.tracing.live_numbers import OTHER_DECISION, CallNumbers
 from pygraph_train.tracing.number_guards import changed_numbers
 from pygraph_train.tracing.obstacles import problem_of_write, side_effects
 from pygraph_train.tracing.reading import Read, reader
-from pygraph_train.tracing.reasons import first_use, line_of, readable
+from pygraph_train.tracing.reasons import compiler_failed, first_use, line_of, readable
 from pygraph_train.tracing.seat import LEFT, FailedRuns, Seat, unless_left
 from pygraph_train.tracing.signature import Dims
 from pygraph_train.tracing.trace import Compiler, Trace
@@ -111,10 +111,12 @@ class ReproducingTrace(Trace):
             result = fn(*args, **kwargs)
         for owner, item in items:
             owner.append(item)
-        done(result)
         self.runs += 1
-        if self.reproduces and self.problem is None:
-            self.problem = self._moved(fn, args, kwargs)
+        try:
+            if self.reproduces and self.problem is None:
+                self.problem = self._moved(fn, args, kwargs)
+        except Exception as error:  # the step is made
+            self.problem = compiler_failed(error)
         return result
 
     @property
