@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -32,16 +32,6 @@ LEVELS = (
     ("__main__",),
 )
 """A package imports only from lines above its own, and packages of one line know nothing of each other."""
-
-LONG = {
-    "pygraph_train/optimizers/preparation.py": "one class with what torch's own optimizers need",
-    "pygraph_train/regions/region.py": "one class: a region's decisions, run by run",
-    "pygraph_train/graphs/emulated.py": "the emulation of a whole engine",
-    "integrations/lightning/callback.py": "the callback, and the step as Lightning sees it",
-    "integrations/accelerate/plugin.py": "the plugin and the Accelerator",
-    "integrations/accelerate/step.py": "the loop of Accelerate as one step",
-}
-"""Files of more than 400 lines, each with its reason."""
 
 
 def sources() -> Iterator[Path]:
@@ -187,9 +177,3 @@ def test_a_report_is_written_by_its_own_methods_only() -> None:
                 if of == "report" or of.endswith((".report", "._report")):
                     written.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
     assert not written
-
-
-@pytest.mark.parametrize("limit", [400])
-def test_files_are_short(limit: int) -> None:
-    lengths = Counter({str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in MODULES.values()})
-    assert {name for name, lines in lengths.items() if lines > limit} == set(LONG)

@@ -15,12 +15,13 @@ from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, SPLIT, WHOLE, Arm, Phase, Plan
 from pygraph_train.step.choice import Choice
 from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.regions import Regions
 from pygraph_train.step.training_run import TrainingRun
 from pygraph_train.step.turns import in_turn
 from pygraph_train.step.updates import Updates
 
-__all__ = ["NO_GRAPH", "Ran", "Replayed", "StepInFlight"]
+__all__ = ["NO_GRAPH", "Ran", "Replayed", "StepInFlight", "made_once"]
 
 R = TypeVar("R")
 
@@ -45,6 +46,20 @@ class Ran(Generic[R]):
     """The step ran without a graph; `result` is what the caller's `run` returned."""
 
     result: R
+
+
+def made_once(run: Callable[[Call], R], boundary: Boundary) -> Callable[[Call], R]:
+    """`run`, a whole step without a graph. Where a way to call its function fails, the function is called as it is."""
+
+    def running(call: Call) -> R:
+        def called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return boundary.make(lambda: call(fn, args, kwargs), lambda: plain_call(fn, args, kwargs))
+
+        result = run(call if call is plain_call else called)
+        done(Ran(result))
+        return result
+
+    return running
 
 
 class StepInFlight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.capturing import Capturing
 from pygraph_train.step.decisions import Decisions
 from pygraph_train.step.families import Families
-from pygraph_train.step.flight import Ran, Replayed, StepInFlight
+from pygraph_train.step.flight import Ran, Replayed, StepInFlight, made_once
 from pygraph_train.step.lifecycle import StageLengths
 from pygraph_train.step.lookup import Lookup
 from pygraph_train.step.outside import Outside
@@ -47,6 +48,36 @@ R = TypeVar("R")
 
 _PATIENCE = 40
 """Steps without a replay, and with a reason, after which there is no hope."""
+
+
+_TOO_OFTEN = Problem("pygraph-train has failed too often in this training")
+
+
+def _survived(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make`, in whose place the step runs as it is written where the library fails. Hot path."""
+
+    @functools.wraps(make)
+    def made(
+        self: StepRunner,
+        step: StepInFlight,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Call], Any],
+        flat: tuple[Any, list[Any]] | None = None,
+    ) -> Any:
+        if (together := self._together) is not None:
+            run = together.voted_first(run, lambda: self._refusing.off)
+        boundary = self._boundary
+        failures = boundary.failures
+        once = made_once(run, boundary)
+        result = boundary.make(
+            lambda: make(self, step, args, kwargs, once, flat), lambda: Ran(run(plain_call))
+        )
+        if failures != boundary.failures and not boundary.resting:  # believe nothing of such calls
+            quietly(lambda: self._signatures.begin_anew(key_of(*flattened((args, kwargs)))))
+        return result
+
+    return made
 
 
 class StepRunner:
@@ -91,7 +122,7 @@ class StepRunner:
         capture = Capturing(training, updates, decisions, maker, signatures, self._refusing.update, together)
         parts = (training, updates, decisions, signatures, self._ungraphed, self._refusing)
         self._advance = Advancing(*parts, Watching(*parts[:2], maker), capture, self._replays, together)
-        self._boundary = Boundary(training.note, self._let_go)
+        self._boundary = Boundary(training.note, lambda: self.stop(_TOO_OFTEN))
         self._flies_with = (training, updates, regions, self._refusing.update, self._boundary)
         self._present = StepInFlight(PositionInAccumulation(), None, *self._flies_with)
         self._launch_bound, self._tried_from = decisions.launch_bound(training.steps_made), 0
@@ -107,6 +138,8 @@ class StepRunner:
         self._present = StepInFlight(position, self._present.choice, *self._flies_with)
         return self._present
 
+    @_survived
+    @in_turn
     def make(
         self,
         step: StepInFlight,
@@ -124,42 +157,6 @@ class StepRunner:
                 that it is given, exactly once.
             flat: structure and leaves of `(args, kwargs)`, where the caller has them from `flatten`.
         """
-        if self._together is not None:
-            run = self._together.voted_first(run, lambda: self._refusing.off)
-        failures = self._boundary.failures
-        made = self._boundary.make(
-            lambda: self._make(step, args, kwargs, self._once(run), flat),
-            lambda: Ran(run(plain_call)),
-        )
-        if failures != self._boundary.failures and not self._boundary.resting:
-            quietly(lambda: self._signatures.begin_anew(key_of(*flattened((args, kwargs)))))
-        return made
-
-    def _once(self, run: Callable[[Call], R]) -> Callable[[Call], R]:
-        """The whole step without a graph. Where a way to call its function fails, the function is called as it is."""
-
-        def running(call: Call) -> R:
-            def called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                return self._boundary.make(
-                    lambda: call(fn, args, kwargs), lambda: plain_call(fn, args, kwargs)
-                )
-
-            result = run(call if call is plain_call else called)
-            done(Ran(result))
-            return result
-
-        return running
-
-    @in_turn
-    def _make(
-        self,
-        step: StepInFlight,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run: Callable[[Call], R],
-        flat: tuple[Any, list[Any]] | None,
-    ) -> Replayed | Ran[R]:
-        """See `make`."""
         together = self._together
         if together is not None and together.ended is not None and self._refusing.off is None:
             self._refusing.run(together.ended)
@@ -251,10 +248,6 @@ class StepRunner:
         if without_inductor == REPLAYS_BEFORE_COMPILING:
             self._advance.consider_compiling(variant)
         return done(Replayed(capture.outputs(leaves), capture.updates))
-
-    def _let_go(self) -> None:
-        """The library has failed too often: nothing has a graph any more."""
-        self._refusing.run(Problem("pygraph-train has failed too often in this training"), everything=True)
 
     def _settled(self, arm: Arm) -> None:
         self._resting.settled(arm)
