@@ -29,7 +29,7 @@ BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 # one process for each core, and the tests of a file together, where pytest-xdist is installed
 PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
 
-.PHONY: help demo test test-all planted test-oldest test-newest missing-names lint docs gpu-test hunt bench clean in-place
+.PHONY: help demo test test-all planted test-oldest test-newest missing-names faults lint docs gpu-test hunt bench clean in-place
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,9 @@ test-oldest: $(OLDEST_VENV)/.installed ## the tests on the oldest torch that is 
 
 test-newest: $(NEWEST_VENV)/.installed ## one loop of each front end on the newest torch that is supported, in an environment of its own
 	$(NEWEST_VENV)/bin/python -m pytest tests/test_front_ends.py $(ARGS)
+
+faults: $(READY) ## let functions of the library raise in turn: each training has to survive (ARGS="--front lightning --all")
+	$(PY) -m tests.planted_exceptions $(ARGS)
 
 missing-names: $(READY) ## train without each private name of torch in turn, which the library has to survive (20 minutes)
 	$(PY) -m tests.missing_names $(ARGS)

@@ -122,6 +122,11 @@ class Loop:
             self.report.what_waits = self._wait.sentence
         return True
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing of this loop can have a graph any more."""
+        return self._over
+
     # -- taking over --------------------------------------------------------------------------------
 
     def take_module(self, module: nn.Module, **compile_options: Any) -> None:
@@ -295,6 +300,8 @@ class Loop:
         """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""
         if graph is None:
             return body()
+        if self._over:
+            return self._step(graph, body, constants)
         self.boundary.make(lambda: self._step(graph, once(body), constants), once(body))
 
     def _step(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:

@@ -36,7 +36,7 @@ def pygraph(
     if mode is not None:
         raise ValueError(f"backend 'pygraph' takes options, no mode (got mode={mode!r})")
     chosen = BackendOptions.of(options)
-    return arranged(lambda: compile_graph(gm, example_inputs, chosen)) or gm.forward
+    return arranged(lambda: compile_graph(gm, example_inputs, chosen), within_dynamo=True) or gm.forward
 
 
 def compile(model: F, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> F:

@@ -176,11 +176,17 @@ def quietly(*calls: Callable[[], object]) -> None:
                 _log(Problem(f"something that no step needs has failed in pygraph-train: {sentence}"))
 
 
-def arranged(make: Callable[[], R], tell: Callable[[Problem], object] = lambda problem: None) -> R | None:
+def arranged(
+    make: Callable[[], R],
+    tell: Callable[[Problem], object] = lambda problem: None,
+    *,
+    within_dynamo: bool = False,
+) -> R | None:
     """What `make` makes before training begins, for steps to gain by; None where the library fails.
 
     Args:
         tell: called with a sentence then.
+        within_dynamo: Dynamo calls it, and what torch raises there may be its way to begin a trace anew.
     Raises:
         PyGraphError, ValueError, TypeError: of the options, which the user can mend.
     """
@@ -189,7 +195,7 @@ def arranged(make: Callable[[], R], tell: Callable[[Problem], object] = lambda p
     except (PyGraphError, NotLegal, ValueError, TypeError):
         raise
     except Exception as error:
-        if hasattr(error, "__pygraph_theirs__"):
+        if hasattr(error, "__pygraph_theirs__") or (within_dynamo and not _of_ours(error.__traceback__)):
             raise
         problem = Problem(
             f"pygraph-train failed while it was set up, and training runs as it is written: {_sentence(error)}. Please "

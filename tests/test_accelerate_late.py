@@ -97,7 +97,7 @@ def test_what_the_first_step_asks_for_it_gets_in_every_step(ask: Ask) -> None:
     assert "# asked" in line_of(str(row.where)), row
 
 
-@pytest.mark.parametrize("ask", [penalty, retained, hooked])
+@pytest.mark.parametrize("ask", [retained, hooked])
 def test_what_a_late_step_asks_for_in_vain_has_a_sentence_and_a_line(ask: Ask) -> None:
     plugin = PyGraph(engine="emulated", warmup_steps=2)
     with pytest.raises(
@@ -107,11 +107,6 @@ def test_what_a_late_step_asks_for_in_vain_has_a_sentence_and_a_line(ask: Ask) -
     assert plugin.report().steps_replayed >= 10
     (where,) = re.findall(r"\((/[^()]*:\d+)\)", str(e.value))
     assert "# asked" in line_of(where)
-
-
-def test_a_graph_of_the_backward_that_nobody_uses_hurts_nobody() -> None:
-    report = both(lambda s: script(s, graph_of_no_use, 20, []), replays=60)
-    assert min(region.replays for region in report.regions()) >= 24, str(report)
 
 
 def test_whoever_looks_for_it_does_not_hold_the_memory_of_steps() -> None:

@@ -358,9 +358,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, hostile: Arena) -> None:  # noqa: 
         now[0] += 4
         return run(self, inputs)
 
-    def timed_replay(self: Any, inputs: list[Any]) -> Any:
+    def timed_replay(self: Any, inputs: list[Any], begins: Any) -> Any:
         now[0] += 1
-        return replay(self, inputs)
+        return replay(self, inputs, begins)
 
     def timed_record(engine: Any, compiled: Any, *rest: Any) -> Any:
         before, region = now[0], compiled.__self__

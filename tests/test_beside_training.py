@@ -15,7 +15,7 @@ from pygraph_train import StepReport, boundary
 from pygraph_train.integrations.accelerate import plugin
 from pygraph_train.report.announcements import show
 
-TOLD = "a report or log line of pygraph-train failed"
+TOLD = "something that no step needs has failed in pygraph-train"
 
 
 @pytest.fixture(autouse=True)

@@ -71,8 +71,8 @@ def test_a_step_without_a_graph_is_made_by_the_function_itself() -> None:
         return x * 3
 
     trace, x = ReproducingTrace(CPU), torch.ones(3)
-    for traced in (False, True, False):
-        with trace.branches.in_steps(traced=traced):
+    for _ in range(3):
+        with trace.branches.in_steps():
             assert torch.equal(trace(step, (x,), {}), x * 2)
     assert trace.problem is None and trace.branches.compiled == line_of(step, "is_compiling")
     assert torch.equal(trace(step, (x,), {}), x * 3)

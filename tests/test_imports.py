@@ -100,6 +100,4 @@ def test_steps_that_wait_for_a_trace_import_nothing(options: dict[str, Any]) -> 
     assert not [name for name in found["before"] if name.split(".")[0] in HEAVY], (
         "nor does anything before them"
     )
-    assert "pygraph_train.torch_private.past_obstacles" in found["later"], (
-        "the trace shows that imports are seen"
-    )
+    assert found["later"], "the trace shows that imports are seen"

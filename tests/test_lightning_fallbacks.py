@@ -39,6 +39,7 @@ from test_lightning_phases import OFF, in_regions  # noqa: E402
 from training import line_of  # noqa: E402
 
 from pygraph_train import PyGraphCallback, PyGraphError  # noqa: E402
+from pygraph_train.boundary import theirs as for_the_user  # noqa: E402
 from pygraph_train.integrations.lightning.callback import _steps_left  # noqa: E402
 from pygraph_train.step.capturing import Capturing  # noqa: E402
 
@@ -668,7 +669,7 @@ def test_a_step_that_is_begun_twice_is_counted_once(monkeypatch):
 
     def failing(self: Any, step: Any, variant: Any, run: Any) -> Any:
         def call(*args: Any) -> None:
-            raise ArithmeticError
+            raise for_the_user(ArithmeticError())
 
         with pytest.raises(ArithmeticError):
             run(call)

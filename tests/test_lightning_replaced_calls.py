@@ -19,9 +19,8 @@ from torch import Tensor
     [
         (Tensor, "backward"),
         (torch.nn.utils, "clip_grad_norm_"),
-        (torch.nn.utils.clip_grad, "_get_total_norm"),
     ],
-    ids=["backward", "clipping", "norm"],
+    ids=["backward", "clipping"],
 )
 @pytest.mark.quick
 def test_a_replaced_function_is_called_in_each_step(

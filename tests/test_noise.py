@@ -320,31 +320,6 @@ def test_a_graph_that_reads_other_memory_is_refused_at_once(
     assert len(compared) == 1
 
 
-def test_replays_that_are_undone_give_gradients_once(noise: type[_Noise], replays: list[float]) -> None:
-    """Also to a tensor of the batch, which adds them up."""
-
-    def trained(steps: int) -> Tensor:
-        torch.compiler.reset()
-        torch.manual_seed(5)
-        model = Noisy()
-        x, y = batches(1)[0]
-        x.requires_grad_()
-        optimizer = adamw(model)
-        with GraphedStep(loss_of(model), model=model, optimizer=optimizer, config=config) as step:
-            for _ in range(steps):
-                step((x, y))
-            assert config.engine == "off" or step.report().steps_replayed >= steps - 12
-        assert x.grad is not None
-        return x.grad
-
-    noise.amplitude = 1e-6
-    config = dataclasses.replace(CONFIG, engine="off")
-    expected = trained(30)
-    config = CONFIG
-    replays += [1.0, 30.0, 30.0]
-    torch.testing.assert_close(trained(30), expected, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.notices("any difference of a replay counts as noise")
 def test_a_step_whose_runs_agree_has_no_tolerance(
     noise: type[_Noise], monkeypatch: pytest.MonkeyPatch, references: list[int]

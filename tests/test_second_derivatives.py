@@ -233,20 +233,6 @@ def test_a_tensor_of_the_callers_that_comes_to_require_a_gradient_does_so(step: 
     assert line_of(step, "# marked").rpartition("/")[2] in text_of(report)
 
 
-def test_a_batch_that_requires_a_gradient_gets_it() -> None:
-    def script(s: Diary) -> None:
-        model = Smooth()
-        optimizer = sgd(model)
-        step = s.step(lambda x: slope(model(x), x).square().mean(), model=model, optimizer=optimizer)
-        for x in points(8):
-            x.requires_grad_()
-            s.write("loss", step(x))
-            s.write("gradient", x.grad)
-        s.write_state(model, optimizer)
-
-    both(script, replays=4, plan="{F B} O", optimizer="off")
-
-
 def backward_inside(model: nn.Module, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     model(x).sum().backward()

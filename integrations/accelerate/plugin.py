@@ -203,6 +203,8 @@ class PyGraph:
         graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
 
         def step(body: Callable[[], None]) -> None:
+            if loop.over:
+                return make(body)
             loop.boundary.make(lambda: make(once(body)), once(body))
 
         def make(body: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from pygraph_train.boundary import BACKWARD, FORWARD, Boundary, done, executes, rehearsal
+from pygraph_train.boundary import BACKWARD, FORWARD, Boundary, done, executes, rehearsal, theirs
 from pygraph_train.graphs import CaptureError
 from pygraph_train.regions.arena import Arena, Occupant
 from pygraph_train.regions.blocks import Block, block_of
@@ -122,7 +122,6 @@ class Region:
         self.record = row
         self.measurements = Measurements(pair.way is not None, arena.engine.synchronize)
         self._compiled = compiled
-        self._given: list[Any] = []
         self._what = BACKWARD if spec.phase == "backward" else FORWARD
         self._boundary = Boundary(rest=lambda: self.give_up("pygraph-train has failed in it too often"))
         self._timed = not options.compile  # Inductor times its kernels in their first run
@@ -178,11 +177,10 @@ class Region:
         return self._guarded(inputs)
 
     def _guarded(self, inputs: list[Any]) -> Any:
-        self._given = given = list(inputs)  # until the run begins: it empties what it is given
-        return self._boundary.make(lambda: self._call(inputs), lambda: self._run_compiled(given))
+        # the list is whole until the run begins: a copy of it would look as if somebody held the inputs
+        return self._boundary.make(lambda: self._call(inputs), lambda: self._run_compiled(inputs))
 
     def _begins(self) -> None:
-        self._given.clear()
         executes(self._what)
 
     def _call(self, inputs: list[Any]) -> Any:
@@ -366,8 +364,7 @@ class Region:
             with benchmarks_leave_no_memory():
                 return self._run_compiled(inputs)
         forward = self._pair.forward
-        self._given = []
-        executes(self._what)
+        self._begins()
         if self.spec.phase != "backward" or forward is None or not forward.record.captures:
             return self._compiled(inputs)
         if self._returned is not None:
@@ -589,6 +586,7 @@ class Region:
                 self._failed(NO_ROOM if bounded else "the device has no memory left for the capture", error)
         except Exception as error:  # the run without a graph shows whether it is the user's
             if self._options.on_failure == "raise":
+                theirs(error)
                 raise
             return error
         else:
@@ -748,7 +746,7 @@ class Region:
 
     def _failed(self, reason: str, error: BaseException) -> None:
         if self._options.on_failure == "raise":
-            raise error
+            raise theirs(error) if isinstance(error, Exception) else error
         self.give_up(f"{reason} ({self.spec.where})" if self.spec.where else reason)
 
 

@@ -96,6 +96,8 @@ class Replacing:
 
 
 class _Refused(Exception):
+    __pygraph_theirs__ = True
+
     pass
 
 

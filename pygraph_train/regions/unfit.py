@@ -49,7 +49,7 @@ class Unfit(Exception):
 
 
 class _Misplaced(Exception):
-    pass
+    __pygraph_theirs__ = True
 
 
 class Returning:

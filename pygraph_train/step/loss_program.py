@@ -117,8 +117,7 @@ class LossSteps(NotCopied):
         """
         if self._rest:
             self._rest -= 1
-            plainly = functools.partial(self._make_plainly, args, kwargs, update=update)
-            return self._boundary.make(plainly, plainly)
+            return self._make_plainly(args, kwargs, update=update)
         counted = self._report.steps
         return self._boundary.make(
             lambda: self._make_by_runner(args, kwargs, update, flat),

@@ -222,6 +222,8 @@ class ProvedPart:
 class _Raised(Exception):
     """The part raised an exception with eager kernels."""
 
+    __pygraph_theirs__ = True
+
 
 def _alias(tensor: Tensor) -> Tensor:
     """The same memory, without history, and with a count of changes of its own."""

@@ -225,7 +225,7 @@ def compile_with_aten(
 
         def compiled(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             """A region, or its eager kernels where the library fails."""
-            return arranged(lambda: compile(gm, inputs)) or compile_kernels(gm, inputs)
+            return arranged(lambda: compile(gm, inputs), within_dynamo=True) or compile_kernels(gm, inputs)
 
         return compiled
 

@@ -304,7 +304,7 @@ NAMES = (
         torch._dynamo.variables.constant: ConstantVariable.create
         torch._dynamo.variables.ctx_manager: ContextWrappingVariable
         torch._dynamo.variables.dicts: ConstDictVariable
-        torch._dynamo.variables.functions: SkipFunctionVariable UserFunctionVariable.call_function
+        torch._dynamo.variables.functions: SkipFunctionVariable
         torch._dynamo.variables.higher_order_ops: CheckpointHigherOrderVariable._call_function
         torch._dynamo.variables.lazy: LazyConstantVariable.create LazyVariableTracker
         torch._dynamo.variables.lists: BaseListVariable.call_method ListIteratorVariable ListVariable

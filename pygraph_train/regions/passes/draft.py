@@ -42,6 +42,8 @@ class Left:
 class Refused(Exception):
     """A pass found that its rewrite of a node would change what the graph computes."""
 
+    __pygraph_theirs__ = True
+
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(f"{node.name} {reason}")
         self.reason = reason
