@@ -302,7 +302,8 @@ class Loop:
             return body()
         if self._over:
             return self._step(graph, body, constants)
-        self.boundary.make(lambda: self._step(graph, once(body), constants), once(body))
+        made = once(body)
+        self.boundary.make(lambda: self._step(graph, made, constants), made)
 
     def _step(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
         if self._over:
@@ -331,7 +332,8 @@ class Loop:
 
     def update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the step of one optimizer, in a training step that ends with `step_ended`."""
-        self.boundary.make(lambda: self._update(graph, once(body), constants), once(body))
+        made = once(body)
+        self.boundary.make(lambda: self._update(graph, made, constants), made)
 
     def _update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
         graph.run(body, constants)

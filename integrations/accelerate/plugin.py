@@ -205,7 +205,8 @@ class PyGraph:
         def step(body: Callable[[], None]) -> None:
             if loop.over:
                 return make(body)
-            loop.boundary.make(lambda: make(once(body)), once(body))
+            made = once(body)
+            loop.boundary.make(lambda: make(made), made)
 
         def make(body: Callable[[], None]) -> None:
             nonlocal graph

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from pygraph_train.boundary import UPDATE, Boundary, done, executes
+from pygraph_train.boundary import Boundary, done, once
 from pygraph_train.gradients.places import Source
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UNSCALED
@@ -162,13 +162,8 @@ class StepInFlight:
             body: the phase in Python: everything from here to the next step that a graph may hold.
             constants: Python values that a capture of `body` bakes in.
         """
-
-        def plain() -> None:
-            executes(UPDATE)
-            body()
-            done(None)
-
-        self._boundary.make(lambda: self._update(plain, constants), plain)
+        made = once(body)
+        self._boundary.make(lambda: self._update(made, constants), made)
 
     @in_turn
     def _update(self, body: Callable[[], None], constants: Any) -> None:
