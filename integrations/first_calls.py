@@ -157,8 +157,7 @@ def watch_backward(result: Any, expected: autocast.State, name: str, late: Calla
     """
     thread = threading.get_ident()
 
-    @untraced
-    def look(_: Any) -> None:
+    def see() -> None:
         if (now := autocast.present()) != expected:
             what = (
                 f"the backward of {name} runs with {in_words(now)}, and was compiled for {in_words(expected)}"
@@ -167,7 +166,7 @@ def watch_backward(result: Any, expected: autocast.State, name: str, late: Calla
             late(problem)
             raise PyGraphError(str(problem))
 
-    before_backward(result, look)
+    before_backward(result, untraced(lambda _: quietly(see)))
 
 
 def before_backward(result: Any, look: Callable[..., None]) -> None:

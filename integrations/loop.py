@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pygraph_train.boundary import Boundary, arranged, done, once, quietly
+from pygraph_train.boundary import SETTING_UP, Boundary, arranged, done, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import Engine, make_engine
 from pygraph_train.graphs.devices import let_go
@@ -53,6 +53,9 @@ class Loop:
         refused: why nothing of this loop can be graphed, None when nothing speaks against it.
         steps_left: how many steps the loop will still make, None when unknown.
 
+    Attributes:
+        over: whether nothing of this loop can have a graph any more.
+
     Raises:
         ValueError: the engine asked for cannot work on that device.
     """
@@ -65,7 +68,7 @@ class Loop:
         steps_left: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.config = config
-        self.report = LoopReport()
+        self.report = surely(LoopReport, SETTING_UP)
         self.boundary = Boundary(self._failed, self.release)
         self._taken: Living[nn.Module] = Living()
         self._calls: Living[RegionedCall] = Living()
@@ -83,7 +86,7 @@ class Loop:
         self._silence = Silence(self._calls, self.report, device, config.warmup_steps + 1)
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
-        self._over = False
+        self.over = False
         self._counts_steps = True
         self.active = False
         self.why_off = NO_DEVICE  # where there is no engine
@@ -121,11 +124,6 @@ class Loop:
             self._wait = CompileWait(self._calls, steps_left, self._engine.synchronize, self._end_the_wait)
             self.report.what_waits = self._wait.sentence
         return True
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing of this loop can have a graph any more."""
-        return self._over
 
     # -- taking over --------------------------------------------------------------------------------
 
@@ -172,7 +170,7 @@ class Loop:
             def first(name: str) -> FirstCalls:
                 return FirstCalls(name, lambda: self._steps, self.report.fell_back)
 
-            self._over = False
+            self.over = False
             whole.is_another()
             keeps_code = config.compile is True or bool(compile_options)
             wait = None if keeps_code or module in compiled_before else self._wait
@@ -208,7 +206,7 @@ class Loop:
         graph = self._graph_of(optimizer, engine, scaler)
         self._has_other_optimizers()
         self._optimizers.add(graph)
-        self._over = False
+        self.over = False
         return graph
 
     def _graph_of(
@@ -242,7 +240,7 @@ class Loop:
         other = self._graph_of(optimizer, self._engine, scaler)
         self._has_other_optimizers()
         self._optimizers.replace(graph, other)
-        self._over = False
+        self.over = False
         return other
 
     def give_up_optimizer(self, optimizer: torch.optim.Optimizer, to: object) -> None:
@@ -300,13 +298,13 @@ class Loop:
         """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""
         if graph is None:
             return body()
-        if self._over:
+        if self.over:
             return self._step(graph, body, constants)
         made = once(body)
         self.boundary.make(lambda: self._step(graph, made, constants), made)
 
     def _step(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
-        if self._over:
+        if self.over:
             body()
             if self._rounds.ends_with(graph):
                 self._steps += 1
@@ -399,7 +397,7 @@ class Loop:
                 call.remove()
         graphs = self._optimizers
         given_back = all(call.removed for call in self._calls)
-        self._over = given_back and bool(graphs) and all(g.over and not g.suspended for g in graphs)
+        self.over = given_back and bool(graphs) and all(g.over and not g.suspended for g in graphs)
 
     def _failed(self, problem: Problem) -> None:
         """The library has failed in itself."""

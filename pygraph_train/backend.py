@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pygraph_train.boundary import arranged
+from pygraph_train.boundary import SETTING_UP, arranged, surely
 from pygraph_train.regions.inductor import compile_graph, report, reset
 from pygraph_train.regions.options import BackendOptions
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
@@ -35,7 +35,7 @@ def pygraph(
     """
     if mode is not None:
         raise ValueError(f"backend 'pygraph' takes options, no mode (got mode={mode!r})")
-    chosen = BackendOptions.of(options)
+    chosen = surely(lambda: BackendOptions.of(options), SETTING_UP)
     return arranged(lambda: compile_graph(gm, example_inputs, chosen), within_dynamo=True) or gm.forward
 
 
@@ -49,5 +49,5 @@ def compile(model: F, *, dynamic: bool | None = None, fullgraph: bool = False, *
     Raises:
         ValueError, TypeError: an option is not allowed.
     """
-    BackendOptions.of(options)
+    surely(lambda: BackendOptions.of(options), SETTING_UP)
     return torch.compile(model, backend=pygraph, options=options, dynamic=dynamic, fullgraph=fullgraph)  # type: ignore[return-value]

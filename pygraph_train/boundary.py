@@ -28,6 +28,7 @@ __all__ = [
     "BACKWARD",
     "FORWARD",
     "REPLAY",
+    "SETTING_UP",
     "STEP",
     "UPDATE",
     "Boundary",
@@ -39,6 +40,7 @@ __all__ = [
     "put_back",
     "quietly",
     "rehearsal",
+    "surely",
     "taken_back",
     "theirs",
 ]
@@ -52,6 +54,7 @@ STEP = "a step without a graph"
 REPLAY = "a replay"
 UPDATE = "the optimizer's update"
 FORWARD, BACKWARD = "the forward of a region", "the backward of a region"
+SETTING_UP = "setting up"
 
 _MOST_FAILURES = 3
 """Faults of the library in one training, after which its steps are the user's alone."""
@@ -140,6 +143,30 @@ def put_back(*actions: Callable[[], object]) -> None:
             action()
         except Exception as error:
             raise _unfinished("putting a run back that was to change nothing", error) from error
+
+
+def surely(make: Callable[[], R], what: str) -> R:
+    """What `make` makes, which training cannot do without: it is made once more where the library fails.
+
+    Args:
+        what: it, in words that end the sentence "pygraph-train failed during ...".
+    Raises:
+        PyGraphError: it has failed twice.
+        ValueError, TypeError: of what the user gave.
+    """
+    try:
+        return make()
+    except (PyGraphError, NotLegal, ValueError, TypeError):
+        raise
+    except Exception as error:
+        if hasattr(error, "__pygraph_theirs__"):
+            raise
+    try:
+        return make()
+    except (PyGraphError, NotLegal, ValueError, TypeError):
+        raise
+    except Exception as error:
+        raise _unfinished(what, error) from error
 
 
 def once(body: Callable[[], R], what: str = UPDATE) -> Callable[[], R]:

@@ -97,9 +97,9 @@ def cases_of(front: str) -> list[Case]:
         raise RuntimeError(f"the training of {front} has failed without any fault: {calls}")
     return [
         Case(front, function, at)
-        for function, count in sorted(calls.items())
+        for function, (count, outermost) in sorted(calls.items())
         for at in CALLS
-        if at <= count and not LEFT_OUT.search(function.short)
+        if at <= count and at not in outermost and not LEFT_OUT.search(function.short)
     ]
 
 

@@ -13,12 +13,13 @@ import importlib
 import pkgutil
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pygraph_train
 import pygraph_train.integrations
+from pygraph_train import boundary
 
 __all__ = ["Function", "Planted", "hits", "import_all", "library_calls", "plant"]
 
@@ -56,30 +57,67 @@ class Function(NamedTuple):
         return str(Path(self.file).relative_to(Path(folder).parent))
 
 
-def library_calls(run: Callable[[], object]) -> dict[Function, int]:
-    """How often each function of the library is called by `run`, by a profile."""
+BOUNDARY = frozenset(
+    guard.__code__
+    for guard in (
+        boundary.Boundary.make,
+        boundary.arranged,
+        boundary.quietly,
+        boundary.surely,
+        boundary.put_back,
+    )
+)
+"""What catches an exception of the library."""
+
+
+def library_calls(run: Callable[[], object]) -> dict[Function, tuple[int, set[int]]]:
+    """How often each function of the library is called by `run`, by a profile, and which calls are outermost.
+
+    Something has to be outermost, and nothing of the library can catch what is raised in its first line. A call is
+    outermost where somebody else makes it, the user's code, a framework or autograd, and so is a call of such a one
+    within which the boundary is opened. What an outermost call calls beside the boundary is not.
+    """
     calls: dict[types.CodeType, int] = {}
     ours: dict[types.CodeType, bool] = {}
+    numbers: dict[types.FrameType, int] = {}
+    outermost: dict[types.CodeType, set[int]] = {}
 
     def note(frame: types.FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "return":
+            numbers.pop(frame, None)
         if event != "call":
             return
-        code = frame.f_code
         if code not in ours:
             ours[code] = code.co_filename.startswith(FOLDERS) and not code.co_name.startswith("<")
-        if ours[code]:
-            calls[code] = calls.get(code, 0) + 1
+        if not ours[code]:
+            return
+        calls[code] = numbers[frame] = calls.get(code, 0) + 1
+        below = list(_below(frame))
+        if any(one.f_code in BOUNDARY for one in below):
+            return
+        mine = [one for one in below if ours.get(one.f_code)]
+        for one in mine if code in BOUNDARY else () if mine else [frame]:
+            outermost.setdefault(one.f_code, set()).add(numbers[one])
 
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
-    found: dict[Function, int] = {}
+    found: dict[Function, tuple[int, set[int]]] = {}
     for code, count in calls.items():
         key = Function(code.co_filename, code.co_qualname, code.co_firstlineno)
-        found[key] = found.get(key, 0) + count
+        before, known = found.get(key, (0, set()))
+        found[key] = before + count, known | outermost.get(code, set())
     return found
+
+
+def _below(frame: types.FrameType) -> Iterator[types.FrameType]:
+    caller = frame.f_back
+    while caller is not None:
+        yield caller
+        caller = caller.f_back
 
 
 class _Insert(ast.NodeTransformer):

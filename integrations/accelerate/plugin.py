@@ -38,7 +38,7 @@ except ImportError as error:
         "pygraph_train.Accelerator and PyGraph need Accelerate: pip install 'pygraph-train[accelerate]'"
     ) from error
 
-from pygraph_train.boundary import arranged, done, once, quietly
+from pygraph_train.boundary import SETTING_UP, arranged, done, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
 from pygraph_train.integrations.loop import Loop
@@ -101,7 +101,7 @@ class PyGraph:
         self._accelerator: accelerate.Accelerator | None = None
         self._stock_class: type | None = None
         self._loop: Loop | None = None
-        self._report = LoopReport()
+        self._report = surely(LoopReport, SETTING_UP)
         self._undo: list[Callable[[], None]] = []
         self._steps: list[GraphedStepFunction] = []
         self._logged_plan: str | None = None
@@ -183,12 +183,16 @@ class PyGraph:
     def _the_loop(self) -> Loop:
         if self._loop is None:
             assert self._accelerator is not None
-            self._loop = Loop(self.config, self._accelerator.device, _unsupported(self._accelerator))
+            accelerator = self._accelerator
+            self._loop = surely(
+                lambda: Loop(self.config, accelerator.device, _unsupported(accelerator)), SETTING_UP
+            )
             self._report = self._loop.report
         return self._loop
 
     def _take_model(self, model: nn.Module, **compile_options: Any) -> None:
-        self._the_loop().take_module(model, **compile_options)
+        loop = self._the_loop()
+        arranged(lambda: loop.take_module(model, **compile_options))
 
     def _take_optimizer(self, optimizer: Any) -> None:
         arranged(lambda: self._route(optimizer))
@@ -219,7 +223,8 @@ class PyGraph:
 
     def _graphed_step(self, fn: Callable[..., Any]) -> GraphedStepFunction:
         assert self._accelerator is not None
-        step = GraphedStepFunction(fn, self._accelerator, self._the_loop())
+        accelerator, loop = self._accelerator, self._the_loop()
+        step = surely(lambda: GraphedStepFunction(fn, accelerator, loop), SETTING_UP)
         self._steps.append(step)
         return step
 
@@ -273,7 +278,7 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         plugin = self.pygraph
         if plugin is None:
             raise RuntimeError("graphed_step needs a PyGraph: Accelerator(plugins=[PyGraph()])")
-        return plugin._graphed_step(fn)
+        return surely(lambda: plugin._graphed_step(fn), SETTING_UP)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         before = list(map(id, (*self._models, *self._optimizers)))
@@ -422,7 +427,8 @@ class _RoutedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # it has no
         run = self.__dict__.get("_pygraph_run")
         if run is None or closure is not None or not self.gradient_state.sync_gradients:
             return super().step(closure)
-        run(tidy_step(self, super().step))
+        step = super().step
+        run(step if self.scaler is None else tidy_step(self, step))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

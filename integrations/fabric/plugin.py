@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError("PyGraphFabric needs Lightning: pip install 'pygraph-train[lightning]'") from error
 
-from pygraph_train.boundary import arranged, once, quietly
+from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.fabric.step import Clipping, FabricStep
 from pygraph_train.integrations.loop import Loop
@@ -76,7 +76,7 @@ class PyGraphFabric:
         self.config = PyGraphConfig.of(config, overrides)
         self._fabric: Fabric | None = None
         self._loop: Loop | None = None
-        self._report = LoopReport()
+        self._report = surely(LoopReport, SETTING_UP)
         self._graphs: weakref.WeakValueDictionary[int, OptimizerGraph] = weakref.WeakValueDictionary()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._steps: weakref.WeakSet[FabricStep] = weakref.WeakSet()
@@ -121,7 +121,7 @@ class PyGraphFabric:
             ]
             step = functools.partial(self._optimizer_step, fabric.strategy.optimizer_step)
             replaced.append((fabric.strategy, "optimizer_step", step))
-        self._patches.enter_context(standing_in(replaced))
+        arranged(lambda: self._patches.enter_context(standing_in(replaced)))
         return self
 
     def detach(self) -> None:
@@ -234,8 +234,8 @@ class PyGraphFabric:
                 or one of them under manual optimization.
             RuntimeError: this object is not attached to a Fabric.
         """
-        fabric, loop = self._attached()
-        clipping = Clipping(max_norm, norm_type, error_if_nonfinite, clip_val)
+        fabric, loop = surely(self._attached, SETTING_UP)
+        clipping = surely(lambda: Clipping(max_norm, norm_type, error_if_nonfinite, clip_val), SETTING_UP)
         if manual_optimization:
             if clipping.on:
                 raise ValueError(
@@ -247,19 +247,21 @@ class PyGraphFabric:
             for one in optimizer:
                 _check(fabric, "optimizer", one, _FabricOptimizer)
         else:
-            _check(fabric, "model", model, _FabricModule)
-            _check(fabric, "optimizer", optimizer, _FabricOptimizer)
+            surely(lambda: _check(fabric, "model", model, _FabricModule), SETTING_UP)
+            surely(lambda: _check(fabric, "optimizer", optimizer, _FabricOptimizer), SETTING_UP)
 
         def made(fn: Callable[..., Any]) -> FabricStep:
             given = (model, optimizer, clipping, self._models, self._accumulating)
-            step = FabricStep(fn, fabric, loop, *given, manual=manual_optimization)
+            step = surely(
+                lambda: FabricStep(fn, fabric, loop, *given, manual=manual_optimization), SETTING_UP
+            )
             self._steps.add(step)
             return step
 
-        return made if fn is None else made(fn)
+        return made if fn is None else surely(lambda: made(fn), SETTING_UP)
 
     def _begin(self, fabric: Fabric) -> Loop:
-        loop = Loop(self.config, fabric.device, _unsupported(fabric))
+        loop = surely(lambda: Loop(self.config, fabric.device, _unsupported(fabric)), SETTING_UP)
         self._fabric, self._loop, self._report = fabric, loop, loop.report
         return loop
 

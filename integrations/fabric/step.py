@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from pygraph_train.boundary import quietly
+from pygraph_train.boundary import arranged, quietly
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.fabric.by_hand import FabricByHand, why_not_by_hand
 from pygraph_train.integrations.loop import Loop
@@ -105,7 +106,7 @@ class FabricStep(LossSteps):
         self._fabric_optimizers = list(optimizer) if manual else [optimizer]
         self._accumulating = accumulating
         self._retired = False
-        engine = make_engine(loop.config.engine, fabric.device) if loop.active else None
+        engine = arranged(lambda: make_engine(loop.config.engine, fabric.device)) if loop.active else None
         self._manual = manual
         self._loss_program: _FabricProgram | None = None
         program: _FabricProgram | FabricByHand
@@ -115,14 +116,20 @@ class FabricStep(LossSteps):
             program = self._loss_program = _FabricProgram(fn, fabric, model, optimizer, clipping, models)
         super().__init__(program, loop.config, engine, loop.why_off)
         if engine is not None:
-            loop.report.whole_step(self._name, self._report)
-            for used in self._fabric_optimizers:
-                loop.give_up_optimizer(used.optimizer, to=self)
-            problem = _not_whole(fabric)
-            if problem is None and manual:
-                problem = why_not_by_hand(fabric, self._fabric_optimizers)
-            if problem is not None:
-                self._leave(problem)
+            quietly(lambda: loop.report.whole_step(self._name, self._report))
+            if arranged(self._take_over, self._report.failed) is None:
+                quietly(lambda: self._leave(None))
+
+    def _take_over(self) -> bool:
+        """From the loop, what the whole step holds."""
+        for used in self._fabric_optimizers:
+            self._loop.give_up_optimizer(used.optimizer, to=self)
+        problem = _not_whole(self._fabric)
+        if problem is None and self._manual:
+            problem = why_not_by_hand(self._fabric, self._fabric_optimizers)
+        if problem is not None:
+            self._leave(problem)
+        return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make one step; inside of `fabric.no_backward_sync(model)` only add up gradients.
@@ -141,18 +148,22 @@ class FabricStep(LossSteps):
         if self._runner is None:
             result = self._make(args, kwargs, update=update)
         else:
-            with self._loop.paused():
+            with ExitStack() as paused:
+                quietly(lambda: paused.enter_context(self._loop.paused()))
                 result = self._make(args, kwargs, update=update)
-            if self._runner is not None and (self._runner.stopped or self._runner.hopeless):
-                quietly(lambda: self._leave(None))
+            quietly(self._look_at_runner)
         for optimizer in self._fabric_optimizers if update else ():
-            count_optimizer_step(optimizer)
+            quietly(functools.partial(count_optimizer_step, optimizer))
             if self._manual:  # the function has called it, or nobody listens
                 continue
             self._fabric.call(
                 "on_after_optimizer_step", strategy=self._fabric.strategy, optimizer=optimizer.optimizer
             )
         return result
+
+    def _look_at_runner(self) -> None:
+        if self._runner is not None and (self._runner.stopped or self._runner.hopeless):
+            self._leave(None)
 
     @property
     def norm(self) -> Tensor | None:

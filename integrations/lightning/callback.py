@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import STEP, Boundary, arranged, done, executes, quietly
+from pygraph_train.boundary import SETTING_UP, STEP, Boundary, arranged, done, executes, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.lightning.by_hand import StepsByHand, why_not_whole
@@ -109,7 +109,7 @@ class PyGraphCallback(Callback):
     ) -> None:
         self.config = PyGraphConfig.of(config, overrides)
         self._on_decision = on_decision
-        self._report = StepReport()
+        self._report = surely(StepReport, SETTING_UP)
         self._step: _AutomaticStep | StepsByHand | ManualOptimization | None = None
         self._logged = -1
 

@@ -83,7 +83,8 @@ class ManualOptimization:
 
     def _run(self, stock: Callable[[Any], Any], kwargs: Any) -> Any:
         """In the place of `run` of Lightning's loop for manual optimization: one batch."""
-        with standing_in(self._logs):
+        with ExitStack() as logs:
+            quietly(lambda: logs.enter_context(standing_in(self._logs)))
             output = stock(kwargs)
         self._loop.step_ended()
         if not self._optimizers and self._unused < _BATCHES:
@@ -120,7 +121,8 @@ class ManualOptimization:
         # torch's optimizers, which graphs serve, call the closure once and first; only a scaler calls it before that
         with torch.enable_grad() if self._scaler is None else nullcontext():
             result = closure()
-            scaling.unscale(in_kernels=True)
+            if scaling.on:
+                scaling.unscale(in_kernels=True)
             self._precision._after_closure(model, optimizer)
         self._loop.update(graph, scaling.step)
         return result if self._scaler is None else None

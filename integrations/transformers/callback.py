@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 from transformers.training_args import ParallelMode
 
-from pygraph_train.boundary import arranged, quietly
+from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.plugin import route_step
 from pygraph_train.integrations.loop import Loop
@@ -61,7 +61,7 @@ class PyGraphTrainerCallback(TrainerCallback):
 
     def __init__(self, config: PyGraphConfig | None = None, **overrides: Unpack[PyGraphOptions]) -> None:
         self.config = PyGraphConfig.of(config, overrides)
-        self._report = LoopReport()
+        self._report = surely(LoopReport, SETTING_UP)
         self._loop: Loop | None = None
         self._undo: Callable[[], None] = _nothing
         self.others_graph = False  # the Trainer does so itself

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import STEP, Boundary, arranged, done, executes, quietly
+from pygraph_train.boundary import SETTING_UP, STEP, Boundary, arranged, done, executes, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
@@ -56,7 +56,7 @@ class PyGraphTrainerMixin(transformers.Trainer):
 
     def __init__(self, *args: Any, pygraph: PyGraphConfig | None = None, **kwargs: Any) -> None:
         self._pygraph_config = PyGraphConfig.of(pygraph, {})
-        self._pygraph_report = LoopReport()
+        self._pygraph_report = surely(LoopReport, SETTING_UP)
         self._pygraph_loop: Loop | None = None
         self._whole: _WholeStep | None = None
         super().__init__(*args, **kwargs)
@@ -66,8 +66,10 @@ class PyGraphTrainerMixin(transformers.Trainer):
         return self._pygraph_report
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        device, refused = self.args.device, unsupported(self.args)
-        self._pygraph_loop = Loop(self._pygraph_config, device, refused, lambda: steps_left(self.state))
+        config, device = self._pygraph_config, self.args.device
+        self._pygraph_loop = surely(
+            lambda: Loop(config, device, unsupported(self.args), lambda: steps_left(self.state)), SETTING_UP
+        )
         self._pygraph_report = self._pygraph_loop.report
         callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, PyGraphTrainerCallback)]
         for callback in callbacks:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from pygraph_train.boundary import quietly
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.torch_private.names import tell_if_newer
 
@@ -44,13 +45,13 @@ def make_engine(name: str, device: torch.device) -> Engine | None:
     """
     if name == "off" or (name == "auto" and device.type != "cuda"):
         return None
-    tell_if_newer()
+    quietly(tell_if_newer)
     if name == "emulated":
         if device.type != "cpu":
             raise ValueError(f"engine='emulated' works on the CPU, but the model is on {device}")
         from pygraph_train.graphs.emulated import EmulatedEngine
 
-        give_back_unused()
+        quietly(give_back_unused)
         return EmulatedEngine()
     if not torch.cuda.is_available():
         raise ValueError(
@@ -60,7 +61,7 @@ def make_engine(name: str, device: torch.device) -> Engine | None:
         raise ValueError(f"engine='cuda' needs the model on a CUDA device, but it is on {device}")
     from pygraph_train.graphs.cuda import CudaEngine
 
-    give_back_unused()
+    quietly(give_back_unused)
     return CudaEngine(device)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from pygraph_train.boundary import BACKWARD, surely
 from pygraph_train.regions.lazy_bits import without_lazy_bits
 from pygraph_train.regions.partial import Backwards, Kernels, sources_in
 from pygraph_train.torch_private.aot import (
@@ -180,11 +181,12 @@ class Absent:
         self._now.missing = missing
         return without_lazy_bits(gradients) if lazy else None
 
-    def take(self) -> list[int]:
-        """Which gradients the backward that runs now in this thread did not get."""
+    def take(self) -> tuple[list[int], frozenset[int]]:
+        """Which gradients the backward that runs now in this thread did not get, and `without` them."""
         missing: list[int] = getattr(self._now, "missing", [])
+        gone = self.without(missing) if missing else _NONE
         self._now.missing = []
-        return missing
+        return missing, gone
 
 
 def _saved_results(result: Any, saved: Sequence[int]) -> list[torch.Tensor]:
@@ -248,8 +250,7 @@ class Backward:
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the backward once; the list is emptied."""
-        missing = self._absent.take()
-        gone = self._absent.without(missing) if missing else _NONE
+        missing, gone = surely(self._absent.take, BACKWARD)
         if missing and len(gone) == len(self._absent.sources):
             inputs.clear()
             return [None] * len(gone)

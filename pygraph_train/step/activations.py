@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
+from pygraph_train.boundary import quietly
 from pygraph_train.problems import Problem, PyGraphError, user_location
 from pygraph_train.step.again import Again
 from pygraph_train.torch_private.autograd import (
@@ -123,10 +124,13 @@ def explained(
         where = user_location(thread=thread)
         return str(Problem(what, where, _FIX))
 
+    def let_go(again: Again) -> None:
+        if not backward_keeps_graph():
+            again.forget()
+
     def differentiable(again: Again, given: Any, tangents: Any) -> Any:
         if not torch.is_grad_enabled():
-            if not backward_keeps_graph():
-                again.forget()
+            quietly(lambda: let_go(again))
             return None
         found = again.gradients(given, tangents)
         if found is not None:
@@ -161,6 +165,9 @@ def explained(
 
             @untraced
             def look(_: Tensor) -> None:
+                quietly(see)
+
+            def see() -> None:
                 if any(activation.is_asked_for() for activation in watched):
                     what = f"the gradient of an activation that {name} returns is asked for, and its compiled code"
                     raise PyGraphError(message(f"{what} has none"))

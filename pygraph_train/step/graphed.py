@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.several import OptimizerSet
@@ -90,9 +92,9 @@ class GraphedStep(LossSteps):
         **overrides: Unpack[StepOptions],
     ) -> None:
         self._config = PyGraphConfig.of(config, overrides)
-        stepped = _one(optimizer, scaler)
+        stepped = surely(lambda: _one(optimizer, scaler), SETTING_UP)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        engine = None if switched_off() else make_engine(self._config.engine, device)
+        engine = arranged(lambda: None if switched_off() else make_engine(self._config.engine, device))
         program: LossProgram | FunctionByHand
         if manual_optimization:
             _check_manual(stepped, scaler, max_grad_norm)
@@ -105,14 +107,16 @@ class GraphedStep(LossSteps):
             else:
                 super().__init__(program, self._config, engine)
         else:
-            program = LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm)
+            program = surely(
+                lambda: LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm), SETTING_UP
+            )
             super().__init__(program, self._config, engine)
         self._manual = manual_optimization
         if (
             engine is not None and why_no_traces() is None
         ):  # a step inside of another one runs as it does alone
-            leave_to_python(GraphedStep.__call__)
-            leave_to_python(GraphedStep.accumulate)
+            for method in (GraphedStep.__call__, GraphedStep.accumulate):
+                quietly(functools.partial(leave_to_python, method))
         self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.boundary import STEP, UPDATE, Boundary, arranged, done, executes, quietly, theirs
+from pygraph_train.boundary import (
+    SETTING_UP,
+    STEP,
+    UPDATE,
+    Boundary,
+    arranged,
+    done,
+    executes,
+    quietly,
+    surely,
+    theirs,
+)
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.clipped import ClippedParameters
@@ -59,7 +70,7 @@ class LossSteps(NotCopied):
         why_off: str = NO_DEVICE,
     ) -> None:
         self._program = program
-        self._report = StepReport()
+        self._report = surely(StepReport, SETTING_UP)
         self._boundary = Boundary(self._report.failed, self._let_go)
         self._runner: StepRunner | None = None
         self._pending = False
@@ -93,9 +104,9 @@ class LossSteps(NotCopied):
     def close(self) -> None:
         """Release all graphs and give the optimizer back as it was. Later steps run without graphs."""
         if self._after_first is not None:
-            self._after_first.close()
+            quietly(self._after_first.close)
         if self._runner is not None:
-            self._runner.close()
+            quietly(self._runner.close)
             self._runner = None
 
     def _make(

@@ -274,11 +274,9 @@ class StepRunner:
     def close(self) -> None:
         """Release every graph and give the optimizer back as it was."""
         if self._together is not None:
-            self._together.leave()
-        self._signatures.close()
-        self._regions.close()
-        self._refusing.close()
-        let_go(self._training.engine)
+            quietly(self._together.leave)
+        engine = self._training.engine
+        quietly(self._signatures.close, self._regions.close, self._refusing.close, lambda: let_go(engine))
 
 
 def _signatures(training: TrainingRun) -> Signatures:

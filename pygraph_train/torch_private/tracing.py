@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pygraph_train.boundary import arranged
 from pygraph_train.problems import NotLegal, Problem, first_line
 from pygraph_train.torch_private import (
     autocast,
@@ -81,6 +82,14 @@ def why_no_traces() -> Problem | None:
 
     Found out once, without a trace: all changes of it are put in place and taken away.
     """
+    found = arranged(lambda: (_why_no_traces(),))
+    return _UNKNOWN if found is None else found[0]
+
+
+_UNKNOWN = Problem("pygraph-train failed while it looked at Dynamo, and traces nothing")
+
+
+def _why_no_traces() -> Problem | None:
     if (problem := lacking(DYNAMO) or lacking(FORWARD_AND_BACKWARD)) is not None:
         return problem
     try:
