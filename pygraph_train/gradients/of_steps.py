@@ -104,6 +104,7 @@ class Gradients:
             self._leave_out_what_is_only_read()
         for p, grad in zip(self.carried, self._began, strict=True):  # no value was computed yet
             p.grad = grad
+        self.empty()  # what is not replayed after all adds to nothing
 
     def _leave_out_what_is_only_read(self) -> None:
         """Forget parameters of others that the step reads and does not differentiate: their gradients may come and go.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.boundary import STEP, executes
+from pygraph_train.boundary import STEP, executes, put_back
 from pygraph_train.problems import NotLegal, Problem
 from pygraph_train.random_state import HostRandomState
 from pygraph_train.torch_private.deferring import appends_in_frame, deferring
@@ -152,7 +152,7 @@ class ReproducingTrace(Trace):
             result, _ = self._resume(fn, args, kwargs)
         finally:
             seat.places, seat.keeps, seat.undoes, seat.marks = {}, False, undoes, False
-            undo.restore()
+            put_back(undo.restore)
         return result
 
     def exchange(self, frame: dict[str, Any], change: Callable[[Any], Any]) -> bool:

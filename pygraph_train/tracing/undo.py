@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from pygraph_train.boundary import put_back
 from pygraph_train.torch_private.side_effects import SideEffect
 
 __all__ = ["Undo", "exchange"]
@@ -26,8 +27,7 @@ class Undo:
 
     def restore(self) -> None:
         """Let the objects hold that again."""
-        for step in reversed(self._steps):
-            step()
+        put_back(*reversed(self._steps))
 
 
 def _kept(effect: SideEffect, owner: Any) -> Callable[[], None]:
