@@ -44,29 +44,8 @@ def _settings() -> tuple[object, ...]:
     )
 
 
-CALLS = "the boundary around each piece of a step costs a few Python calls more than this test allows"
-UNFIXED = "found on the last day of the boundary, cause not known yet"
-KNOWN = {
-    "test_given_up.py::test_a_step_needs_few_calls_more_than_the_plain_loop": CALLS,
-    "test_given_up.py::test_an_accelerate_loop_gets_its_module_back": CALLS,
-    "test_rest.py::test_a_step_at_rest_looks_at_nothing": CALLS,
-    "test_fallen_back_regions.py::test_a_region_without_a_graph_is_called_as_directly": CALLS,
-    "test_backend_direct.py::test_checkpointed_around_the_compiled_function": UNFIXED,
-    "test_many_lengths.py::test_lengths_that_never_return_are_compiled_for_at_once": UNFIXED,
-}
-"""Tests that fail, each with its reason: they hold promises that the library has to win back."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for name, reason in KNOWN.items():
-            if name in item.nodeid:
-                item.add_marker(pytest.mark.xfail(reason=reason))
-    _choose(items)
-
-
-def _choose(items: list[pytest.Item]) -> None:
     """Of each test's combinations of parameters `make test` runs one, and the others are slow.
 
     A test that is marked `slow_after(count)` has so many in `make test`, and one that is marked `quick` so many that

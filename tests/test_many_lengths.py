@@ -107,7 +107,7 @@ def test_lengths_that_few_steps_have_wait_for_inductor(monkeypatch: pytest.Monke
 
 
 def test_lengths_that_never_return_are_compiled_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager kernels need more time and memory. Three steps of the shorter texts have them, to be timed."""
+    """Eager kernels need more time and memory. They are timed in the first steps, and no later one has them."""
     times = SimulatedTimes(monkeypatch)
     eager: list[int] = []
     timed = Capturing.timed
@@ -122,7 +122,7 @@ def test_lengths_that_never_return_are_compiled_for_at_once(monkeypatch: pytest.
     both(train(lengths), never="no length comes back", compile=True)
     (compiled,) = times.steps_with("Inductor", compiled=True)
     assert compiled <= 10
-    assert len(eager) == 3
+    assert not eager
     assert times.count(compiled + 1, 200)["step", False] == 0
 
 
