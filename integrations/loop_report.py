@@ -148,7 +148,7 @@ class LoopReport(StepReport):
             if verbose:
                 rows += [("graphed step", name), *report.rows(verbose=True)]
             else:
-                rows.append((f"graphed step {name}", report.headline()))
+                rows.append((f"graphed step {name}", Headline(report).beside(above)))
         return rows
 
     @property

@@ -273,3 +273,4 @@ def test_a_loop_trains_as_plain_training_does(
         assert with_library.graphs >= unknown, str(with_library.report)
         assert lines == [f"pygraph: {lack}"] and f"torch {torch.__version__} lacks" in lines[0]
         assert lack.reason in text_of(with_library.report)
+        assert " ".join(str(with_library.report).split()).count(lack.reason) == 1
