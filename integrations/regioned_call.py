@@ -115,9 +115,10 @@ class RegionedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return _call(self.module, args, kwargs)
-        return self._boundary.make(
-            lambda: self._make(args, kwargs), lambda: _plain(self.module, args, kwargs)
-        )
+        return self._boundary.make(self._make, self._as_it_is, args, kwargs)
+
+    def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _plain(self.module, args, kwargs)
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_transformed():

@@ -36,6 +36,8 @@ __all__ = [
     "done",
     "executes",
     "executing",
+    "here",
+    "not_needed",
     "once",
     "put_back",
     "quietly",
@@ -68,19 +70,17 @@ class _Progress:
         made: whether the piece is made, with `result`.
     """
 
-    __slots__ = ("began", "made", "result")
-
-    def __init__(self) -> None:
-        self.began: str | None = None
-        self.made = False
-        self.result: Any = None
+    began: str | None = None  # here, so that making one calls nothing
+    made = False
+    result: Any = None
 
 
 class _Here(threading.local):
     progress: _Progress | None = None
 
 
-_here = _Here()
+here = _Here()
+"""Of this thread. Who calls `executes` most often looks here himself."""
 
 
 def executes(what: str) -> None:
@@ -89,13 +89,13 @@ def executes(what: str) -> None:
     Args:
         what: it, in words that end the sentence "pygraph-train failed during ...".
     """
-    if (progress := _here.progress) is not None:
+    if (progress := here.progress) is not None:
         progress.began = what
 
 
 def done(result: R) -> R:
     """The present piece is made, and this is its result, which is returned. Hot path."""
-    if (progress := _here.progress) is not None:
+    if (progress := here.progress) is not None:
         progress.made, progress.result = True, result
     return result
 
@@ -103,16 +103,16 @@ def done(result: R) -> R:
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Around what executes nothing, or puts everything back: a capture, a run that is compared with."""
-    before, _here.progress = _here.progress, None
+    before, here.progress = here.progress, None
     try:
         yield
     finally:
-        _here.progress = before
+        here.progress = before
 
 
 def taken_back() -> None:
     """What has begun was taken back: everything is as before the piece."""
-    if (progress := _here.progress) is not None:
+    if (progress := here.progress) is not None:
         progress.began, progress.made, progress.result = None, False, None
 
 
@@ -197,10 +197,15 @@ def quietly(*calls: Callable[[], object]) -> None:
         except PyGraphError:  # on_failure="raise" asks for it
             raise
         except Exception as error:
-            sentence = _sentence(error)
-            if sentence not in _quiet:
-                _quiet.add(sentence)
-                _log(Problem(f"something that no step needs has failed in pygraph-train: {sentence}"))
+            not_needed(error)
+
+
+def not_needed(error: Exception) -> None:
+    """Say what has failed of what no step needs, once."""
+    sentence = _sentence(error)
+    if sentence not in _quiet:
+        _quiet.add(sentence)
+        _log(Problem(f"something that no step needs has failed in pygraph-train: {sentence}"))
 
 
 def arranged(
@@ -259,35 +264,38 @@ class Boundary:
         """Whether every further piece is made as the user wrote it."""
         return self._failures >= _MOST_FAILURES
 
-    def make(self, ours: Callable[[], Any], plain: Callable[[], Any]) -> Any:
-        """Make a piece of a step exactly once. Hot path.
+    def make(self, ours: Callable[..., Any], plain: Callable[..., Any], *given: Any) -> Any:
+        """Make a piece of a step exactly once, `ours(*given)` or `plain(*given)`. Hot path.
 
         Raises:
             PyGraphError: the library failed after it had begun what cannot be made twice.
         """
         if self._failures >= _MOST_FAILURES:
-            return plain()
-        outer, _here.progress = _here.progress, (progress := _Progress())
+            return plain(*given)
+        outer, here.progress = here.progress, (progress := _Progress())
         try:
-            return ours()
+            return ours(*given)
         except Exception as error:
+            if isinstance(error, (PyGraphError, NotLegal)) or hasattr(error, "__pygraph_theirs__"):
+                raise
+            if progress.began is not None and not progress.made and not _of_ours(error.__traceback__):
+                raise
             failed = error
         finally:
-            _here.progress = outer
+            here.progress = outer
             if outer is not None and progress.began is not None:
                 outer.began = progress.began
-        if isinstance(failed, (PyGraphError, NotLegal)) or hasattr(failed, "__pygraph_theirs__"):
-            raise failed
-        if progress.made:
-            self._failed(failed)
-            return progress.result
-        if progress.began is None:
-            result = plain()  # raises by itself what the user's code raises
-            self._failed(failed)
-            return result
-        if not _of_ours(failed.__traceback__):
-            raise failed
-        raise _unfinished(progress.began, failed) from failed
+        try:
+            if progress.made:
+                self._failed(failed)
+                return progress.result
+            if progress.began is None:
+                result = plain(*given)  # raises by itself what the user's code raises
+                self._failed(failed)
+                return result
+            raise _unfinished(progress.began, failed) from failed
+        finally:
+            del failed  # its frames hold this one, and tensors
 
     def _failed(self, error: Exception) -> None:
         """Say what has failed, and rest after too many."""

@@ -250,7 +250,10 @@ class Backward:
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the backward once; the list is emptied."""
-        missing, gone = surely(self._absent.take, BACKWARD)
+        try:
+            missing, gone = self._absent.take()
+        except Exception:
+            missing, gone = surely(self._absent.take, BACKWARD)
         if missing and len(gone) == len(self._absent.sources):
             inputs.clear()
             return [None] * len(gone)

@@ -112,7 +112,9 @@ class Direct:
         self._boundary = Boundary(rest=self._end)
 
     def __call__(self, *args: Any) -> Any:
-        return self._boundary.make(lambda: self._call(*args), lambda: self._compiled(*args))
+        if self._route is None and not self._looks:
+            return self._compiled(*args)
+        return self._boundary.make(self._call, self._compiled, *args)
 
     def _call(self, *args: Any) -> Any:
         route = self._route

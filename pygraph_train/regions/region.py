@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from pygraph_train.boundary import BACKWARD, FORWARD, Boundary, done, executes, rehearsal, theirs
+from pygraph_train.boundary import BACKWARD, FORWARD, Boundary, done, executes, here, rehearsal, theirs
 from pygraph_train.graphs import CaptureError
 from pygraph_train.regions.arena import Arena, Occupant
 from pygraph_train.regions.blocks import Block, block_of
@@ -172,13 +172,14 @@ class Region:
             return self.witness(inputs, self._guarded)
         if self._given_up and not self._arena.abandoned:  # as directly as the compiler calls it
             self.record.plain_runs += 1
-            executes(self._what)
+            if (progress := here.progress) is not None:  # `executes`, which is called
+                progress.began = self._what
             return self._compiled(inputs)
         return self._guarded(inputs)
 
     def _guarded(self, inputs: list[Any]) -> Any:
         # the list is whole until the run begins: a copy of it would look as if somebody held the inputs
-        return self._boundary.make(lambda: self._call(inputs), lambda: self._run_compiled(inputs))
+        return self._boundary.make(self._call, self._run_compiled, inputs)
 
     def _begins(self) -> None:
         executes(self._what)

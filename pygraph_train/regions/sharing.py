@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pygraph_train.boundary import arranged
+from pygraph_train.boundary import not_needed
 from pygraph_train.torch_private.dispatch import FakeTensor
 from pygraph_train.torch_private.memory import storage_key
 from pygraph_train.tracing.recompute import as_eager
@@ -75,7 +75,11 @@ def plain_where_shared(
     plain, compiled = as_eager(_copied(graph)), compiling()  # which may change the graph
 
     def run(*args: Any) -> Any:
-        return compiled(*args) if arranged(lambda: differs(args)) is False else plain(*args)
+        try:
+            shared = differs(args)
+        except Exception as error:
+            shared = not_needed(error) is None
+        return plain(*args) if shared else compiled(*args)
 
     return run
 

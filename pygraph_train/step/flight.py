@@ -53,7 +53,7 @@ def made_once(run: Callable[[Call], R], boundary: Boundary) -> Callable[[Call], 
 
     def running(call: Call) -> R:
         def called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return boundary.make(lambda: call(fn, args, kwargs), lambda: plain_call(fn, args, kwargs))
+            return boundary.make(call, plain_call, fn, args, kwargs)
 
         result = run(call if call is plain_call else called)
         done(Ran(result))

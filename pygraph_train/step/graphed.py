@@ -125,6 +125,9 @@ class GraphedStep(LossSteps):
         Returns:
             The result of `step_fn`, detached. No later step overwrites its tensors.
         """
+        if self._rest and self._transfer is None and not torch.compiler.is_dynamo_compiling():
+            self._rest -= 1
+            return self._make_plainly(args, kwargs, update=True)
         return self._step(args, kwargs, update=True)
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from pygraph_train.boundary import (
     arranged,
     done,
     executes,
+    not_needed,
     quietly,
     surely,
     theirs,
@@ -190,29 +191,30 @@ class LossSteps(NotCopied):
         """Make one step that has no graph, where one process trains: what the user's own loop would do. Hot path."""
         program = self._program
         if counts:
-            quietly(lambda: self._count(update and program.optimizer is not None))
+            try:  # as `quietly`, which is called
+                if self._runner is not None:
+                    self._runner.count(update and program.optimizer is not None)
+                else:
+                    self._report.step_began(elsewhere=self._counted_elsewhere)
+            except Exception as error:
+                not_needed(error)
         if isinstance(program, FunctionByHand):
             return detached_results(program.function()(*args, **kwargs))
         optimizer = program.optimizer
         if optimizer is not None and not self._pending:
             optimizer.zero_grad()
-        loss, result = program.forward(plain_call, args, kwargs)
         if program.nothing_but_steps:
+            loss, result = program.plain_forward(args, kwargs)
             loss.backward()
             if update and optimizer is not None:
                 optimizer.step()
         else:
+            loss, result = program.forward(plain_call, args, kwargs)
             program.backward(loss)
             if update and optimizer is not None:
                 program.before_update()()
         self._pending = not update
-        return detached_results(result)
-
-    def _count(self, update: bool) -> None:
-        if self._runner is not None:
-            self._runner.count(update)
-        else:
-            self._report.step_began(elsewhere=self._counted_elsewhere)
+        return result.detach() if type(result) is Tensor else detached_results(result)
 
     def _let_go(self) -> None:
         """The library has failed too often: every further step is a plain one."""
@@ -294,6 +296,13 @@ class LossProgram(StepOfLoss):
             if call is not plain_call:
                 around.enter_context(self.replication.around())
             result = call(self._step_fn, args, kwargs)
+        return self._loss_of(result)
+
+    def plain_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """As the user's loop makes it, while nothing is prepared. Hot path."""
+        result = self._step_fn(*args, **kwargs)
+        if type(result) is Tensor and result.requires_grad and result.dim() == 0:
+            return result, result
         return self._loss_of(result)
 
     def _loss_of(self, result: Any) -> tuple[Tensor, Any]:
