@@ -1,4 +1,4 @@
-"""Lets functions of the library raise, one in each training, and looks at how the training ends.
+"""Lets functions of the library raise, one in each training or some, and looks at how the training ends.
 
     python -m tests.planted_exceptions                                  # a sample over all front ends
     python -m tests.planted_exceptions --front lightning --sample 50 --seed 1 --jobs 8
@@ -23,9 +23,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does for the tests
 
@@ -34,6 +35,8 @@ import planting
 import torch
 from front_ends import FRONT_ENDS
 from planting import Function
+
+K = TypeVar("K")
 
 CALLS = (1, 2, 7)
 SECONDS = 120
@@ -108,13 +111,13 @@ def plain_of(front: str) -> Any:
     return in_a_process(lambda: FRONT_ENDS[front](False)[0])
 
 
-def outcome_of(case: Case, plain: Any) -> Outcome:
-    """Make the training in which the function raises."""
-    found = in_a_process(lambda: _train(case, plain))
+def outcome_of(cases: Sequence[Case], plain: Any) -> Outcome:
+    """Make the training in which these functions raise."""
+    found = in_a_process(lambda: _train(cases, plain))
     return Outcome(*found) if isinstance(found, (tuple, Outcome)) else Outcome("crashed", found)
 
 
-def _train(case: Case, plain: Any) -> Outcome:
+def _train(cases: Sequence[Case], plain: Any) -> Outcome:
     from pygraph_train import PyGraphError
 
     stack: list[str] = []
@@ -122,61 +125,82 @@ def _train(case: Case, plain: Any) -> Outcome:
     def when_hit() -> None:
         stack.extend(traceback.format_stack(limit=40)[:-2])
 
-    if not planting.plant(case.function, case.at, when_hit):
+    found = [planting.plant(case.function, case.at, when_hit) for case in cases]
+    if not any(found):
         return Outcome(MISSED, "its code is nowhere")
     try:
-        made, _ = FRONT_ENDS[case.front](True)
+        made, _ = FRONT_ENDS[cases[0].front](True)
     except BaseException as error:
-        if planting.hits() < case.at:
+        if not planting.hits():
             return Outcome("crashed", traceback.format_exc())
         text = traceback.format_exc()
         told = isinstance(error, PyGraphError) and "state" in str(error)
         return Outcome(TOLD if told else "ended", text)
-    if planting.hits() < case.at:
+    if not planting.hits():
         return Outcome(MISSED)
     different = front_ends.differs(plain, made)
-    return Outcome("different", different + "\n" + "".join(stack)) if different else Outcome(SURVIVED)
+    return (
+        Outcome("different", different + "\n" + "".join(stack))
+        if different
+        else Outcome(SURVIVED, f"{planting.hits()} faults")
+    )
 
 
-def outcomes(
-    cases: Iterable[Case], jobs: int, seconds: float = float("inf")
-) -> Iterator[tuple[Case, Outcome]]:
-    """These trainings, several at a time, as many as begin within so many seconds."""
+def in_processes(
+    runs: Iterable[tuple[K, Callable[[], Any]]], jobs: int, seconds: float = float("inf")
+) -> Iterator[tuple[K, Any]]:
+    """What these return, several at a time, each in a process; as many as begin within so many seconds."""
     end = time.monotonic() + seconds
-    plain: dict[str, Any] = {}
-    running: dict[int, tuple[Case, Path, float]] = {}
-    waiting = list(reversed(list(cases)))
+    running: dict[int, tuple[K, Path]] = {}
+    waiting = list(reversed(list(runs)))
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             if time.monotonic() > end:
                 waiting.clear()
             while waiting and len(running) < jobs:
-                case = waiting.pop()
-                if case.front not in plain:
-                    plain[case.front] = plain_of(case.front)
+                key, run = waiting.pop()
                 file = Path(folder) / str(len(waiting))
                 pid = os.fork()
                 if pid == 0:
-                    file.write_bytes(pickle.dumps(outcome_of(case, plain[case.front])))
+                    file.write_bytes(pickle.dumps(run()))
                     os._exit(0)
-                running[pid] = case, file, time.monotonic()
+                running[pid] = key, file
             if not running:
                 return
             pid, _ = os.wait()
-            case, file, _ = running.pop(pid)
-            yield case, pickle.loads(file.read_bytes())
+            key, file = running.pop(pid)
+            yield key, pickle.loads(file.read_bytes())
 
 
-def sample(count: int, seed: int, fronts: Iterable[str] = FRONT_ENDS) -> list[Case]:
+def outcomes(
+    trainings: Sequence[Sequence[Case]], jobs: int, seconds: float = float("inf")
+) -> Iterator[tuple[Sequence[Case], Outcome]]:
+    """How these trainings end: see `in_processes`."""
+    fronts = {cases[0].front for cases in trainings}
+    plain = dict(in_processes([(front, partial(plain_of, front)) for front in fronts], jobs))
+    runs = [(cases, partial(outcome_of, cases, plain[cases[0].front])) for cases in trainings]
+    return in_processes(runs, jobs, seconds)
+
+
+def sample(count: int, seed: int, known_of: Mapping[str, Sequence[Case]]) -> list[Case]:
     """Some cases of each front end, drawn at random."""
-    fronts = list(fronts)
+    fronts = list(known_of)
     draws = random.Random(seed)
     drawn: list[Case] = []
-    for k, front in enumerate(fronts):
-        known = cases_of(front)
+    for k, (_, known) in enumerate(sorted(known_of.items())):
         share = count // len(fronts) + (k < count % len(fronts))
         drawn += draws.sample(known, min(share, len(known)))
     return drawn
+
+
+def _together(cases: Iterable[Case], faults: int) -> Iterator[Sequence[Case]]:
+    """Trainings with so many of the cases in each, in the order in which the last one of each comes."""
+    open_: dict[str, list[Case]] = {}
+    for case in cases:
+        open_.setdefault(case.front, []).append(case)
+        if len(open_[case.front]) == faults:
+            yield open_.pop(case.front)
+    yield from open_.values()
 
 
 def main() -> int:
@@ -185,6 +209,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=100)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--only", help="only functions whose file or name has this in it")
+    parser.add_argument("--faults", type=int, default=1, help="in each training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
@@ -194,21 +219,23 @@ def main() -> int:
     front_ends.quiet()
     planting.import_all()
     fronts = options.front or list(FRONT_ENDS)
+    known = dict(in_processes([(front, partial(cases_of, front)) for front in fronts], options.jobs))
     if options.all or options.only:
-        cases = [case for front in fronts for case in cases_of(front)]
-        random.Random(options.seed).shuffle(cases)
+        cases = [case for front in fronts for case in known[front]]
     else:
-        cases = sample(options.sample, options.seed, fronts)
-        random.Random(options.seed).shuffle(cases)
+        cases = sample(options.sample, options.seed, known)
+    random.Random(options.seed).shuffle(cases)
     if options.only:
         cases = [case for case in cases if options.only in str(case.function)]
     counts: Counter[tuple[str, str]] = Counter()
     rows = []
-    for case, outcome in outcomes(cases, options.jobs, options.seconds):
-        counts[case.front, outcome.what] += 1
-        rows.append({"case": str(case), "outcome": outcome.what, "text": outcome.text})
+    trainings = list(_together(cases, options.faults))
+    for planted, outcome in outcomes(trainings, options.jobs, options.seconds):
+        counts[planted[0].front, outcome.what] += 1
+        named = "; ".join(map(str, planted))
+        rows.append({"case": named, "outcome": outcome.what, "text": outcome.text})
         if outcome.what not in (SURVIVED, MISSED):
-            print(f"{outcome.what}: {case}", flush=True)
+            print(f"{outcome.what}: {named}", flush=True)
     for front in fronts:
         print(front, {what: n for (f, what), n in sorted(counts.items()) if f == front})
     if options.out:

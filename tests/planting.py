@@ -1,4 +1,4 @@
-"""Makes a function of the library raise at one of its calls, wherever that function is defined.
+"""Makes functions of the library raise, each at one of its calls, wherever they are defined.
 
 A function is named by its file, its qualified name and its first line. Its body gets one statement more, which counts
 calls and raises at the one that was asked for: `__code__` is exchanged, so that decorators, bound methods and tables
@@ -21,7 +21,7 @@ import pygraph_train
 import pygraph_train.integrations
 from pygraph_train import boundary
 
-__all__ = ["Function", "Planted", "hits", "import_all", "library_calls", "plant"]
+__all__ = ["Function", "Planted", "hit", "hits", "import_all", "library_calls", "plant"]
 
 FOLDERS = tuple(
     str(Path(folder).resolve()) for folder in (*pygraph_train.__path__, *pygraph_train.integrations.__path__)
@@ -123,8 +123,9 @@ def _below(frame: types.FrameType) -> Iterator[types.FrameType]:
 class _Insert(ast.NodeTransformer):
     """Puts the call of the hook at the beginning of one function."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, number: int) -> None:
         self.function = function
+        self.number = number
         self.found = False
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -134,7 +135,7 @@ class _Insert(ast.NodeTransformer):
             body = node.body
             at = 1 if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) else 0
             hook = ast.parse(
-                "if __import__('planting').hit(): raise __import__('planting').Planted('planted')"
+                f"if __import__('planting').hit({self.number}): raise __import__('planting').Planted('planted')"
             ).body[0]
             for child in ast.walk(hook):
                 if hasattr(child, "lineno"):
@@ -144,34 +145,45 @@ class _Insert(ast.NodeTransformer):
         return node
 
 
-_at = 0
-_count = 0
-_when_hit: Callable[[], None] | None = None
+class _Fault:
+    """One that was planted.
+
+    Attributes:
+        at: the call that raises.
+        when_hit: called just before.
+        count: of calls so far.
+    """
+
+    def __init__(self, at: int, when_hit: Callable[[], None]) -> None:
+        self.at, self.when_hit, self.count = at, when_hit, 0
 
 
-def hit() -> bool:
-    """Asked by the function that was chosen: whether it raises now."""
-    global _count
-    _count += 1
-    if _count == _at and _when_hit is not None:
-        _when_hit()
-    return _count == _at
+_faults: list[_Fault] = []
+
+
+def hit(number: int) -> bool:
+    """Asked by a function that was chosen: whether it raises now."""
+    fault = _faults[number]
+    fault.count += 1
+    if fault.count == fault.at:
+        fault.when_hit()
+    return fault.count == fault.at
 
 
 def hits() -> int:
-    """How often the function was called so far."""
-    return _count
+    """How many of the faults were raised."""
+    return sum(fault.count >= fault.at for fault in _faults)
 
 
-def plant(function: Function, at: int, when_hit: Callable[[], None] | None = None) -> bool:
+def plant(function: Function, at: int, when_hit: Callable[[], None]) -> bool:
     """Let a function raise `Planted` at its call number `at`, in this process, for good.
 
     Returns:
         Whether it was found: one that was made by a decorator that compiles code, for instance, is not.
     """
-    global _at, _count, _when_hit
+    _faults.append(_Fault(at, when_hit))
     tree = ast.parse(Path(function.file).read_text())
-    insert = _Insert(function)
+    insert = _Insert(function, len(_faults) - 1)
     tree = ast.fix_missing_locations(insert.visit(tree))
     if not insert.found:
         return False
@@ -187,7 +199,6 @@ def plant(function: Function, at: int, when_hit: Callable[[], None] | None = Non
         if wanted in inside or _key(code.co_qualname, code.co_firstlineno) == wanted:
             live.__code__ = _exchanged(code, wanted, new[wanted])
             found = True
-    _at, _count, _when_hit = at, 0, when_hit
     return found
 
 
