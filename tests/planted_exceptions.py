@@ -39,7 +39,7 @@ from planting import Function
 K = TypeVar("K")
 
 CALLS = (1, 2, 7)
-SECONDS = 120
+SECONDS = 300
 
 SURVIVED, TOLD, MISSED = "survived", "told", "not called"
 

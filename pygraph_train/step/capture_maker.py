@@ -236,7 +236,11 @@ class CaptureMaker:
         put_back()
         self._training.has_memory = True
         outputs.tensors.clear()
-        gradients.claim()
+        try:
+            gradients.claim()
+        except Exception:
+            gradients.restore(before)
+            raise
         hyperparameters = None
         if optimizer is not None and numbers is not None:
             optimizer.remember()
