@@ -162,14 +162,21 @@ def in_processes(
                 file = Path(folder) / str(len(waiting))
                 pid = os.fork()
                 if pid == 0:
-                    file.write_bytes(pickle.dumps(run()))
-                    os._exit(0)
+                    try:
+                        file.write_bytes(pickle.dumps(run()))
+                        os._exit(0)
+                    except BaseException:
+                        traceback.print_exc()
+                        os._exit(1)  # the folder is the parent's to remove
                 running[pid] = key, file
             if not running:
                 return
-            pid, _ = os.wait()
+            pid, status = os.wait()
             key, file = running.pop(pid)
-            yield key, pickle.loads(file.read_bytes())
+            if status:
+                print(f"{key}: the process has failed, see above", flush=True)
+            else:
+                yield key, pickle.loads(file.read_bytes())
 
 
 def outcomes(
@@ -178,7 +185,11 @@ def outcomes(
     """How these trainings end: see `in_processes`."""
     fronts = {cases[0].front for cases in trainings}
     plain = dict(in_processes([(front, partial(plain_of, front)) for front in fronts], jobs))
-    runs = [(cases, partial(outcome_of, cases, plain[cases[0].front])) for cases in trainings]
+    runs = [
+        (cases, partial(outcome_of, cases, plain[cases[0].front]))
+        for cases in trainings
+        if cases[0].front in plain
+    ]
     return in_processes(runs, jobs, seconds)
 
 
@@ -220,6 +231,7 @@ def main() -> int:
     planting.import_all()
     fronts = options.front or list(FRONT_ENDS)
     known = dict(in_processes([(front, partial(cases_of, front)) for front in fronts], options.jobs))
+    fronts = list(known)
     if options.all or options.only:
         cases = [case for front in fronts for case in known[front]]
     else:

@@ -24,7 +24,7 @@ LEVELS = (
     ("tracing", "report"),
     ("gradients",),
     ("optimizers", "parallel"),
-    ("regions",),
+    ("core", "regions"),
     ("backend",),
     ("step",),
     ("diagnosis",),

@@ -50,9 +50,9 @@ from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.step.flight import Replayed
 from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.outputs import detached_results
+from pygraph_train.step.phase_runner import Runner, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepOfLoss, plain_call
-from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.optim import count_optimizer_step
 from pygraph_train.tracing.signature import Dims, map_leaves
 from pygraph_train.tracing.trace import Trace
@@ -102,7 +102,7 @@ class GraphedStepFunction(NotCopied):
         self._patience = _PATIENCE + 2 * loop.config.warmup_steps
         self._program: _StepFunctionProgram | AccelerateByHand | None = None
         self._used: list[tuple[Any, torch.optim.Optimizer]] = []
-        self._runner: StepRunner | None = None
+        self._runner: Runner | None = None
         self._rest: float = 0  # so many further steps are nothing but plain ones
         self._on = loop.active
         if self._on:
@@ -212,7 +212,7 @@ class GraphedStepFunction(NotCopied):
             self._loop.give_up_optimizer(accelerated.optimizer, to=self)
         if self._by_hand:
             self._program = AccelerateByHand(self._fn, accelerator, used)
-            self._runner = StepRunner(self._program, self._loop.config, engine, self._report)
+            self._runner = runner_for(self._program, self._loop.config, engine, self._report)
             return
         optimizer = used[0] if used else None
         replication = self._replication()
@@ -220,7 +220,7 @@ class GraphedStepFunction(NotCopied):
             self._fn, accelerator, optimizer, replication, accumulates_inside=self._hoists_accumulate
         )
         self._program.observed = self._observed
-        self._runner = StepRunner(self._program, self._loop.config, engine, self._report)
+        self._runner = runner_for(self._program, self._loop.config, engine, self._report)
 
     def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function for real and see whether it can be taken apart."""

@@ -32,8 +32,8 @@ from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, defined_at
 from pygraph_train.step.flight import Replayed
+from pygraph_train.step.phase_runner import Runner
 from pygraph_train.step.program import Call, StepProgram, plain_call
-from pygraph_train.step.runner import StepRunner
 
 __all__ = ["StepsByHand", "why_not_whole"]
 
@@ -93,7 +93,7 @@ class StepsByHand:
         self,
         trainer: Trainer,
         module: LightningModule,
-        runner: Callable[[StepProgram], StepRunner],
+        runner: Callable[[StepProgram], Runner],
         warmup_steps: int,
         tell: Callable[[Problem], None],
     ) -> None:

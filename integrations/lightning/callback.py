@@ -54,10 +54,10 @@ from pygraph_train.report.announcements import graphs_are_off, show, switched_of
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import Fallback, StepReport
 from pygraph_train.selection.controller import Switch
-from pygraph_train.step.flight import Replayed, StepInFlight
+from pygraph_train.step.flight import Replayed
+from pygraph_train.step.phase_runner import Flight, Runner, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepOfLoss, StepProgram, plain_call
-from pygraph_train.step.runner import StepRunner
 from pygraph_train.torch_private.memory import tensor_version
 
 if TYPE_CHECKING:
@@ -186,8 +186,8 @@ class PyGraphCallback(Callback):
             tell_why_off(self.config)
             return _decline(trainer, "there is no CUDA device")
 
-        def runner_of(program: StepProgram) -> StepRunner:
-            return StepRunner(
+        def runner_of(program: StepProgram) -> Runner:
+            return runner_for(
                 program,
                 self.config,
                 engine,
@@ -276,14 +276,14 @@ class _AutomaticStep:
         trainer: Trainer,
         module: LightningModule,
         program: _LightningProgram,
-        runner: StepRunner,
+        runner: Runner,
         callback: PyGraphCallback,
     ) -> None:
         self._trainer = trainer
         self._callback = callback
         self._program = program
         self._runner = runner
-        self._step: StepInFlight | None = None
+        self._step: Flight | None = None
         self._boundary = program.boundary = Boundary(callback.report().failed, self._let_go)
         self._rest: float = 0  # so many further batches are Lightning's alone
         self._idle = [hook for hook in ON_EACH_BATCH if not overrides(callback, hook)]
@@ -490,15 +490,18 @@ class _AutomaticStep:
     ) -> Any:
         step = self._step
         if step is None or kwargs or optimizer is not self._program.optimizer or self._loop._skip_backward:
+            executes(STEP)
             return self._lightning_optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if not step.graphs_update:
 
             def marked() -> Any:
+                executes(STEP)
                 result = closure()
-                step.update_begins()
+                quietly(step.update_begins)
                 return result
 
             return self._lightning_optimizer_step(optimizer, model=model, closure=marked, **kwargs)
+        executes(STEP)
         result = closure()
         if result is None:  # the batch is skipped, and plugins differ in what remains to be done
             return self._lightning_optimizer_step(optimizer, model=model, closure=lambda: result)

@@ -35,11 +35,11 @@ from pygraph_train.parallel.replication import RECORDER, Replication
 from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.step_report import Fallback, StepReport
-from pygraph_train.step.flight import Replayed, StepInFlight
+from pygraph_train.step.flight import Replayed
 from pygraph_train.step.loss_program import plain_update
+from pygraph_train.step.phase_runner import Flight, Runner, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepOfLoss, plain_call
-from pygraph_train.step.runner import StepRunner
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerMixin"]
 
@@ -125,8 +125,8 @@ class _WholeStep:
         self._trainer = trainer
         self._loop = loop
         self._report = StepReport()
-        self._runner: StepRunner | None = None
-        self._step: StepInFlight | None = None
+        self._runner: Runner | None = None
+        self._step: Flight | None = None
         self._rest: float = 0  # so many further steps are the Trainer's alone
         self._undo: Callable[[], None] = lambda: None
         self._boundary = Boundary(self._report.failed, self.close)
@@ -157,7 +157,7 @@ class _WholeStep:
         return step(model, inputs)
 
     def _make(
-        self, runner: StepRunner, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
+        self, runner: Runner, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
     ) -> Tensor:
         trainer, program = self._trainer, self._program
         if self._rest:
@@ -196,7 +196,7 @@ class _WholeStep:
             self._end(runner, self._step)
         return loss
 
-    def _end(self, runner: StepRunner, step: StepInFlight) -> None:
+    def _end(self, runner: Runner, step: Flight) -> None:
         """The step has ended, its update included."""
         step.finish()
         if not step.replayed:
@@ -218,7 +218,7 @@ class _WholeStep:
         if isinstance(self._replication, Replicas):
             self._replication.leave_default_stream()
         self._program = _TrainerProgram(trainer, self._replication)
-        self._runner = StepRunner(
+        self._runner = runner_for(
             self._program,
             loop.config,
             engine,

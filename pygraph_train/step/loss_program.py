@@ -43,9 +43,9 @@ from pygraph_train.step.flight import Replayed
 from pygraph_train.step.function_by_hand import FunctionByHand
 from pygraph_train.step.not_copied import NotCopied
 from pygraph_train.step.outputs import detached_results
+from pygraph_train.step.phase_runner import Runner, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepOfLoss, plain_call
-from pygraph_train.step.runner import StepRunner
 
 __all__ = ["LossProgram", "LossSteps"]
 
@@ -73,7 +73,7 @@ class LossSteps(NotCopied):
         self._program = program
         self._report = surely(StepReport, SETTING_UP)
         self._boundary = Boundary(self._report.failed, self._let_go)
-        self._runner: StepRunner | None = None
+        self._runner: Runner | None = None
         self._pending = False
         self._counted_elsewhere = False
         self._made = False
@@ -90,7 +90,7 @@ class LossSteps(NotCopied):
             if isinstance(program.replication, Replicas):
                 program.replication.leave_default_stream()
             self._runner = arranged(
-                lambda: StepRunner(program, config, engine, self._report), self._report.failed
+                lambda: runner_for(program, config, engine, self._report), self._report.failed
             )
 
     @property

@@ -60,7 +60,9 @@ class Feature:
 
 GRAPHS = Feature("graphs", "training runs as you wrote it")
 FORWARD_AND_BACKWARD = Feature(
-    "graphs of forward and backward", "forward and backward run as you wrote them", works=("2.11.0", "2.13.0")
+    "graphs of whole steps and of stock loops",
+    "each phase of a step has a graph of its own, and stock loops run forward and backward as you wrote them",
+    works=("2.11.0", "2.13.0"),
 )
 DYNAMO = Feature("graphs of traced code", "such code runs as you wrote it")
 COMPILED = Feature("graphs of compiled code", "compiled parts run with eager kernels and without graphs")

@@ -1,0 +1,160 @@
+"""The autograd node of a replayed forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pygraph_train.boundary import theirs
+from pygraph_train.core.recording import RecordedRegion
+from pygraph_train.problems import PyGraphError
+from pygraph_train.torch_private.autograd import backward_keeps_graph
+from pygraph_train.torch_private.phases import add_all, at_end_of_backward, present_backward
+
+__all__ = ["Delivery", "replay"]
+
+
+class Token:
+    """Lives as long as the backward of a forward may come."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Delivery:
+    """Puts gradients of parameters where the loop expects them, as autograd's own accumulation does.
+
+    One node input stands for all parameters, because autograd takes microseconds for each input.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self._task: int | None = None
+        self._waiting: list[tuple[Sequence[Tensor], Sequence[Tensor | None]]] = []
+
+    def begin(self) -> None:
+        """A node of the present backward is about to be replayed. What a failed backward has left is dropped."""
+        task = present_backward()
+        if task != self._task:
+            self._task, self._waiting = task, []
+            at_end_of_backward(self._end)
+        else:
+            self._flush()
+
+    def take(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+        """Gradients to deliver at the end of the present backward."""
+        self._waiting.append((parameters, found))
+
+    def _end(self) -> None:
+        self._task = None
+        self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for parameters, found in waiting:
+            self._deliver(parameters, found)
+
+    def _deliver(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+        """Add the gradients of a backward. Where there was none, `.grad` is what later backwards overwrite."""
+        old: list[Tensor] = []
+        new: list[Tensor] = []
+        for p, g in zip(parameters, found, strict=True):
+            if g is None:
+                continue
+            before = p.grad
+            if before is None:
+                p.grad = g
+            else:
+                old.append(before)
+                new.append(g)
+        if old:
+            add_all(old, new)
+
+    def make_way(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+        """Before a replay overwrites `found`: gradients that lie there, and are not read yet, move."""
+        for p, g in zip(parameters, found, strict=True):
+            if g is not None and p.grad is g:
+                total = self._sums.get(id(p))
+                if total is None or total.shape != g.shape or total.dtype != g.dtype or total is g:
+                    total = self._sums[id(p)] = torch.empty_like(g)
+                total.copy_(g)
+                p.grad = total
+
+
+class _Replay(torch.autograd.Function):
+    """Its inputs are the tensors that lead to gradients; one parameter stands for all that are delivered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        slot: RecordedRegion,
+        given: Sequence[Any],
+        delivery: Delivery | None,
+        delivered: Sequence[int],
+        made: list[Any],
+        *leads: Tensor,
+    ) -> tuple[Tensor, ...]:
+        token = Token()
+        made += slot.replay_forward(given, token)
+        ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
+        ctx.delivered, ctx.given = delivered, given
+        ctx.save_for_backward(torch.empty(0))  # a second backward gets torch's own error
+        ctx.set_materialize_grads(False)
+        return tuple(made[i] for i in slot.differ)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        try:
+            ctx.saved_tensors  # noqa: B018
+        except RuntimeError as error:
+            raise theirs(error)  # noqa: B904
+        slot: RecordedRegion = ctx.slot
+        if torch.is_grad_enabled() or slot.generation != ctx.generation:
+            raise PyGraphError(
+                "the backward of a forward that pygraph-train replayed is differentiated itself (create_graph=True), "
+                "for the first time. Set PYGRAPH_DISABLE=1 in the environment"
+            )
+        seeds = {i: g for i, g in zip(slot.differ, gradients, strict=True) if g is not None}
+        delivered = set(ctx.delivered)
+        at = [k for k, i in enumerate(slot.leads) if i in delivered]
+        parameters = [ctx.given[i] for i in ctx.delivered]
+        if ctx.delivery is not None:
+            ctx.delivery.begin()
+            ctx.delivery.make_way(parameters, [slot.gradients[k] for k in at])
+        found = slot.replay_backward(seeds)
+        if not backward_keeps_graph():
+            ctx.token = None
+        if ctx.delivery is not None:
+            ctx.delivery.take(parameters, [found[k] for k in at])
+        others = [
+            None if g is None else g.clone()
+            for i, g in zip(slot.leads, found, strict=True)
+            if i not in delivered
+        ]
+        return None, None, None, None, None, *others, *([None] if delivered else [])
+
+
+def replay(
+    slot: RecordedRegion, given: Sequence[Any], delivery: Delivery | None, delivered: Sequence[int]
+) -> Any:
+    """Replay the forward of a slot.
+
+    Args:
+        slot: no backward of it is pending.
+        given: the inputs.
+        delivery: of the loop, None where autograd returns all gradients.
+        delivered: the positions of the parameters that it delivers.
+    """
+    if delivery is None:
+        delivered = ()
+    taken = set(delivered)
+    leads = [given[i] for i in slot.leads if i not in taken]
+    if delivered:
+        leads.append(given[delivered[0]])
+    made: list[Any] = []
+    differ = _Replay.apply(slot, given, delivery, delivered, made, *leads)
+    for i, output in zip(slot.differ, differ, strict=True):
+        made[i] = output
+    return made

@@ -1,0 +1,295 @@
+"""Makes training steps whose phases are replayed one by one, each when the loop asks for it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pygraph_train.boundary import STEP, Boundary, executes, once, quietly
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.region import PhaseRegions
+from pygraph_train.gradients.places import Source
+from pygraph_train.graphs.devices import let_go
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.phase import OptimizerPhase
+from pygraph_train.optimizers.preparation import OptimizerPreparation
+from pygraph_train.optimizers.several import OptimizerSet, SeveralPreparations
+from pygraph_train.problems import Problem
+from pygraph_train.report.step_report import CaptureRecord, StepReport
+from pygraph_train.selection.arms import Plan, graphs_apart
+from pygraph_train.selection.controller import Switch
+from pygraph_train.step.flight import Ran, StepInFlight
+from pygraph_train.step.outside import around_the_step, uninitialized
+from pygraph_train.step.plan import PositionInAccumulation
+from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.runner import StepRunner
+from pygraph_train.step.training_run import TrainingRun
+from pygraph_train.torch_private.stock_dynamo import CompiledFunction
+from pygraph_train.torch_private.tracing import why_no_traces
+
+__all__ = ["Flight", "PhaseRunner", "Runner", "runner_for"]
+
+_HOPE = 40
+"""Steps with reasons against graphs, and none with one, after which there is no hope."""
+
+_PATIENCE = 12
+"""Steps without a graph and without a reason, after which one is given."""
+
+
+class PhaseRunner:
+    """Runs training steps; the forward, the backward and the update have graphs of their own.
+
+    It has the methods of `StepRunner`, and serves the same loops.
+
+    Args: as of `StepRunner`.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        config: PyGraphConfig,
+        engine: Engine,
+        report: StepReport,
+        steps_left: Callable[[], float | None] = lambda: None,
+        *,
+        announce: Callable[[str], None] = lambda text: None,
+        on_decision: Callable[[Switch], None] = lambda switch: None,
+    ) -> None:
+        self._training = TrainingRun(program, config, engine, report, steps_left, announce, on_decision)
+        self._boundary = Boundary(self._training.note, lambda: self.stop(_TOO_OFTEN))
+        self._regions = PhaseRegions(
+            engine, config, self._tensors, self._training.note, delivers=not program.by_hand
+        )
+        self._compiled: CompiledFunction | None = None
+        self._update_phase: OptimizerPhase | None = None
+        self._preparation: Any = None
+        self._prepared = self.stopped = False
+        self._rests = 0.0
+        self._present = StepOfPhases(self, PositionInAccumulation())
+        report.runs_with("{F} {B} {O}")
+        reason = self._why_none()
+        if reason is not None:
+            self.stop(reason)
+
+    def _why_none(self) -> Problem | None:
+        program = self._training.program
+        if program.replication.group is not None or program.replication.sharded:
+            return Problem("steps of several processes run without graphs on this torch")
+        if self._training.config.forward == "off":
+            return Problem("forward='off' is set, and eager kernels have no graph of a backward alone")
+        return program.replication.problem
+
+    def _tensors(self) -> list[Any]:
+        model = self._training.program.model
+        return [*model.parameters(), *model.buffers()]
+
+    # -- one step --------------------------------------------------------------------------------------
+
+    def begin(self, position: PositionInAccumulation) -> StepOfPhases:
+        """A training step begins, or one micro-batch of it."""
+        self._training.step_began()
+        self._present = StepOfPhases(self, position)
+        return self._present
+
+    def make(
+        self,
+        step: Flight,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Call], Any],
+        flat: Any = None,
+    ) -> Ran[Any]:
+        """Make the step: `run` is called once, with the way in which its function is called."""
+        regions = self._regions
+        regions.replays = regions.plain = 0
+        call = self._call if self._may_replay() else plain_call
+        if not self._prepared and self._training.step > self._training.config.warmup_steps:
+            self._prepare()
+        executes(STEP)
+        return Ran(run(call))
+
+    def _may_replay(self) -> bool:
+        training = self._training
+        if self.stopped or training.step == 1:  # caches of the user's code fill in the first step
+            return False
+        if uninitialized(training.program.model) is not None:
+            return False
+        problem = next(around_the_step(), None)
+        if problem is not None:
+            training.note(problem)
+        return problem is None
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the step's function through `torch.compile`. Hot path."""
+        if self._compiled is None or self._compiled.fn != fn:
+            self._compiled = CompiledFunction(fn, self._regions)
+        regions = self._regions
+        regions.in_function = True
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            regions.in_function = False
+
+    # -- the update --------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """From now on, updates run with the kernels that graphs hold."""
+        self._prepared = True
+        training, program = self._training, self._training.program
+        optimizer: Any = program.optimizer
+        if optimizer is None or program.by_hand or self.stopped or training.config.optimizer == "off":
+            return
+        kind: Any = SeveralPreparations if isinstance(optimizer, OptimizerSet) else OptimizerPreparation
+        preparation = kind(optimizer, emulated=training.engine.name == "emulated")
+        reason = preparation.reason or program.why_update_stays_outside(preparation)
+        if reason is not None:
+            preparation.close()
+            training.note(Problem(f"the optimizer runs outside of the graph: {reason}"))
+            return
+        preparation.settle(training.engine)
+        self._preparation = preparation
+        self._update_phase = OptimizerPhase(
+            program, preparation, training.engine, training.config, training.report, training.addresses
+        )
+
+    def update(self, step: StepOfPhases, body: Callable[[], None], constants: Any) -> None:
+        """The optimizer phase of a step."""
+        made = once(body)
+        self._boundary.make(lambda: self._make_update(step, made, constants), made)
+
+    def _make_update(self, step: StepOfPhases, body: Callable[[], None], constants: Any) -> None:
+        phase, scaling = self._update_phase, self._training.program.scaling
+        if phase is None:
+            return body()
+        if scaling.unscaled:
+            with self._preparation.prepared():
+                return body()
+        source: Source = "graph" if self._regions.replays and not self._regions.plain else "autograd"
+        phase.run(body, (constants, scaling.numbers()), source=source, step=self._training.step)
+        if phase.replayed:
+            step.update_replayed = True
+            self._training.report.update_replayed()
+        for problem in filter(None, (phase.problem, phase.restless)):
+            self._training.note(problem)
+        if phase.problem is not None:
+            self._drop_update()
+
+    def _drop_update(self) -> None:
+        phase, self._update_phase = self._update_phase, None
+        if phase is not None:
+            phase.close()
+        if self._preparation is not None:
+            self._preparation.close()
+
+    def finish(self, step: StepOfPhases) -> None:
+        """The step has ended."""
+        self._boundary.make(lambda: self._finish(step), lambda: None)
+
+    def _finish(self, step: StepOfPhases) -> None:
+        training, regions = self._training, self._regions
+        graphed = regions.replays > 0 and not regions.plain
+        step.replayed = graphed
+        plan = graphs_apart(graphed, graphed and training.config.backward != "off", step.update_replayed)
+        training.report.step_ended(plan, updated=step.position.update)
+        if regions.recorded:
+            record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step)
+            training.report.captured(record)
+            regions.recorded, regions.seconds = 0, 0.0
+        if training.step == training.config.warmup_steps + _PATIENCE and not (
+            training.replays or training.reasons
+        ):
+            training.note(_NO_GRAPH)
+        if graphed:
+            training.replays += 1
+            training.clock.replayed(training.step)
+        elif training.step > 1:
+            training.report.ran_without_graph(time.perf_counter() - step.began)
+
+    # -- what else loops ask -----------------------------------------------------------------------------
+
+    def count(self, updated: bool = True) -> None:
+        """A step was made without this runner."""
+        self._training.step_made_elsewhere(updated)
+
+    def take_rest(self) -> float:
+        """So many further steps are the loop's own."""
+        return math.inf if self.stopped else 0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether many steps have brought reasons and no replay."""
+        run = self._training
+        return run.step >= _HOPE and run.reasons > 0 and not run.replays
+
+    def share(self, flag: bool) -> list[bool] | None:
+        """Ranks exchange nothing here."""
+        return None
+
+    def stop(self, problem: Problem) -> None:
+        """Run every further step without a graph, and say why."""
+        self.stopped = True
+        self._regions.close()
+        self._drop_update()
+        self._training.report.runs_with(Plan())
+        self._training.note(problem)
+
+    def close(self) -> None:
+        """Release every graph and give the optimizer back as it was."""
+        self.stopped = True
+        quietly(self._regions.close, self._drop_update)
+        let_go(self._training.engine)
+
+
+_NO_GRAPH = Problem(
+    "Dynamo finds no graph of this step that serves the next one: it breaks the graph, or traces it anew in each step",
+    fix="TORCH_LOGS=recompiles,graph_breaks says where. A list that the step appends to is a usual cause",
+)
+_TOO_OFTEN = Problem("pygraph-train has failed too often in this training")
+
+
+class StepOfPhases:
+    """One training step, or one micro-batch of it.
+
+    Attributes:
+        position: where it stands in accumulation.
+        replayed: whether forward and backward came from graphs.
+        update_replayed: whether the update did.
+    """
+
+    __slots__ = ("_runner", "began", "given_up", "position", "replayed", "update_replayed")
+
+    def __init__(self, runner: PhaseRunner, position: PositionInAccumulation) -> None:
+        self._runner, self.position = runner, position
+        self.replayed = self.update_replayed = self.given_up = False
+        self.began = time.perf_counter()
+
+    @property
+    def graphs_update(self) -> bool:
+        """Whether the update has to go through `update`."""
+        return self._runner._update_phase is not None
+
+    def update_begins(self) -> None:
+        """The update begins, of a step whose adapter does not need `update`."""
+
+    def update(self, body: Callable[[], None], constants: Any = ()) -> None:
+        """Make the optimizer phase, from its own graph where there is one."""
+        self._runner.update(self, body, constants)
+
+    def finish(self) -> None:
+        """The step has ended, its update included."""
+        self._runner.finish(self)
+
+
+Runner = StepRunner | PhaseRunner
+Flight = StepInFlight | StepOfPhases
+
+
+def runner_for(*args: Any, **kwargs: Any) -> Runner:
+    """What makes the steps of a training: `StepRunner` where Dynamo of this torch can be changed as it needs.
+
+    Args: as of `StepRunner`.
+    """
+    kind = StepRunner if why_no_traces() is None else PhaseRunner
+    return kind(*args, **kwargs)

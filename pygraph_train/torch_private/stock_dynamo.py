@@ -1,0 +1,73 @@
+"""Calls functions through `torch.compile`, and has Dynamo trace them with the settings that the library needs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["CompiledFunction"]
+
+_SETTINGS: dict[str, Any] = {
+    "suppress_errors": True,  # what Dynamo itself fails at runs as it is written
+    "skip_nnmodule_hook_guards": False,  # hooks that are added later are noticed
+    "specialize_float": False,
+    "allow_unspec_int_on_nn_module": True,
+    "allow_rnn": True,
+    "trace_numpy": False,  # NumPy computes in other types than its imitation in torch
+    "enable_dynamo_decompositions": False,  # `a.add_(b, alpha=c)` is rounded once, not twice
+}
+
+
+class _Here(threading.local):
+    calls = 0
+    patch: Any = None
+
+
+_here = _Here()
+
+
+def _trace_begins(*_: Any) -> None:
+    """A trace begins in this thread: if a function of ours is called, it gets our settings until the call ends."""
+    if _here.calls and _here.patch is None:
+        import torch._dynamo.config as config
+
+        known = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
+        _here.patch = config.patch(known)
+        _here.patch.__enter__()
+
+
+def _listens() -> bool:
+    """Whether Dynamo tells us of traces. `torch.compiler.reset` makes it forget."""
+    from torch._dynamo.callback import callback_handler
+
+    if _trace_begins not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_trace_begins)
+    return True
+
+
+class CompiledFunction:
+    """A function that `torch.compile` has prepared.
+
+    Args:
+        fn: the user's.
+        backend: gets each graph.
+    """
+
+    def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any]) -> None:
+        self.fn = fn
+        self._compiled = torch.compile(fn, backend=backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it. Hot path."""
+        _listens()
+        _here.calls += 1
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            _here.calls -= 1
+            if _here.patch is not None and not _here.calls:
+                patch, _here.patch = _here.patch, None
+                patch.__exit__(None, None, None)
