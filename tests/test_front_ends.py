@@ -235,7 +235,7 @@ def transformers_whole(run: Run, graphed: bool) -> None:
 FRONT_ENDS: dict[str, tuple[Callable[..., None], int, int, str]] = {
     "GraphedStep": (graphed_step, 24, 45, ""),
     "Lightning": (lightning, 24, 45, ""),
-    "Lightning manual": (lightning_manual, 24, 0, "Dynamo finds no graph of this step"),
+    "Lightning manual": (lightning_manual, 24, 5, "lacks"),
     "Accelerate": (accelerate_loop, 70, 5, "lacks"),
     "Accelerate graphed_step": (accelerate_whole, 24, 45, "lacks"),
     "Fabric": (fabric, 70, 5, "lacks"),

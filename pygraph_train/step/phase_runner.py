@@ -59,9 +59,7 @@ class PhaseRunner:
     ) -> None:
         self._training = TrainingRun(program, config, engine, report, steps_left, announce, on_decision)
         self._boundary = Boundary(self._training.note, lambda: self.stop(_TOO_OFTEN))
-        self._regions = PhaseRegions(
-            engine, config, self._tensors, self._training.note, delivers=not program.by_hand
-        )
+        self._regions = PhaseRegions(engine, config, self._tensors, self._training.note, delivers=True)
         self._compiled: CompiledFunction | None = None
         self._update_phase: OptimizerPhase | None = None
         self._preparation: Any = None
@@ -77,6 +75,10 @@ class PhaseRunner:
         program = self._training.program
         if program.replication.group is not None or program.replication.sharded:
             return Problem("steps of several processes run without graphs on this torch")
+        if program.by_hand:
+            return why_no_traces() or Problem(
+                "a step that makes its backwards itself has no phases to replay"
+            )
         if self._training.config.forward == "off":
             return Problem("forward='off' is set, and eager kernels have no graph of a backward alone")
         return program.replication.problem
@@ -139,7 +141,7 @@ class PhaseRunner:
         self._prepared = True
         training, program = self._training, self._training.program
         optimizer: Any = program.optimizer
-        if optimizer is None or program.by_hand or self.stopped or training.config.optimizer == "off":
+        if optimizer is None or self.stopped or training.config.optimizer == "off":
             return
         kind: Any = SeveralPreparations if isinstance(optimizer, OptimizerSet) else OptimizerPreparation
         preparation = kind(optimizer, emulated=training.engine.name == "emulated")
