@@ -15,6 +15,7 @@ from .compare import WHOLE_STEPS, Run, compare, same_as_plain, whole_steps_only
 from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
 
 
+@pytest.mark.notices("the last tensor of a batch is not copied", "gradients pile up in graphs")
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 @pytest.mark.quick
 @same_as_plain(replays=15)
@@ -25,6 +26,7 @@ def test_a_loop(run: Run, optimizer: Any) -> None:
         step(batch)
 
 
+@pytest.mark.notices("results are overwritten by the next replay")
 @same_as_plain(replays=15)
 def test_results_besides_the_loss(run: Run) -> None:
     """Each is the caller's to keep: no later step writes into it."""
