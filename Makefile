@@ -29,7 +29,7 @@ BENCH_SCALE := $(if $(HAS_GPU),full,tiny)
 # one process for each core, and the tests of a file together, where pytest-xdist is installed
 PARALLEL := from importlib.util import find_spec; print("-n auto --dist loadfile" if find_spec("xdist") else "")
 
-.PHONY: help demo test test-all planted test-oldest test-newest missing-names faults lint docs gpu-test hunt bench clean in-place
+.PHONY: help demo test test-rest test-all planted test-oldest test-newest missing-names faults lint docs gpu-test hunt bench clean in-place
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -37,10 +37,13 @@ help: ## this list
 demo: $(READY) ## train the digits example with PyGraph in a Lightning Trainer and print its report
 	$(PY) examples/lightning_digits.py $(ARGS)
 
-test: lint ## formatting, lint, types, and the tests that are not slow (GPU tests skip themselves without a GPU)
-	$(PY) -m pytest -m "not slow" $$($(PY) -c '$(PARALLEL)') $(ARGS)
+test: lint ## formatting, lint, types, the contract, and the tests of single parts: six minutes on two cores
+	$(PY) -m pytest -m "not slow" tests/contract tests/unit $$($(PY) -c '$(PARALLEL)') $(ARGS)
 
-test-all: test ## every check: `make test`, then the slow tests
+test-rest: $(READY) ## the other tests that are not slow (GPU tests skip themselves without a GPU)
+	$(PY) -m pytest -m "not slow" --ignore tests/contract --ignore tests/unit $$($(PY) -c '$(PARALLEL)') $(ARGS)
+
+test-all: test test-rest ## every check: `make test`, `make test-rest`, then the slow tests
 	$(PY) -m pytest -m slow $$($(PY) -c '$(PARALLEL)') $(ARGS)
 
 planted: $(READY) ## plant faults in the library, and list the tests that pass although they promise to notice
@@ -51,11 +54,12 @@ lint: $(READY) ## formatting, lint and types only
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-test-oldest: $(OLDEST_VENV)/.installed ## the tests on the oldest torch that is supported, in an environment of its own
-	$(OLDEST_VENV)/bin/python -m pytest $$($(OLDEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
+test-oldest: $(OLDEST_VENV)/.installed ## the contract on the oldest torch that is supported, in an environment of its own
+	$(OLDEST_VENV)/bin/python -m pytest -m "not slow" tests/contract $$($(OLDEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
 
-test-newest: $(NEWEST_VENV)/.installed ## one loop of each front end on the newest torch that is supported, in an environment of its own
-	$(NEWEST_VENV)/bin/python -m pytest tests/test_front_ends.py $(ARGS)
+test-newest: $(NEWEST_VENV)/.installed ## the contract and a loop of each front end on the newest torch that is supported, in an environment of its own
+	$(NEWEST_VENV)/bin/python -m pytest -m "not slow" tests/contract tests/test_front_ends.py tests/test_phases_apart.py \
+		$$($(NEWEST_VENV)/bin/python -c '$(PARALLEL)') $(ARGS)
 
 faults: $(READY) ## let functions of the library raise in turn: each training has to survive (ARGS="--front lightning --all")
 	$(PY) -m tests.planted_exceptions $(ARGS)
@@ -106,7 +110,7 @@ $(NEWEST_VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
 	@grep -vE '^(torch|setuptools)==' constraints.txt > $(NEWEST_VENV)/constraints.txt
 	@PIP_CONFIG_FILE=/dev/null $(NEWEST_VENV)/bin/python $(PIP) -c $(NEWEST_VENV)/constraints.txt \
-		-e ".[lightning,accelerate,transformers]" pytest pytest-timeout "torch==$(NEWEST_TORCH)"
+		-e ".[lightning,accelerate,transformers]" pytest pytest-timeout pytest-xdist "torch==$(NEWEST_TORCH)"
 	@touch $@
 
 in-place:

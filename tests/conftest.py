@@ -46,9 +46,9 @@ def _settings() -> tuple[object, ...]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test's combinations of parameters `make test` runs one, and the others are slow.
+    """Of each test's combinations of parameters one is not slow, and the others are.
 
-    A test that is marked `slow_after(count)` has so many in `make test`, and one that is marked `quick` so many that
+    A test that is marked `slow_after(count)` has so many that are not, and one that is marked `quick` so many that
     each value is there.
     """
     values: dict[tuple[str, int], list[str]] = {}

@@ -27,9 +27,9 @@ from pygraph_train.tracing.looking_ahead import LookingAhead
 from pygraph_train.tracing.stillness import _Way
 from pygraph_train.tracing.trace import Trace
 from pygraph_train.tracing.watch import ModuleWatch
-from pygraph_train.verification import PlainRuns
+from pygraph_train.verification import Fingerprint, PlainRuns
 
-__all__ = ["FAULTS", "Plant", "nothing_is_captured"]
+__all__ = ["FAULTS", "Plant", "nothing_compares_equal", "nothing_is_captured"]
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -46,6 +46,12 @@ def nothing_is_captured(patch: pytest.MonkeyPatch, error: Exception | None = Non
     patch.setattr(EmulatedEngine, "capture", capture)
     patch.setattr(CudaEngine, "capture", capture)
     return lambda: tried
+
+
+def nothing_compares_equal(patch: pytest.MonkeyPatch) -> None:
+    """Let every comparison of a replay with the step without a graph find a difference."""
+    _constant(Fingerprint, "compare", "planted")(patch)
+    _constant(PlainRuns, "refuse", "planted")(patch)
 
 
 def _constant(owner: Any, name: str, value: Any) -> Plant:

@@ -32,10 +32,13 @@ from torch import Tensor, nn
 
 from pygraph_train import GraphedStep, PyGraphConfig, backend
 
-__all__ = ["Run", "compare", "same_as_plain"]
+__all__ = ["WHOLE_STEPS", "Run", "compare", "same_as_plain", "whole_steps_only"]
 
-WHOLE_STEPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
-"""Whether steps that the library owns have graphs on this torch."""
+WHOLE_STEPS = torch.__version__.startswith(("2.11.", "2.13."))
+"""Whether the library follows training steps on this torch. Where it does not, forward and backward have graphs only
+in what the user compiled with the backend: replays are asked for there, and everything trains the same everywhere."""
+
+whole_steps_only = pytest.mark.skipif(not WHOLE_STEPS, reason="on this torch no training step is followed")
 
 
 def same_as_plain(
@@ -101,7 +104,7 @@ def compare(
         assert any(counts.values()) or ours.gives_reasons(), f"nothing says why no graph ran\n{ours}"
         return counts
     assert replays is not None, "say how many steps have to run from graphs at least, or why none has to"
-    if not ours.owned or WHOLE_STEPS:
+    if WHOLE_STEPS or not ours.has_steps():
         least = {"F": replays, "B": replays, "O": replays if updates is None else updates}
         missing = {phase: count for phase, count in counts.items() if count < least[phase]}
         assert not missing, f"from graphs ran {missing}, not {least}\n{ours}"
@@ -116,7 +119,6 @@ class Run:
         folder: an empty one for this run.
         seen: what is compared, with its names.
         told: what reports said at the end, as `to_dict` gives it.
-        owned: whether the library owned the steps of the loop: it called their backward and their update.
     """
 
     def __init__(self, name: str, folder: Path | None, config: Mapping[str, Any]) -> None:
@@ -124,7 +126,6 @@ class Run:
         self.config = PyGraphConfig(**{"engine": "emulated", "warmup_steps": 2, **config})
         self._folder = None if folder is None else folder / name
         self.seen: list[tuple[str, Any]] = []
-        self.owned = False
         self._watched: list[Any] = []
         self._reports: list[Callable[[], Any]] = []
         self.told: list[dict[str, Any]] = []
@@ -189,10 +190,13 @@ class Run:
 
     # -- how much ran from graphs -----------------------------------------------------------------------
 
-    def reports(self, report: Callable[[], Any], *, owned: bool) -> None:
+    def reports(self, report: Callable[[], Any]) -> None:
         """Count what a report tells at the end of the run."""
         self._reports.append(report)
-        self.owned |= owned
+
+    def has_steps(self) -> bool:
+        """Whether reports are of training steps, and not of the backend alone."""
+        return any("phases_from_graphs" in told for told in self.told)
 
     def from_graphs(self) -> dict[str, int]:
         """Of how many steps a phase ran from graphs; of a compiled model alone, how often."""
@@ -233,7 +237,7 @@ class Run:
         """The loop that a user writes, or `GraphedStep`; results and state are compared after each call."""
         if self.ours:
             made: Any = GraphedStep(step_fn, model=model, optimizer=optimizer, config=self.config, **options)
-            self.reports(made.report, owned=True)
+            self.reports(made.report)
             self.at_end(made.close)
         else:
             made = PlainStep(step_fn, model, optimizer, **options)
@@ -251,7 +255,7 @@ class Run:
         if not self.ours:
             return model
         if backend.report not in self._reports:
-            self.reports(backend.report, owned=False)
+            self.reports(backend.report)
         warm_up = {"engine": "emulated", "warmup_runs": 1}
         return torch.compile(model, backend="pygraph", options={**warm_up, **options})
 

@@ -61,7 +61,7 @@ def fit(
     callbacks = [*options.pop("callbacks", []), _diary(run)]
     if run.ours:
         ours = PyGraphCallback(run.config)
-        run.reports(ours.report, owned=module.automatic_optimization)
+        run.reports(ours.report)
         callbacks.insert(0, ours)
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
@@ -170,13 +170,12 @@ def accelerator(run: Run, **options: Any) -> Any:
     if not run.ours:
         return accelerate.Accelerator(cpu=True, **options)
     made = Accelerator(cpu=True, plugins=[PyGraph(run.config)], **options)
-    run.reports(made.pygraph.report, owned=False)
+    run.reports(made.pygraph.report)
     return made
 
 
 def graphed_step(run: Run, accelerator: Any, step_fn: Any) -> Any:
     """The step function as it is, or `accelerator.graphed_step` of it; its results are compared."""
-    run.owned |= run.ours
     return run.noted(accelerator.graphed_step(step_fn) if run.ours else step_fn)
 
 
@@ -190,7 +189,7 @@ def fabric(run: Run, **options: Any) -> Any:
     if run.ours:
         ours = PyGraphFabric(run.config).attach(made)
         made.pygraph = ours
-        run.reports(ours.report, owned=False)
+        run.reports(ours.report)
         run.at_end(ours.detach)
     made.launch()
     return made
@@ -267,7 +266,7 @@ def trainer(run: Run, way: str, *, model: nn.Module | None = None, base: Any = N
         **more,
     )
     if run.ours:
-        run.reports(callbacks[0].report if way == "callback" else made.report, owned=way == "trainer")
+        run.reports(callbacks[0].report if way == "callback" else made.report)
     made.remove_callback(transformers.PrinterCallback)
     made.train(resume_from_checkpoint=resume)
     timed = ("runtime", "per_second")

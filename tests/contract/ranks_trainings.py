@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
 
-from tests.faults import nothing_is_captured
+from tests.faults import nothing_compares_equal, nothing_is_captured
 
 from .compare import Run, compare
 from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
 
-__all__ = ["trained"]
+__all__ = ["differs_without_reduction", "trained"]
 
 
 def trained(
@@ -35,11 +40,36 @@ def replicated(run: Run, rank: int, **options: Any) -> tuple[Any, list[Any]]:
     return model, batches(32, seed=rank)
 
 
-def replicas(run: Run, rank: int, *, accumulate: int = 1, clip: float | None = None, **ddp: Any) -> None:
+def replicas(
+    run: Run,
+    rank: int,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    bf16: bool = False,
+    schedule: bool = False,
+    loads: bool = False,
+    **ddp: Any,
+) -> None:
+    """BatchNorm's buffers are broadcast, and the model is evaluated in between."""
     model, data = replicated(run, rank, **ddp)
-    step = run.step(loss_of(model), model=model, optimizer=sgd(model), max_grad_norm=clip)
+    optimizer = adamw(model) if schedule else sgd(model)
+
+    def step_fn(batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return loss_of(model)(batch)
+
+    step = run.step(step_fn, model=model, optimizer=optimizer, max_grad_norm=clip)
+    scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=33) if schedule else None
     for number, batch in enumerate(data):
+        if number == 8:
+            saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        if number == 20 and loads:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
         step(batch) if (number + 1) % accumulate == 0 else step.accumulate(batch)
+        if scheduler is not None:
+            scheduler.step()
         if number % 10 == 9:
             with torch.no_grad():
                 run.note("evaluation", model.eval()(batch[0]))
@@ -81,14 +111,88 @@ def another_branch_on_one_rank(run: Run, rank: int) -> None:
         step(*batch)
 
 
-def no_memory_on_one_rank(run: Run, rank: int) -> None:
-    model, data = replicated(run, rank)
+def no_memory(patch: pytest.MonkeyPatch) -> None:
+    nothing_is_captured(patch, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB."))
+
+
+def graphs_are_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(os.environ, "PYGRAPH_DISABLE", "1")
+
+
+FAILS = {
+    "no memory for captures": no_memory,
+    "comparisons fail": nothing_compares_equal,
+    "graphs are off": graphs_are_off,
+}
+
+
+def a_loop_that_fails_on_one_rank(run: Run, rank: int, *, how: str, accumulate: int = 1, shard: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if run.ours and rank == 1:
-            nothing_is_captured(patch, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB."))
-        step = run.step(loss_of(model), model=model, optimizer=adamw(model))
-        for batch in data:
+            FAILS[how](patch)
+        (shards if shard else replicas)(run, rank, accumulate=accumulate)
+
+
+def a_counter_on_one_rank(run: Run, rank: int) -> None:
+    model, data = replicated(run, rank)
+    seen = {"calls": 0}
+
+    def step_fn(batch: Any) -> Tensor:
+        if rank == 1:
+            seen["calls"] += 1
+        return loss_of(model)(batch)
+
+    step = run.step(step_fn, model=model, optimizer=adamw(model))
+    for batch in data:
+        step(batch)
+        run.note("seen", seen)
+
+
+def not_a_number_on_one_rank(run: Run, rank: int) -> None:
+    """Both skip that update."""
+    model, data = replicated(run, rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
+    run.watch(scaler)
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model), scaler=scaler)
+    for number, (x, y) in enumerate(data):
+        step((x * float("nan") if rank == 1 and number == 20 else x, y))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def fewer_batches_on_one_rank(run: Run, rank: int) -> None:
+    model, data = replicated(run, rank)
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model))
+    with Join([model]):
+        for batch in data[: 12 + 3 * rank]:
             step(batch)
+
+
+def a_rank_ends(run: Run, rank: int) -> None:
+    model, data = replicated(run, rank)
+    step = run.step(loss_of(model), model=model, optimizer=sgd(model))
+    for number, batch in enumerate(data):
+        if run.ours and rank == 1 and number == 20:
+            os._exit(3)
+        step(batch)
+
+
+def options_differ(run: Run, rank: int) -> None:
+    run.config = dataclasses.replace(run.config, warmup_steps=3 + rank)
+    replicas(run, rank)
+
+
+def reduced_in_the_plain_run_only(run: Run, rank: int) -> None:
+    model, data = replicated(run, rank)
+    trained = model.module if run.ours else model
+    step = run.step(lambda x, y: cross_entropy(trained(x), y), model=trained, optimizer=sgd(model))
+    for batch in data:
+        step(*batch)
+
+
+def differs_without_reduction(rank: int) -> None:
+    """What these trainings compare shows where gradients of the ranks are not reduced."""
+    with pytest.raises(AssertionError, match="became"):
+        compare(lambda run: reduced_in_the_plain_run_only(run, rank), replays=0)
 
 
 def a_parameter_moves_on_one_rank(run: Run, rank: int) -> None:
@@ -109,7 +213,15 @@ def a_step_that_raises_on_both_ranks(run: Run, rank: int) -> None:
 
 
 def shards(
-    run: Run, rank: int, *, accumulate: int = 1, clip: float | None = None, bf16: bool = False
+    run: Run,
+    rank: int,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    bf16: bool = False,
+    schedule: bool = False,
+    reshard: bool = True,
+    trap: str = "",
 ) -> None:
     """FSDP2; sizes of the layers do not divide evenly by two."""
     blocks = [nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 7), nn.Dropout(0.1)) for _ in range(2)]
@@ -117,26 +229,49 @@ def shards(
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
     mesh = distributed.init_device_mesh("cpu", (2,))
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     torch.manual_seed(rank)
-    step = run.step(
-        lambda x, y: cross_entropy(model(x).float(), y),
-        model=model,
-        optimizer=adamw(model),
-        max_grad_norm=clip,
-    )
-    for number, batch in enumerate(batches(32, seed=rank)):
+    seen, optimizer = {"calls": 0}, adamw(model)
+
+    def step_fn(x: Tensor, y: Tensor) -> Tensor:
+        if trap == "a counter" and rank == 1:
+            seen["calls"] += 1
+        return cross_entropy(model(x).float(), y)
+
+    step = run.step(step_fn, model=model, optimizer=optimizer, max_grad_norm=clip)
+    scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=33) if schedule else None
+    for number, (x, y) in enumerate(batches(32, seed=rank)):
+        rows = 4 if trap == "another shape" and rank == 1 and number % 7 == 3 else 8
+        batch = x[:rows], y[:rows]
         step(*batch) if (number + 1) % accumulate == 0 else step.accumulate(*batch)
+        if scheduler is not None:
+            scheduler.step()
+    run.note("seen", seen)
 
 
-def a_lightning_trainer(run: Run, rank: int, **options: Any) -> None:
-    from .frameworks import fit, loader
+def a_lightning_trainer(run: Run, rank: int, *, shard: bool = False, **options: Any) -> None:
+    """Logged values are reduced over the ranks."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from .frameworks import fit, loader, memory_logger
     from .lightning_module import Module
 
-    data = loader(batches(16, seed=rank))
-    fit(
-        run, Module(), data, strategy="ddp", devices=2, max_epochs=2, use_distributed_sampler=False, **options
-    )
+    class Logging(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("of all ranks", loss, sync_dist=True, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_model(self) -> None:
+            if shard:
+                self.net.norm = nn.LayerNorm(8)  # BatchNorm's buffers would differ
+                for module in (self.net.second, self.net):
+                    fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if shard else "ddp"
+    machine = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
+    data = {"train": loader(batches(16, seed=rank)), "validation": loader(batches(2, seed=rank))}
+    fit(run, Logging(), max_epochs=2, logger=memory_logger()(), **data, **machine, **options)
 
 
 def an_accelerator(run: Run, rank: int, *, whole: bool) -> None:

@@ -26,6 +26,7 @@ def prepared(run: Run, accelerator: Any, steps: int = 24, **net: Any) -> tuple[A
     return made
 
 
+@pytest.mark.notices("inputs of regions are not copied")
 @same_as_plain(replays=12)
 def test_a_stock_loop(run: Run) -> None:
     accelerate = accelerator(run)
@@ -88,6 +89,9 @@ def test_a_stock_loop_that_logs_and_evaluates(run: Run) -> None:
     run.note("total", total)
 
 
+@pytest.mark.notices(
+    "the last tensor of a batch is not copied", "learning rates are not copied to the device"
+)
 @same_as_plain(replays=15)
 def test_a_graphed_step(run: Run) -> None:
     accelerate = accelerator(run)

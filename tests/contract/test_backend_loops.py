@@ -12,6 +12,7 @@ from .compare import Run, same_as_plain
 from .models import Net, adamw, batches, cross_entropy
 
 
+@pytest.mark.notices("inputs of regions are not copied")
 @same_as_plain(replays=12, updates=0)
 def test_a_loop(run: Run) -> None:
     model = Net()

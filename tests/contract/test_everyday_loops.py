@@ -22,11 +22,15 @@ from .models import batches
 LOOPS: list[Any] = []
 
 
-def loop(replays: int = 0, *, differs: str = "", raises: Any = None) -> Callable[[Any], Any]:
-    """Add a loop. `differs` says why it does not train the same today."""
+def loop(
+    replays: int = 0, *, differs: str = "", raises: Any = None, notices: str = ""
+) -> Callable[[Any], Any]:
+    """Add a loop. `differs` says why it does not train the same today; `notices` is a fault (`make planted`)."""
 
     def add(train: Any) -> Any:
         marks = [] if replays else [pytest.mark.passes_without_graphs("no graph has to run")]
+        if notices:
+            marks.append(pytest.mark.notices(notices))
         if differs:
             marks.append(pytest.mark.xfail(strict=True, raises=raises, reason=differs))
         LOOPS.append(pytest.param(train, replays, id=train.__name__, marks=marks))
@@ -257,7 +261,7 @@ def a_gan_that_freezes_its_judge(it: Loop) -> None:
         it.note(loss, other)
 
 
-@loop(12)
+@loop(12, notices="inputs of regions are never looked for elsewhere")
 def parameters_get_other_memory(it: Loop) -> None:
     """As a model that is moved away for an evaluation and back."""
     for number, (x, y) in enumerate(it.data):

@@ -72,7 +72,6 @@ def test_a_graphed_step(run: Run) -> None:
 
     step: Any = stock
     if run.ours:
-        run.owned = True
         clipping: dict[str, Any] = {"max_norm": 0.5, "error_if_nonfinite": False}
         step = made.pygraph.graphed_step(loss_of, model=model, optimizer=optimizer, **clipping)
     for batch in run.each(data):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from pygraph_train import GraphedStep, PyGraphError, explain
 
-from .compare import Run, compare, same_as_plain
+from .compare import WHOLE_STEPS, Run, compare, same_as_plain, whole_steps_only
 from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
 
 
+@pytest.mark.notices("the last tensor of a batch is not copied", "gradients pile up in graphs")
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 @pytest.mark.quick
 @same_as_plain(replays=15)
@@ -25,6 +26,7 @@ def test_a_loop(run: Run, optimizer: Any) -> None:
         step(batch)
 
 
+@pytest.mark.notices("results are overwritten by the next replay")
 @same_as_plain(replays=15)
 def test_results_besides_the_loss(run: Run) -> None:
     """Each is the caller's to keep: no later step writes into it."""
@@ -134,7 +136,7 @@ def test_a_phase_that_is_off_has_no_graph(phase: str) -> None:
 
     counts = compare(training, refused="what is off has no graph", **{phase: "off"})
     assert counts[{"forward": "F", "backward": "B", "optimizer": "O"}[phase]] == 0
-    assert sum(counts.values()) >= 12
+    assert sum(counts.values()) >= 12 or not WHOLE_STEPS
 
 
 @pytest.mark.parametrize("off", ["engine", "environment"])
@@ -165,6 +167,7 @@ def reading(model: nn.Module) -> Any:
     return step_fn
 
 
+@whole_steps_only
 def test_explain_names_the_line_and_changes_nothing() -> None:
     model = Net()
     optimizer, batch = adamw(model), batches(1)[0]
@@ -179,6 +182,7 @@ def test_explain_names_the_line_and_changes_nothing() -> None:
     assert torch.equal(random_state, torch.get_rng_state()) and model.first.weight.grad is None
 
 
+@whole_steps_only
 def test_the_report_is_plain_data_and_says_what_ran() -> None:
     model = Net()
     step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), engine="emulated", warmup_steps=2)
@@ -199,6 +203,7 @@ def test_a_wrong_option_is_named_at_once(wrong: dict[str, Any]) -> None:
         GraphedStep(loss_of(model), model=model, optimizer=adamw(model), **wrong)
 
 
+@whole_steps_only
 def test_in_strict_mode_a_step_without_a_graph_ends_training() -> None:
     model = Net()
     step = GraphedStep(

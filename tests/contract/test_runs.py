@@ -27,6 +27,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from .lightning_module import Module  # noqa: E402
 
 
+@pytest.mark.notices("objects are never told apart")
 @same_as_plain(replays=15)
 def test_a_checkpoint_of_model_and_optimizer_is_loaded_in_mid_run(run: Run) -> None:
     model = Net()

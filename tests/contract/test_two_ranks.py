@@ -28,10 +28,12 @@ def trained(ranks: Ranks, name: str, **expected: Any) -> None:
 
 
 REPLICAS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "clipped": ({"clip": 0.5}, {"replays": 15}),
-    "accumulated": ({"accumulate": 3}, {"replays": 12, "updates": 4}),
+    "clipped, with a schedule": ({"clip": 0.5, "schedule": True}, {"replays": 15}),
+    "accumulated, and state is loaded": ({"accumulate": 3, "loads": True}, {"replays": 12, "updates": 4}),
     "views of buckets": ({"gradient_as_bucket_view": True}, {"replays": 15}),
     "many buckets": ({"bucket_cap_mb": 0.0002}, {"replays": 15}),
+    "in bf16": ({"bf16": True}, {"replays": 15}),
+    "static": ({"static_graph": True}, {"replays": 12}),
 }
 
 
@@ -47,38 +49,72 @@ def test_unused_parameters_are_looked_for(ranks: Ranks) -> None:
     trained(ranks, "replicas", options={"find_unused_parameters": True}, refused="DDP reads on the host")
 
 
-def test_another_shape_on_one_rank(ranks: Ranks) -> None:
-    trained(ranks, "another_shape_on_one_rank", replays=12)
+def test_gradients_that_are_not_reduced_are_noticed(ranks: Ranks) -> None:
+    ranks.run("tests.contract.ranks_trainings:differs_without_reduction")
 
 
-def test_another_branch_on_one_rank(ranks: Ranks) -> None:
-    trained(ranks, "another_branch_on_one_rank", replays=10)
+TRAPS = {
+    "another_shape_on_one_rank": 12,
+    "another_branch_on_one_rank": 10,
+    "a_counter_on_one_rank": 15,
+    "a_parameter_moves_on_one_rank": 10,
+    "a_step_that_raises_on_both_ranks": 8,
+    "not_a_number_on_one_rank": 12,
+}
 
 
-def test_a_host_read_on_one_rank(ranks: Ranks) -> None:
-    trained(ranks, "a_host_read_on_one_rank", refused="what one rank cannot do none does")
+@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.quick
+def test_graphs_go_on_after(ranks: Ranks, trap: str) -> None:
+    updates = {"updates": 0} if trap == "not_a_number_on_one_rank" else {}
+    trained(ranks, trap, replays=TRAPS[trap], **updates)
 
 
-def test_no_memory_for_the_capture_of_one_rank(ranks: Ranks) -> None:
-    trained(ranks, "no_memory_on_one_rank", refused="what one rank cannot do none does")
+@pytest.mark.parametrize("trap", ["a_host_read_on_one_rank", "fewer_batches_on_one_rank"])
+@pytest.mark.quick
+def test_graphs_end_for_both_with(ranks: Ranks, trap: str) -> None:
+    trained(ranks, trap, refused="what one rank cannot do none does")
 
 
-def test_a_parameter_that_moves_on_one_rank(ranks: Ranks) -> None:
-    trained(ranks, "a_parameter_moves_on_one_rank", replays=10)
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("how", ["no memory for captures", "comparisons fail", "graphs are off"])
+@pytest.mark.slow_after(3)
+def test_what_one_rank_cannot_do_none_does(ranks: Ranks, how: str, shard: bool) -> None:
+    options = {"how": how, "shard": shard}
+    trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot")
 
 
-def test_a_step_that_raises_on_both_ranks(ranks: Ranks) -> None:
-    trained(ranks, "a_step_that_raises_on_both_ranks", replays=8)
+@pytest.mark.parametrize("how", ["no memory for captures", "comparisons fail"])
+@pytest.mark.slow
+def test_what_one_rank_cannot_do_between_updates_none_does(ranks: Ranks, how: str) -> None:
+    options = {"how": how, "shard": False, "accumulate": 2}
+    trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot")
+
+
+@pytest.mark.slow
+def test_ranks_with_different_options_are_told_at_the_start(ranks: Ranks) -> None:
+    name = "tests.contract.ranks_trainings:trained"
+    for kind, told in ranks.answers(name, training="options_differ", replays=0):
+        assert kind == "raised" and "warmup_steps: 3 on rank 0, 4 on rank 1" in told, told
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_is_named_by_the_other(ranks: Ranks) -> None:
+    name = "tests.contract.ranks_trainings:trained"
+    found = ranks.answers(name, training="a_rank_ends", replays=0, timeout=60.0)
+    assert found[0][0] == "raised" and "rank 1 ended before step 21" in found[0][1], found
 
 
 SHARDS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "clipped": ({"clip": 0.5}, {"replays": 15}),
+    "clipped, with a schedule": ({"clip": 0.5, "schedule": True}, {"replays": 15}),
     "accumulated in bf16": ({"accumulate": 2, "bf16": True}, {"replays": 12, "updates": 5}),
+    "another shape on one rank": ({"trap": "another shape"}, {"replays": 12}),
+    "a counter on one rank": ({"trap": "a counter", "reshard": False}, {"replays": 15}),
 }
 
 
 @pytest.mark.parametrize("name", SHARDS)
-@pytest.mark.quick
+@pytest.mark.slow_after(2)
 def test_shards(ranks: Ranks, name: str) -> None:
     options, expected = SHARDS[name]
     trained(ranks, "shards", options=options, **expected)
@@ -94,6 +130,12 @@ def test_a_lightning_trainer_that_accumulates_and_clips(ranks: Ranks) -> None:
     pytest.importorskip("lightning.pytorch")
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     trained(ranks, "a_lightning_trainer", options=options, replays=8, updates=3)
+
+
+@pytest.mark.slow
+def test_a_lightning_trainer_with_shards(ranks: Ranks) -> None:
+    pytest.importorskip("lightning.pytorch")
+    trained(ranks, "a_lightning_trainer", options={"shard": True}, replays=12)
 
 
 def test_a_graphed_step_of_accelerate(ranks: Ranks) -> None:

@@ -38,6 +38,7 @@ def test_a_schedule_of_the_learning_rate(run: Run, schedule: str, optimizer: Any
         run.note("rate", scheduler.get_last_lr())
 
 
+@pytest.mark.notices("learning rates are not copied to the device")
 @same_as_plain(replays=15)
 def test_a_plateau_lowers_the_learning_rate(run: Run) -> None:
     model = Net()
@@ -49,6 +50,7 @@ def test_a_plateau_lowers_the_learning_rate(run: Run) -> None:
         run.note("rate", optimizer.param_groups[0]["lr"])
 
 
+@pytest.mark.notices("a capture that fails loses gradients")
 @same_as_plain(replays=20, updates=6)
 def test_gradients_are_accumulated(run: Run) -> None:
     """The last group is a ragged one, and gradients are read between."""
@@ -85,6 +87,7 @@ def test_a_scaler_skips_updates_with_overflow(run: Run) -> None:
     assert skipped == 4
 
 
+@pytest.mark.notices("absent gradients are zero")
 @same_as_plain(replays=12)
 def test_layers_are_frozen_and_thawed(run: Run) -> None:
     """Frozen parameters keep no gradients, and their optimizer state stays."""
@@ -138,6 +141,9 @@ def test_two_optimizers_for_two_parts(run: Run) -> None:
         schedule.step()
 
 
+@pytest.mark.notices(
+    "other hyperparameters are baked in", "replays keep the hyperparameters of their capture"
+)
 @same_as_plain(replays=12)
 def test_parameter_groups_change_in_mid_run(run: Run) -> None:
     """Weight decay and learning rate are written by hand, and a group of new parameters is added."""

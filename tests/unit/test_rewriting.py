@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_indirection import Driver, FakeGraph
 
 from pygraph_train.graphs import nodes, rewriting
 from pygraph_train.graphs.engine import NumbersNotFound
@@ -17,7 +16,9 @@ from pygraph_train.graphs.nodes import Node, from_json
 from pygraph_train.graphs.rewriting import KernelNumber, NumberRewriter, check_sets, find_numbers
 from pygraph_train.optimizers.kernels import FUSED_KERNELS
 
-RECORDED = Path(__file__).parent / "fixtures" / "graph_nodes" / "adamw.json"
+from .test_indirection import Driver, FakeGraph
+
+RECORDED = Path(__file__).parents[1] / "fixtures" / "graph_nodes" / "adamw.json"
 
 BETA, DECAY, OTHER = 0.8143271, 0.0231177, 0.6651209
 

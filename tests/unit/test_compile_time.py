@@ -10,7 +10,7 @@ import pytest
 
 from pygraph_train.selection.compile_time import COMPILE_SECONDS, compile_seconds
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def measured() -> Iterator[tuple[int, float]]:

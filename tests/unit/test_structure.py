@@ -14,7 +14,7 @@ from pygraph_train import StepReport
 
 pytestmark = pytest.mark.quick
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 LEVELS = (
     ("problems",),

@@ -18,7 +18,7 @@ import pygraph_train
 from pygraph_train import PyGraphConfig
 from pygraph_train.torch_private.names import TRIED
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",

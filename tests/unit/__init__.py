@@ -1,0 +1,1 @@
+"""Parts of the library by themselves, and rules about the repository."""
