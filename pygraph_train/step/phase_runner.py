@@ -216,8 +216,8 @@ class PhaseRunner:
         self._training.step_made_elsewhere(updated)
 
     def take_rest(self) -> float:
-        """So many further steps are the loop's own."""
-        return math.inf if self.stopped else 0
+        """So many further steps are the loop's own. Those of several processes are not: they exchange gradients."""
+        return math.inf if self.stopped and self._training.program.replication.group is None else 0
 
     @property
     def hopeless(self) -> bool:
