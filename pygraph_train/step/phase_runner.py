@@ -34,6 +34,10 @@ __all__ = ["Flight", "PhaseRunner", "Runner", "runner_for"]
 _HOPE = 40
 """Steps with reasons against graphs, and none with one, after which there is no hope."""
 
+_REPLAYS_BEFORE_TRIAL = 20
+_WINDOW = 6
+"""Steps with graphs, and then as many without, that are timed once."""
+
 _PATIENCE = 12
 """Steps without a graph and without a reason, after which one is given."""
 
@@ -64,6 +68,7 @@ class PhaseRunner:
         self._update_phase: OptimizerPhase | None = None
         self._preparation: Any = None
         self._prepared = self.stopped = False
+        self._trial = _Trial(engine)
         self._rests = 0.0
         self._present = StepOfPhases(self, PositionInAccumulation())
         report.runs_with("{F} {B} {O}")
@@ -114,7 +119,9 @@ class PhaseRunner:
 
     def _may_replay(self) -> bool:
         training = self._training
-        if self.stopped or training.step == 1:  # caches of the user's code fill in the first step
+        if (
+            self.stopped or self._trial.without_graphs or training.step == 1
+        ):  # caches of the user's code fill in the first step
             return False
         if uninitialized(training.program.model) is not None:
             return False
@@ -206,8 +213,13 @@ class PhaseRunner:
         if graphed:
             training.replays += 1
             training.clock.replayed(training.step)
-        elif training.step > 1:
+        elif training.step > 1 and not self._trial.without_graphs:
             training.report.ran_without_graph(time.perf_counter() - step.began)
+
+        if training.engine.name == "cuda" and not self.stopped:
+            slower = self._trial.step_ended(graphed)
+            if slower is not None:
+                self.stop(Problem(slower))
 
     # -- what else loops ask -----------------------------------------------------------------------------
 
@@ -249,6 +261,41 @@ _NO_GRAPH = Problem(
     fix="TORCH_LOGS=recompiles,graph_breaks says where. A list that the step appends to is a usual cause",
 )
 _TOO_OFTEN = Problem("pygraph-train has failed too often in this training")
+
+
+class _Trial:
+    """Finds out once whether steps are faster without their graphs.
+
+    Attributes:
+        without_graphs: whether the next step runs without graphs, to be timed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.without_graphs = False
+        self._engine = engine
+        self._steps = 0
+        self._began = self._seconds = 0.0
+
+    def step_ended(self, replayed: bool) -> str | None:
+        """A step has ended. Returns why no further one is to have graphs, None while they may."""
+        if self._steps > _REPLAYS_BEFORE_TRIAL + 2 * _WINDOW or (not replayed and not self.without_graphs):
+            return None
+        self._steps += 1
+        place = self._steps - _REPLAYS_BEFORE_TRIAL
+        if place in (0, _WINDOW, _WINDOW + 1, 2 * _WINDOW + 1):
+            self._engine.synchronize()
+            now = time.perf_counter()
+            seconds, self._began = now - self._began, now
+            if place == _WINDOW:
+                self._seconds, self.without_graphs = seconds, True  # the first one without is not timed
+            elif place == 2 * _WINDOW + 1:
+                self.without_graphs = False
+                if seconds < 0.98 * self._seconds:
+                    return (
+                        f"steps are faster without graphs: {seconds / _WINDOW * 1e3:.2f} instead of "
+                        f"{self._seconds / _WINDOW * 1e3:.2f} ms"
+                    )
+        return None
 
 
 class StepOfPhases:
