@@ -11,7 +11,7 @@ import torch
 from pygraph_train.gradients import of_steps
 from pygraph_train.gradients.of_steps import Gradients
 from pygraph_train.graphs.cuda import CudaEngine
-from pygraph_train.graphs.emulated import EmulatedEngine, is_capturing
+from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph, is_capturing
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.optimizers import preparation
 from pygraph_train.optimizers.numbers import LiveNumbers, NumberPlace
@@ -29,7 +29,7 @@ from pygraph_train.tracing.trace import Trace
 from pygraph_train.tracing.watch import ModuleWatch
 from pygraph_train.verification import Fingerprint, PlainRuns
 
-__all__ = ["FAULTS", "Plant", "nothing_compares_equal", "nothing_is_captured"]
+__all__ = ["FAULTS", "Plant", "nothing_compares_equal", "nothing_is_captured", "replays_are_wrong"]
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -52,6 +52,24 @@ def nothing_compares_equal(patch: pytest.MonkeyPatch) -> None:
     """Let every comparison of a replay with the step without a graph find a difference."""
     _constant(Fingerprint, "compare", "planted")(patch)
     _constant(PlainRuns, "refuse", "planted")(patch)
+
+
+def replays_are_wrong(patch: pytest.MonkeyPatch) -> None:
+    """Let replays of whole steps compute with another first row than that of the batch, from the first one on."""
+    replay = EmulatedGraph.replay
+    load, filled = StaticInputs.load, []
+
+    def noting(self: StaticInputs, leaves: Sequence[Any]) -> None:
+        load(self, leaves)
+        filled[:] = [tensor for tensor in self.tensors if tensor.is_floating_point()]
+
+    def wrong(self: EmulatedGraph) -> None:
+        for tensor in filled:
+            tensor[0].mul_(2.0)
+        replay(self)
+
+    patch.setattr(StaticInputs, "load", noting)
+    patch.setattr(EmulatedGraph, "replay", wrong)
 
 
 def _constant(owner: Any, name: str, value: Any) -> Plant:
