@@ -102,13 +102,13 @@ def script(diary: Any) -> None:
     diary.write_state(model, optimizer)
 
 
-def test_steps_have_the_graph_of_the_optimizer_where_dynamo_lacks_a_name(missing: Any, caplog: Any) -> None:
+def test_each_phase_has_a_graph_where_dynamo_lacks_a_name(missing: Any, caplog: Any) -> None:
     missing("torch._dynamo.guards.no_such_guard", names.FORWARD_AND_BACKWARD)
     with caplog.at_level(logging.WARNING, "pygraph_train"):
         report = both(script, replays=5)
     said = f"torch {torch.__version__} lacks torch._dynamo.guards.no_such_guard"
-    assert report.plan == "F B {O}" and report.steps_replayed == 0
-    assert said in text_of(report) and len(report.fallbacks) == 1 and report.fallbacks[0].where is None
+    assert report.plan == "{F} {B} {O}" and report.steps_replayed >= 5
+    assert said not in text_of(report) and not report.fallbacks
     assert [record.getMessage().startswith(f"pygraph: {said}") for record in caplog.records] == [True]
 
 

@@ -219,11 +219,21 @@ NAMES = (
         """,
     ),
     Names(
+        "phases of a step that are replayed on their own",
+        GRAPHS,
+        """
+        torch: _foreach_add_
+        torch._dynamo: config.patch lookup_backend
+        torch._dynamo.callback: callback_handler.register_start_callback callback_handler.start_callbacks
+        torch.autograd: Variable._execution_engine.queue_callback
+        """,
+    ),
+    Names(
         "modes, hooks and switches that a replay would pass by",
         GRAPHS,
         """
         torch: _fused_sdp_choice
-        torch._C: _autocast_supported_devices _functions.DelayedError _get_blas_preferred_backend
+        torch._C: _autocast_supported_devices _current_graph_task_id _functions.DelayedError _get_blas_preferred_backend
             _get_function_stack_at _get_sdp_priority_order _is_any_autocast_enabled
             _len_torch_dispatch_stack _len_torch_function_stack _set_sdp_priority_order
             _will_engine_execute_node
