@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from training import Net, batches, differs, frozen, loss_of
 
 from pygraph_train import GraphedStep, PyGraphConfig
-from pygraph_train.step import loss_program
+from pygraph_train.step import phase_runner
 from pygraph_train.step.phase_runner import PhaseRunner
 
 pytestmark = pytest.mark.quick
@@ -22,7 +22,7 @@ STEPS = 24
 
 @pytest.fixture(autouse=True)
 def phases_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_program, "runner_for", PhaseRunner)
+    monkeypatch.setattr(phase_runner, "StepRunner", PhaseRunner)
 
 
 Make = Callable[[nn.Module], Callable[..., Any]]

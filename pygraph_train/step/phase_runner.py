@@ -47,21 +47,13 @@ class PhaseRunner:
 
     It has the methods of `StepRunner`, and serves the same loops.
 
-    Args: as of `StepRunner`.
+    Args:
+        training: whose steps they are.
     """
 
-    def __init__(
-        self,
-        program: StepProgram,
-        config: PyGraphConfig,
-        engine: Engine,
-        report: StepReport,
-        steps_left: Callable[[], float | None] = lambda: None,
-        *,
-        announce: Callable[[str], None] = lambda text: None,
-        on_decision: Callable[[Switch], None] = lambda switch: None,
-    ) -> None:
-        self._training = TrainingRun(program, config, engine, report, steps_left, announce, on_decision)
+    def __init__(self, training: TrainingRun) -> None:
+        engine, config, report = training.engine, training.config, training.report
+        self._training = training
         self._boundary = Boundary(self._training.note, lambda: self.stop(_TOO_OFTEN))
         self._regions = PhaseRegions(engine, config, self._tensors, self._training.note, delivers=True)
         self._compiled: CompiledFunction | None = None
@@ -335,10 +327,19 @@ Runner = StepRunner | PhaseRunner
 Flight = StepInFlight | StepOfPhases
 
 
-def runner_for(*args: Any, **kwargs: Any) -> Runner:
-    """What makes the steps of a training: `StepRunner` where Dynamo of this torch can be changed as it needs.
+def runner_for(
+    program: StepProgram,
+    config: PyGraphConfig,
+    engine: Engine,
+    report: StepReport,
+    steps_left: Callable[[], float | None] = lambda: None,
+    *,
+    announce: Callable[[str], None] = lambda text: None,
+    on_decision: Callable[[Switch], None] = lambda switch: None,
+) -> Runner:
+    """What makes the steps of a training: a `StepRunner` where Dynamo of this torch can be changed as it needs.
 
-    Args: as of `StepRunner`.
+    Args: as the attributes of `TrainingRun`; training that does not end has no number of steps left.
     """
     kind = StepRunner if why_no_traces() is None else PhaseRunner
-    return kind(*args, **kwargs)
+    return kind(TrainingRun(program, config, engine, report, steps_left, announce, on_decision))

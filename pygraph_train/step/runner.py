@@ -7,14 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pygraph_train.boundary import REPLAY, Boundary, done, executes, quietly
-from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs.devices import let_go
-from pygraph_train.graphs.engine import Engine
 from pygraph_train.parallel.agreement import Word
 from pygraph_train.problems import Problem
-from pygraph_train.report.step_report import StepReport
 from pygraph_train.selection.arms import Arm
-from pygraph_train.selection.controller import Switch
 from pygraph_train.step.advancing import REPLAYS_BEFORE_COMPILING, Advancing
 from pygraph_train.step.capture_maker import CaptureMaker
 from pygraph_train.step.capturing import Capturing
@@ -25,7 +21,7 @@ from pygraph_train.step.lifecycle import StageLengths
 from pygraph_train.step.lookup import Lookup
 from pygraph_train.step.outside import Outside
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, StepProgram, plain_call
+from pygraph_train.step.program import Call, plain_call
 from pygraph_train.step.python_writes import PythonWrites
 from pygraph_train.step.refusing import Refusing
 from pygraph_train.step.regions import Regions
@@ -90,21 +86,13 @@ class StepRunner:
     step.finish()
     ```
 
-    Args: as the attributes of `TrainingRun`; training that does not end has no number of steps left.
+    Args:
+        training: whose steps they are.
     """
 
-    def __init__(
-        self,
-        program: StepProgram,
-        config: PyGraphConfig,
-        engine: Engine,
-        report: StepReport,
-        steps_left: Callable[[], float | None] = lambda: None,
-        *,
-        announce: Callable[[str], None] = lambda text: None,
-        on_decision: Callable[[Switch], None] = lambda switch: None,
-    ) -> None:
-        training = TrainingRun(program, config, engine, report, steps_left, announce, on_decision)
+    def __init__(self, training: TrainingRun) -> None:
+        program, config, engine, report = training.program, training.config, training.engine, training.report
+        steps_left, announce, on_decision = training.steps_left, training.announce, training.on_decision
         regions = Regions(program, config, engine, report, announce, training.clock.compiled)
         updates = Updates(training, regions)
         told = steps_left, on_decision, self._settled
