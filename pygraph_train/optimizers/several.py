@@ -15,7 +15,7 @@ from pygraph_train.optimizers.numbers import LiveNumbers
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.problems import Problem
 
-__all__ = ["OptimizerSet", "SeveralPreparations"]
+__all__ = ["OptimizerSet", "SeveralPreparations", "preparation_of"]
 
 
 class OptimizerSet:
@@ -175,3 +175,11 @@ class _States:
             for watch in self._watches:
                 stack.enter_context(watch.none_is_made())
             yield
+
+
+def preparation_of(optimizer: Any, engine: Engine) -> OptimizerPreparation:
+    """What prepares an optimizer, or an `OptimizerSet`, for graphs of this engine."""
+    # several preparations have all of one that a graph needs
+    kind: Any = SeveralPreparations if isinstance(optimizer, OptimizerSet) else OptimizerPreparation
+    made: OptimizerPreparation = kind(optimizer, emulated=engine.name == "emulated")
+    return made

@@ -15,7 +15,7 @@ from pygraph_train.graphs.devices import let_go
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.several import OptimizerSet, SeveralPreparations
+from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.problems import Problem
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.selection.arms import Plan, graphs_apart
@@ -58,7 +58,7 @@ class PhaseRunner:
         self._regions = PhaseRegions(engine, config, self._tensors, self._training.note, delivers=True)
         self._compiled: CompiledFunction | None = None
         self._update_phase: OptimizerPhase | None = None
-        self._preparation: Any = None
+        self._preparation: OptimizerPreparation | None = None
         self._prepared = self.stopped = False
         self._trial = _Trial(engine)
         self._rests = 0.0
@@ -139,11 +139,9 @@ class PhaseRunner:
         """From now on, updates run with the kernels that graphs hold."""
         self._prepared = True
         training, program = self._training, self._training.program
-        optimizer: Any = program.optimizer
-        if optimizer is None or self.stopped or training.config.optimizer == "off":
+        if program.optimizer is None or self.stopped or training.config.optimizer == "off":
             return
-        kind: Any = SeveralPreparations if isinstance(optimizer, OptimizerSet) else OptimizerPreparation
-        preparation = kind(optimizer, emulated=training.engine.name == "emulated")
+        preparation = preparation_of(program.optimizer, training.engine)
         reason = preparation.reason or program.why_update_stays_outside(preparation)
         if reason is not None:
             preparation.close()
@@ -162,7 +160,7 @@ class PhaseRunner:
 
     def _make_update(self, step: StepOfPhases, body: Callable[[], None], constants: Any) -> None:
         phase, scaling = self._update_phase, self._training.program.scaling
-        if phase is None:
+        if phase is None or self._preparation is None:
             return body()
         if scaling.unscaled:
             with self._preparation.prepared():

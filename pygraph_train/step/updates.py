@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from pygraph_train.identity import identities
 from pygraph_train.optimizers.phase import OF_SHARDS, OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import optimized
-from pygraph_train.optimizers.several import OptimizerSet, SeveralPreparations
+from pygraph_train.optimizers.several import preparation_of
 from pygraph_train.problems import Problem
 from pygraph_train.selection.arms import NOTHING, WHOLE, Plan
 from pygraph_train.step.plan import legal_plans
@@ -70,13 +69,7 @@ class Updates:
         training, program = self._training, self._training.program
         if self.preparation is not None or program.optimizer is None or self.at_rest or self._closed:
             return
-        emulated = training.engine.name == "emulated"
-        optimizer: Any = program.optimizer
-        several = isinstance(optimizer, OptimizerSet)
-        # several preparations have all of one that a graph needs
-        kind: Any = SeveralPreparations if several else OptimizerPreparation
-        preparation: OptimizerPreparation = kind(optimizer, emulated=emulated)
-        self.preparation = preparation
+        self.preparation = preparation = preparation_of(program.optimizer, training.engine)
         if training.config.optimizer == "off":
             preparation.close()
             return
