@@ -21,7 +21,7 @@ from pygraph_train.core.passes import prepared
 from pygraph_train.core.recording import RecordedRegion, Unrecordable
 from pygraph_train.graphs.engine import CaptureError, Engine
 from pygraph_train.problems import Problem, first_line
-from pygraph_train.random_state import GENERATORS, OF_DEVICES, HostRandomState
+from pygraph_train.putting_back import ScratchState
 from pygraph_train.torch_private.phases import accumulation_hooks_of, hooks_of, inductor
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
@@ -319,15 +319,15 @@ class PhaseRegion:
     @contextmanager
     def _undone(self, given: Sequence[Any]) -> Iterator[None]:
         """Around what must leave no trace: random states, and what the region writes of its fixed inputs."""
-        random = HostRandomState((*GENERATORS, OF_DEVICES))
-        changed = [given[i] for i in sorted(self.written & self.fixed)]
-        kept = [t.detach().clone() for t in changed]
+        before = ScratchState(self.owner.engine.device, self._changed(given))
         try:
             yield
         finally:
-            random.restore()
-            for t, k in zip(changed, kept, strict=True):
-                t.detach().copy_(k)
+            before.restore()
+
+    def _changed(self, given: Sequence[Any]) -> list[Tensor]:
+        """The fixed inputs that the region writes."""
+        return [given[i] for i in sorted(self.written & self.fixed)]
 
     def _audited(self, slot: RecordedRegion, given: Sequence[Any]) -> RecordedRegion:
         audits: Audits = slot.audits  # type: ignore[attr-defined]
@@ -346,7 +346,7 @@ class PhaseRegion:
             Unrecordable: it does not.
         """
         seeds = slot.sample_seeds()
-        changed = [given[i] for i in sorted(self.written & self.fixed)]
+        changed = self._changed(given)
 
         def fingerprint(run: Callable[..., tuple[list[Any], list[Tensor | None]]]) -> Fingerprint:
             with self._undone(given):
