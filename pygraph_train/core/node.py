@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,10 @@ class Delivery:
                 p.grad = total
 
 
+_OF_NO_TENSOR = (None,) * 6
+"""Gradients of the arguments of `_Replay.forward` before the tensors."""
+
+
 class _Replay(torch.autograd.Function):
     """Its inputs are the tensors that lead to gradients; one parameter stands for all that are delivered."""
 
@@ -91,21 +95,23 @@ class _Replay(torch.autograd.Function):
         ctx: Any,
         slot: RecordedRegion,
         given: Sequence[Any],
-        delivery: Delivery | None,
+        delivery: Delivery,
         delivered: Sequence[int],
+        returned: Sequence[int],
         made: list[Any],
-        *leads: Tensor,
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         token = Token()
         made += slot.replay_forward(given, token)
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
-        ctx.delivered, ctx.given = delivered, given
+        ctx.delivered, ctx.returned = delivered, returned
+        ctx.parameters = [given[slot.leads[k]] for k in delivered]
         ctx.save_for_backward(torch.empty(0))  # a second backward gets torch's own error
         ctx.set_materialize_grads(False)
         return tuple(made[i] for i in slot.differ)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, *asked: Tensor | None) -> Any:
         try:
             ctx.saved_tensors  # noqa: B018
         except RuntimeError as error:
@@ -116,45 +122,32 @@ class _Replay(torch.autograd.Function):
                 "the backward of a forward that pygraph-train replayed is differentiated itself (create_graph=True), "
                 "for the first time. Set PYGRAPH_DISABLE=1 in the environment"
             )
-        seeds = {i: g for i, g in zip(slot.differ, gradients, strict=True) if g is not None}
-        delivered = set(ctx.delivered)
-        at = [k for k, i in enumerate(slot.leads) if i in delivered]
-        parameters = [ctx.given[i] for i in ctx.delivered]
-        if ctx.delivery is not None:
-            ctx.delivery.begin()
-            ctx.delivery.make_way(parameters, [slot.gradients[k] for k in at])
+        seeds = {i: g for i, g in zip(slot.differ, asked, strict=True) if g is not None}
+        delivery, parameters = ctx.delivery, ctx.parameters
+        delivery.begin()
+        delivery.make_way(parameters, [slot.gradients[k] for k in ctx.delivered])
         found = slot.replay_backward(seeds)
         if not backward_keeps_graph():
             ctx.token = None
-        if ctx.delivery is not None:
-            ctx.delivery.take(parameters, [found[k] for k in at])
-        others = [
-            None if g is None else g.clone()
-            for i, g in zip(slot.leads, found, strict=True)
-            if i not in delivered
-        ]
-        return None, None, None, None, None, *others, *([None] if delivered else [])
+        delivery.take(parameters, [found[k] for k in ctx.delivered])
+        gradients = tuple(None if found[k] is None else found[k].clone() for k in ctx.returned)
+        return (*_OF_NO_TENSOR, *gradients, *([None] if parameters else []))
 
 
-def replay(
-    slot: RecordedRegion, given: Sequence[Any], delivery: Delivery | None, delivered: Sequence[int]
-) -> Any:
+def replay(slot: RecordedRegion, given: Sequence[Any], delivery: Delivery, of: Collection[int]) -> list[Any]:
     """Replay the forward of a slot.
 
     Args:
         slot: no backward of it is pending.
         given: the inputs.
-        delivery: of the loop, None where autograd returns all gradients.
-        delivered: the positions of the parameters that it delivers.
+        delivery: of the loop.
+        of: the positions of the inputs whose gradients it delivers. Autograd gets the gradients of the others.
     """
-    if delivery is None:
-        delivered = ()
-    taken = set(delivered)
-    leads = [given[i] for i in slot.leads if i not in taken]
-    if delivered:
-        leads.append(given[delivered[0]])
+    delivered = [k for k, i in enumerate(slot.leads) if i in of]
+    returned = [k for k, i in enumerate(slot.leads) if i not in of]
+    inputs = [given[slot.leads[k]] for k in (*returned, *delivered[:1])]
     made: list[Any] = []
-    differ = _Replay.apply(slot, given, delivery, delivered, made, *leads)
+    differ = _Replay.apply(slot, given, delivery, delivered, returned, made, *inputs)
     for i, output in zip(slot.differ, differ, strict=True):
         made[i] = output
     return made

@@ -12,6 +12,7 @@ from torch import Tensor
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import span
 from pygraph_train.torch_private.memory import copy_all
+from pygraph_train.verification import Audits
 
 if TYPE_CHECKING:
     from pygraph_train.core.region import PhaseRegion
@@ -46,7 +47,10 @@ class RecordedRegion:
         differ: positions of outputs that require gradients.
         gradients: of `leads`, None where there is none. Each replay of the backward overwrites them.
         generation: grows with each replay of the forward.
+        audits: when it is compared once more; set by who has recorded it.
     """
+
+    audits: Audits
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any]) -> None:
         self.generation = 0

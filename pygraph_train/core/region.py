@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +25,6 @@ from pygraph_train.torch_private.phases import accumulation_hooks_of, hooks_of, 
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["PhaseRegion", "PhaseRegions"]
-
-log = logging.getLogger("pygraph_train")
 
 _MOST_PENDING = 4
 """Forwards of one region that wait for their backward at once and come from graphs."""
@@ -54,7 +51,6 @@ class PhaseRegions:
         config: options.
         tensors: the parameters and buffers that are trained, as they are now.
         tell: called with each reason against a graph.
-        delivers: whether the loop's backwards are calls of `backward()` on losses, without `inputs`.
 
     Attributes:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
@@ -68,12 +64,10 @@ class PhaseRegions:
         config: PyGraphConfig,
         tensors: Callable[[], Iterable[Tensor]],
         tell: Callable[[Problem], object],
-        *,
-        delivers: bool,
     ) -> None:
         self.engine, self.config = engine, config
         self.tensors, self.tell = tensors, tell
-        self.delivery = Delivery() if delivers else None
+        self.delivery = Delivery()
         self.replays = self.plain = self.recorded = 0
         self.seconds = 0.0
         self.in_function = False
@@ -106,7 +100,7 @@ class PhaseRegions:
         return known.copy_(gradient)
 
     def close(self) -> None:
-        """Release all graphs. PhaseRegions run as they are from now on."""
+        """Release all graphs. Regions run as they are from now on."""
         self.closed = True
         for region in self.regions:
             region.close()
@@ -193,18 +187,15 @@ class PhaseRegion:
         self._replays += 1
         self.owner.replays += 1
         executes(REPLAY)
-        made = replay(slot, inputs, *self._deliveries())
+        made = replay(slot, inputs, self.owner.delivery, self._delivered_now())
         return made if self._numbered is None else self._numbered.outputs(made, numbers)
 
-    def _deliveries(self) -> tuple[Delivery | None, Sequence[int]]:
-        """Who delivers gradients, and of which inputs. Those of parameters with hooks go through autograd."""
-        delivery, delivered = self.owner.delivery, self._delivered
-        if delivery is not None and (
-            any(map(hooks_of, self._held)) or any(map(accumulation_hooks_of, self._held))
-        ):
-            hooked = {i for i, t in zip(self._positions, self._held, strict=True) if _is_hooked(t)}
-            delivered = [i for i in delivered if i not in hooked]
-        return delivery, delivered
+    def _delivered_now(self) -> Collection[int]:
+        """The inputs whose gradients are delivered. Those of parameters with hooks go through autograd. Hot path."""
+        if not (any(map(hooks_of, self._held)) or any(map(accumulation_hooks_of, self._held))):
+            return self._delivered
+        hooked = {i for i, t in zip(self._positions, self._held, strict=True) if _is_hooked(t)}
+        return self._delivered - hooked
 
     # -- the first calls ------------------------------------------------------------------------------
 
@@ -236,7 +227,7 @@ class PhaseRegion:
             self.asked.add(position)
             if torch.is_grad_enabled():
                 self._reason = "its backward is differentiated itself"
-            elif self.owner.in_function and self.owner.delivery is not None:
+            elif self.owner.in_function:
                 self._reason = "the step makes a backward itself"
 
         return asked
@@ -293,7 +284,7 @@ class PhaseRegion:
         self._numbers = tuple(i for i, t in enumerate(given) if not isinstance(t, Tensor))
         self._moving = [i for i, _ in tensors if i not in self.fixed]
         self._keyed = self._numbered is not None or bool(self._numbers)
-        self._delivered = [i for i in self._positions if given[i].requires_grad and given[i].is_leaf]
+        self._delivered = frozenset(i for i in self.fixed if given[i].requires_grad and given[i].is_leaf)
         self._learned = True
 
     def _key(self, given: Sequence[Any]) -> Any:
@@ -309,7 +300,7 @@ class PhaseRegion:
         with self._undone(given):
             slot = RecordedRegion(self, given)
         seconds = time.perf_counter() - started
-        slot.audits = Audits(owner.config.verify, time.perf_counter())  # type: ignore[attr-defined]
+        slot.audits = Audits(owner.config.verify, time.perf_counter())
         if owner.config.verify != "off":
             self._compare(slot, given)
         owner.recorded += 1
@@ -330,7 +321,7 @@ class PhaseRegion:
         return [given[i] for i in sorted(self.written & self.fixed)]
 
     def _audited(self, slot: RecordedRegion, given: Sequence[Any]) -> RecordedRegion:
-        audits: Audits = slot.audits  # type: ignore[attr-defined]
+        audits = slot.audits
         if audits.left > 0:
             audits.left -= 1
         elif audits.due(time.perf_counter()):

@@ -55,14 +55,12 @@ class PhaseRunner:
         engine, config, report = training.engine, training.config, training.report
         self._training = training
         self._boundary = Boundary(self._training.note, lambda: self.stop(_TOO_OFTEN))
-        self._regions = PhaseRegions(engine, config, self._tensors, self._training.note, delivers=True)
+        self._regions = PhaseRegions(engine, config, self._tensors, self._training.note)
         self._compiled: CompiledFunction | None = None
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
         self._prepared = self.stopped = False
         self._trial = _Trial(engine)
-        self._rests = 0.0
-        self._present = StepOfPhases(self, PositionInAccumulation())
         report.runs_with("{F} {B} {O}")
         reason = self._why_none()
         if reason is not None:
@@ -89,8 +87,7 @@ class PhaseRunner:
     def begin(self, position: PositionInAccumulation) -> StepOfPhases:
         """A training step begins, or one micro-batch of it."""
         self._training.step_began()
-        self._present = StepOfPhases(self, position)
-        return self._present
+        return StepOfPhases(self, position)
 
     def make(
         self,
@@ -111,9 +108,9 @@ class PhaseRunner:
 
     def _may_replay(self) -> bool:
         training = self._training
-        if (
-            self.stopped or self._trial.without_graphs or training.step == 1
-        ):  # caches of the user's code fill in the first step
+        if self.stopped or self._trial.without_graphs:
+            return False
+        if training.step == 1:  # in which caches of the user's code fill
             return False
         if uninitialized(training.program.model) is not None:
             return False

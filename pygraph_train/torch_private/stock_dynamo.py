@@ -39,13 +39,12 @@ def _trace_begins(*_: Any) -> None:
         _here.patch.__enter__()
 
 
-def _listens() -> bool:
-    """Whether Dynamo tells us of traces. `torch.compiler.reset` makes it forget."""
+def _listen() -> None:
+    """Have Dynamo tell us of traces. `torch.compiler.reset` makes it forget. Hot path."""
     from torch._dynamo.callback import callback_handler
 
     if _trace_begins not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_trace_begins)
-    return True
 
 
 class CompiledFunction:
@@ -62,7 +61,7 @@ class CompiledFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it. Hot path."""
-        _listens()
+        _listen()
         _here.calls += 1
         try:
             return self._compiled(*args, **kwargs)
