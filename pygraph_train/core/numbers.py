@@ -77,38 +77,36 @@ class Numbers:
             for x in n.all_input_nodes
             for r in roots.get(x, ())
         }
-        slots: dict[tuple[Node, torch.dtype, torch.device, bool], Node] = {}
         graph, copy = Graph(), {}
         kept = [n for n in placeholders if n not in roots or n in baked]
         self._kept = [placeholders.index(n) for n in kept]
         for n in kept:
             copy[n] = graph.placeholder(n.name)
-        for n in nodes[:-1]:
-            if n.op == "placeholder":
-                continue
+        calls = [n for n in nodes[:-1] if n.op != "placeholder"]
+        takes = {
+            n: self._kind_of_slot(n, roots)
+            for n in calls
+            if n not in roots and not all(roots.get(x, baked) <= baked for x in n.all_input_nodes)
+        }
+        self._slots = list(
+            dict.fromkeys((x, *kind) for n, kind in takes.items() for x in n.args if x in roots)
+        )
+        slots = {key: graph.placeholder(f"number_{k}") for k, key in enumerate(self._slots)}
+        for n in calls:
             if n in roots:
                 if roots[n] <= baked:
                     copy[n] = (
                         copy[n.all_input_nodes[0]] if _is_read(n) else graph.node_copy(n, copy.__getitem__)
                     )
-            elif all(roots.get(x, baked) <= baked for x in n.all_input_nodes):
+            elif n not in takes:
                 copy[n] = graph.node_copy(n, copy.__getitem__)
             else:
-                like = next(_value(x) for x in n.all_input_nodes if x not in roots)
-                inverse = n.target in _DIVIDES and like.is_cuda
-                with graph.inserting_before(next(iter(graph.nodes))):
-                    args = tuple(
-                        copy[x] if x not in roots else self._slot(graph, slots, x, like, inverse)
-                        for x in n.args
-                    )
-                target = torch.mul if inverse else n.target
-                copy[n] = graph.create_node("call_function" if inverse else n.op, target, args)
+                args = tuple(copy[x] if x not in roots else slots[(x, *takes[n])] for x in n.args)
+                _, _, inverse = takes[n]
+                op, target = ("call_function", torch.mul) if inverse else (n.op, n.target)
+                copy[n] = graph.create_node(op, target, args)
         self._known = [i for i, n in enumerate(outputs) if n in roots]
         graph.output(tuple(copy.get(n, n) if isinstance(n, Node) else n for n in outputs if n not in roots))
-        self._slots = list(slots)
-        order = [n.name for n in graph.nodes if n.op == "placeholder"]
-        names = [copy[n].name for n in kept] + [slots[key].name for key in self._slots]
-        self._order = [names.index(name) for name in order]
         self.body = GraphModule(gm, graph)
         wanted = [key[0] for key in self._slots] + [outputs[i] for i in self._known]
         self._computed = self._function(nodes, placeholders, roots, wanted)
@@ -133,11 +131,12 @@ class Numbers:
         )
 
     @staticmethod
-    def _slot(graph: Graph, slots: dict[Any, Node], number: Node, like: Tensor, inverse: bool) -> Node:
-        key = (number, like.dtype, like.device, inverse)
-        if key not in slots:
-            slots[key] = graph.placeholder(f"number_{len(slots)}")
-        return slots[key]
+    def _kind_of_slot(
+        node: Node, roots: dict[Node, frozenset[Node]]
+    ) -> tuple[torch.dtype, torch.device, bool]:
+        """Of the tensor for a number: dtype, device, and whether it holds the inverse, by which CUDA multiplies."""
+        like = next(_value(x) for x in node.all_input_nodes if x not in roots)
+        return like.dtype, like.device, node.target in _DIVIDES and like.is_cuda
 
     @staticmethod
     def _function(
@@ -162,8 +161,7 @@ class Numbers:
             values[i] = values[i].item()
         computed = self._computed(*values)
         numbers = [_in_tensor(key, v) for key, v in zip(self._slots, computed, strict=False)]
-        all_inputs = [values[i] for i in self._kept] + numbers
-        return [all_inputs[i] for i in self._order], computed[len(self._slots) :]
+        return [values[i] for i in self._kept] + numbers, computed[len(self._slots) :]
 
     def outputs(self, made: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
         """The outputs of the graph: those of `body`, and the numbers."""
