@@ -336,5 +336,5 @@ def runner_for(
 
     Args: as the attributes of `TrainingRun`; training that does not end has no number of steps left.
     """
-    kind = StepRunner if why_no_traces() is None else PhaseRunner
+    kind = PhaseRunner
     return kind(TrainingRun(program, config, engine, report, steps_left, announce, on_decision))

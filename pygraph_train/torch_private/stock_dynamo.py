@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+
+from pygraph_train.boundary import quietly
+from pygraph_train.torch_private.growing import Growing
 
 __all__ = ["CompiledFunction"]
 
@@ -22,8 +26,11 @@ _SETTINGS: dict[str, Any] = {
 
 
 class _Here(threading.local):
-    calls = 0
-    patch: Any = None
+    """Of this thread: the functions of ours that are called, and what a trace in the present call has set."""
+
+    def __init__(self) -> None:
+        self.called: list[CompiledFunction] = []
+        self.settings: ExitStack | None = None
 
 
 _here = _Here()
@@ -31,12 +38,13 @@ _here = _Here()
 
 def _trace_begins(*_: Any) -> None:
     """A trace begins in this thread: if a function of ours is called, it gets our settings until the call ends."""
-    if _here.calls and _here.patch is None:
+    if _here.called and _here.settings is None:
         import torch._dynamo.config as config
 
         known = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
-        _here.patch = config.patch(known)
-        _here.patch.__enter__()
+        _here.settings = settings = ExitStack()
+        settings.enter_context(config.patch(known))
+        quietly(lambda: settings.enter_context(_here.called[-1].growing.left_to_python()))
 
 
 def _listen() -> None:
@@ -57,16 +65,18 @@ class CompiledFunction:
 
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any]) -> None:
         self.fn = fn
+        self.growing = Growing()
         self._compiled = torch.compile(fn, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it. Hot path."""
         _listen()
-        _here.calls += 1
+        here = _here
+        here.called.append(self)
         try:
             return self._compiled(*args, **kwargs)
         finally:
-            _here.calls -= 1
-            if _here.patch is not None and not _here.calls:
-                patch, _here.patch = _here.patch, None
-                patch.__exit__(None, None, None)
+            here.called.pop()
+            if here.settings is not None and not here.called:
+                settings, here.settings = here.settings, None
+                settings.close()
