@@ -13,6 +13,7 @@ from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.autograd import backward_keeps_graph
 from pygraph_train.torch_private.phases import add_all, at_end_of_backward, present_backward
+from pygraph_train.torch_private.stock_dynamo import untraced
 
 __all__ = ["Delivery", "replay"]
 
@@ -47,6 +48,7 @@ class Delivery:
         """Gradients to deliver at the end of the present backward."""
         self._waiting.append((parameters, found))
 
+    @untraced
     def _end(self) -> None:
         self._task = None
         self._flush()
@@ -111,6 +113,7 @@ class _Replay(torch.autograd.Function):
         return tuple(made[i] for i in slot.differ)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *asked: Tensor | None) -> Any:
         try:
             ctx.saved_tensors  # noqa: B018
@@ -125,7 +128,8 @@ class _Replay(torch.autograd.Function):
         seeds = {i: g for i, g in zip(slot.differ, asked, strict=True) if g is not None}
         delivery, parameters = ctx.delivery, ctx.parameters
         delivery.begin()
-        delivery.make_way(parameters, [slot.gradients[k] for k in ctx.delivered])
+        if (backward := slot.backward_of(seeds)) is not None:
+            delivery.make_way(parameters, [backward.gradients[k] for k in ctx.delivered])
         found = slot.replay_backward(seeds)
         if not backward_keeps_graph():
             ctx.token = None

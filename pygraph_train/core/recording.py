@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,21 @@ class Unrecordable(Exception):
     """A region cannot be recorded. The message is the reason."""
 
 
+class _Backward(NamedTuple):
+    """A recorded backward of some outputs.
+
+    Attributes:
+        seeds: the gradient of each of these outputs, which `graph` reads.
+        inputs: the same tensors.
+        gradients: of `leads`, None where there is none. Each replay overwrites them.
+    """
+
+    graph: Graph
+    seeds: dict[int, Tensor]
+    inputs: list[Tensor]
+    gradients: list[Tensor | None]
+
+
 class RecordedRegion:
     """A forward and a backward at fixed addresses.
 
@@ -45,7 +61,6 @@ class RecordedRegion:
     Attributes:
         leads: positions of inputs that get gradients.
         differ: positions of outputs that require gradients.
-        gradients: of `leads`, None where there is none. Each replay of the backward overwrites them.
         generation: grows with each replay of the forward.
         audits: when it is compared once more; set by who has recorded it.
     """
@@ -65,7 +80,7 @@ class RecordedRegion:
         self.leads = [i for i in tensors if given[i].requires_grad]
         self._keys = [id(given[i]) if i in region.fixed else None for i in self.leads]
         self._graphs: list[Graph] = []
-        self._seeds: dict[int, Tensor] = {}
+        self._backwards: dict[frozenset[int], _Backward] = {}
         try:
             self._record(given)
         except BaseException:
@@ -92,17 +107,17 @@ class RecordedRegion:
         if engine.name == "emulated":  # its capture of the backward computes with what the forward has saved
             graph.replay()
         self.differ = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
-        asked = [i for i in self.differ if i in region.asked]
-        if not asked:
-            raise Unrecordable("nothing has asked for its gradients")
         self._hand_out = [self._how(o) for o in outputs]
-        self._seeds = {i: torch.zeros_like(outputs[i].detach()) for i in asked}
-        self._backward: Graph | None = None
-        self.gradients: list[Tensor | None] = [None] * len(self.leads)
         if region.owner.config.backward != "off":
-            self._backward, self.gradients = engine.capture(self._run_backward)
-            self._graphs.append(self._backward)
-        self._seed_tensors = list(self._seeds.values())
+            for asked in region.asked:
+                if asked.issubset(self.differ):
+                    self._backwards[asked] = self._record_backward(asked)
+
+    def _record_backward(self, asked: frozenset[int]) -> _Backward:
+        seeds = {i: torch.zeros_like(self._outputs[i].detach()) for i in self.differ if i in asked}
+        graph, gradients = self._engine.capture(functools.partial(self._run_backward, seeds))
+        self._graphs.append(graph)
+        return _Backward(graph, seeds, list(seeds.values()), gradients)
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
@@ -123,10 +138,10 @@ class RecordedRegion:
             made: Sequence[Any] = self._region.run(*self._static)
         return made
 
-    def _run_backward(self) -> list[Tensor | None]:
+    def _run_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
         leads = [self._static[i] for i in self.leads]
-        outputs = [self._outputs[i] for i in self._seeds]
-        torch.autograd.backward(outputs, list(self._seeds.values()), retain_graph=True, inputs=leads)
+        outputs = [self._outputs[i] for i in seeds]
+        torch.autograd.backward(outputs, list(seeds.values()), retain_graph=True, inputs=leads)
         found = [self._region.owner.placed(i, lead.grad) for i, lead in zip(self._keys, leads, strict=True)]
         for lead in leads:
             lead.grad = None
@@ -156,22 +171,27 @@ class RecordedRegion:
             for o, how in zip(self._outputs, self._hand_out, strict=True)
         )
 
+    def backward_of(self, seeds: dict[int, Tensor]) -> _Backward | None:
+        """The recorded backward of these outputs, None where there is none. Hot path."""
+        return self._backwards.get(frozenset(seeds))
+
     def replay_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
-        """Run the backward.
+        """Run the backward. Hot path.
 
         Args:
             seeds: the gradient of each output that has one.
         Returns:
             The gradients of `leads`, which the next replay overwrites.
         """
-        if self._backward is None or seeds.keys() != self._seeds.keys():
+        backward = self.backward_of(seeds)
+        if backward is None:
             return self._another_backward(seeds)
-        copy_all(self._seed_tensors, [seeds[i] for i in self._seeds])
-        self._backward.replay()
-        return self.gradients
+        copy_all(backward.inputs, [seeds[i] for i in backward.seeds])
+        backward.graph.replay()
+        return backward.gradients
 
     def _another_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
-        """A backward of other outputs than the recorded one, by autograd on what the forward has saved."""
+        """A backward of other outputs than the recorded ones, by autograd on what the forward has saved."""
         outputs = [self._outputs[i] for i in seeds]
         leads = [self._static[i] for i in self.leads]
         return list(
@@ -188,7 +208,8 @@ class RecordedRegion:
         for graph in self._graphs:
             graph.close()
         self._graphs.clear()
-        self._outputs = self.gradients = self._static = []
+        self._outputs = self._static = []
+        self._backwards.clear()
 
     # -- comparison -----------------------------------------------------------------------------------
 
@@ -221,9 +242,12 @@ class RecordedRegion:
         gradients = self.replay_backward(seeds)
         return [*outputs, *written], gradients
 
-    def sample_seeds(self) -> dict[int, Tensor]:
-        """Gradients of outputs for a comparison: small numbers that differ."""
-        return {
-            i: (torch.arange(s.numel(), device=s.device) % 5 + 1).to(s.dtype).view(s.shape)
-            for i, s in self._seeds.items()
-        }
+    def sample_seeds(self) -> list[dict[int, Tensor]]:
+        """Gradients of outputs for comparisons of each backward: small numbers that differ."""
+        return [
+            {
+                i: (torch.arange(s.numel(), device=s.device) % 5 + 1).to(s.dtype).view(s.shape)
+                for i, s in backward.seeds.items()
+            }
+            for backward in self._backwards.values()
+        ]

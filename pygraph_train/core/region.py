@@ -16,12 +16,13 @@ from pygraph_train.boundary import REPLAY, executes, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
-from pygraph_train.core.passes import prepared
+from pygraph_train.core.passes import halves, prepared
 from pygraph_train.core.recording import RecordedRegion, Unrecordable
 from pygraph_train.graphs.engine import CaptureError, Engine
 from pygraph_train.problems import Problem, first_line
 from pygraph_train.putting_back import ScratchState
-from pygraph_train.torch_private.phases import accumulation_hooks_of, hooks_of, inductor
+from pygraph_train.torch_private.phases import accumulation_hooks_of, hooks_of, inductor, present_backward
+from pygraph_train.torch_private.stock_dynamo import untraced
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["PhaseRegion", "PhaseRegions"]
@@ -54,8 +55,8 @@ class PhaseRegions:
 
     Attributes:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
+        hooked: whether autograd accumulates gradients in the present step, because parameters have hooks.
         recorded, seconds: recordings since they were reported last, and the time they took.
-        in_function: whether the step's function runs.
     """
 
     def __init__(
@@ -70,15 +71,23 @@ class PhaseRegions:
         self.delivery = Delivery()
         self.replays = self.plain = self.recorded = 0
         self.seconds = 0.0
-        self.in_function = False
+        self.hooked = False
         self.regions: list[PhaseRegion] = []
         self._gradients: dict[int, Tensor] = {}
         self.closed = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        region = PhaseRegion(self, gm, examples)
+        parts = halves(gm)
+        region = PhaseRegion(self, gm if parts is None else parts[0], examples)
         self.regions.append(region)
-        return region
+        if parts is None:
+            return region
+        rest = parts[1].forward
+
+        def both(*given: Any) -> Any:
+            return rest(*given, *region(*given))
+
+        return both
 
     def placed(self, parameter: int | None, gradient: Tensor | None) -> Tensor | None:
         """Within a capture: a gradient at the place that gradients of this parameter have in all recordings.
@@ -118,7 +127,7 @@ class PhaseRegion:
         run: the graph as it is.
         fixed: positions of inputs that stay: parameters and buffers.
         written: positions of inputs that the graph writes.
-        asked: positions of outputs whose gradients a backward has asked for.
+        asked: sets of positions of outputs whose gradients one backward has asked for.
         slots: by what changes from call to call.
     """
 
@@ -134,14 +143,16 @@ class PhaseRegion:
             self.run = self._plainly = inductor(gm, examples)
         self.fixed: set[int] = set()
         self.written: set[int] = set()
-        self.asked: set[int] = set()
+        self.asked: set[frozenset[int]] = set()
+        self._asking: dict[int, set[int]] = {}  # by backward, as hooks see it
         self.slots: dict[Any, list[RecordedRegion]] = {}
         self._reason: str | None = None
         self._counts = True  # whether a step in which it runs as it is has no graph of the forward
         self._calls = self._replays = self._recordings = 0
         self._learned = False
         self._numbers: tuple[int, ...] = ()
-        self._demoted: set[int] = set()
+        self._moved: set[int] = set()  # fixed inputs that were found elsewhere once
+        self._demoted: set[int] = set()  # and again: they are not fixed
         if reason is not None:
             self._stays_plain(reason)
         elif sum(n.op.startswith("call") for n in gm.graph.nodes) < _FEWEST_NODES:
@@ -165,7 +176,7 @@ class PhaseRegion:
         if self._reason is not None or self.owner.closed or not torch.is_grad_enabled():
             self.owner.plain += self._counts
             return self._plainly(*given)
-        if self._calls < self.owner.config.warmup_steps or not (self.asked or self._calls > _PATIENCE):
+        if self._calls < self.owner.config.warmup_steps or not (self._asking or self._calls > _PATIENCE):
             return self._watched(given)
         numbers: Sequence[Any] = ()
         try:
@@ -194,6 +205,7 @@ class PhaseRegion:
         """The inputs whose gradients are delivered. Those of parameters with hooks go through autograd. Hot path."""
         if not (any(map(hooks_of, self._held)) or any(map(accumulation_hooks_of, self._held))):
             return self._delivered
+        self.owner.hooked = True
         hooked = {i for i, t in zip(self._positions, self._held, strict=True) if _is_hooked(t)}
         return self._delivered - hooked
 
@@ -223,12 +235,11 @@ class PhaseRegion:
         return view
 
     def _hook(self, position: int) -> Callable[[Tensor], None]:
+        @untraced
         def asked(gradient: Tensor) -> None:
-            self.asked.add(position)
+            self._asking.setdefault(present_backward(), set()).add(position)
             if torch.is_grad_enabled():
                 self._reason = "its backward is differentiated itself"
-            elif self.owner.in_function:
-                self._reason = "the step makes a backward itself"
 
         return asked
 
@@ -244,9 +255,11 @@ class PhaseRegion:
             self._recordings += 1
             if self._recordings > _MOST_RECORDINGS + self._replays // 50:
                 raise Unrecordable("its parameters or buffers are at new addresses again and again")
-            for i, held in zip(self._positions, self._held, strict=True):
-                if given[i] is not held and not isinstance(given[i], nn.Parameter):
-                    self._demoted.add(i)
+            for i, held, address in zip(self._positions, self._held, self._addresses, strict=True):
+                if given[i] is not held or given[i].data_ptr() != address:
+                    if i in self._moved and not given[i].requires_grad:
+                        self._demoted.add(i)
+                    self._moved.add(i)
             self.close()
             self._learn(given)
         key = self._key(given) if self._keyed else None
@@ -271,6 +284,7 @@ class PhaseRegion:
         for _, t in tensors:
             if t.layout is not torch.strided or type(t) not in (Tensor, nn.Parameter):
                 raise Unrecordable(f"one of its inputs is a {type(t).__name__} of layout {t.layout}")
+        self.asked = set(map(frozenset, self._asking.values()))
         if not self.asked or not any(t.requires_grad for _, t in tensors):
             raise _NoPart
         self.fixed = {
@@ -336,7 +350,10 @@ class PhaseRegion:
         Raises:
             Unrecordable: it does not.
         """
-        seeds = slot.sample_seeds()
+        for seeds in slot.sample_seeds() or [{}]:
+            self._compare_with(slot, given, seeds)
+
+    def _compare_with(self, slot: RecordedRegion, given: Sequence[Any], seeds: dict[int, Tensor]) -> None:
         changed = self._changed(given)
 
         def fingerprint(run: Callable[..., tuple[list[Any], list[Tensor | None]]]) -> Fingerprint:

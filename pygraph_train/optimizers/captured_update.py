@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ class CapturedUpdate:
 
     Attributes:
         addresses: of the parameters.
-        looks: whether parameters have the shapes, strides and types of then.
         gradients: where they were; with buffers only what they look like counts.
         buffers: copies of the gradients that the graph works on, None where it works on them as they lie.
         number: how many graphs there were in a row, with this one, that differ in nothing but where gradients were.
@@ -31,7 +29,6 @@ class CapturedUpdate:
 
     graph: Graph
     addresses: list[int]
-    looks: Callable[..., bool]
     gradients: Layout
     buffers: list[Tensor] | None
     hyperparameters: Any

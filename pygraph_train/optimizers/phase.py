@@ -28,7 +28,7 @@ from pygraph_train.optimizers.program import UpdateProgram
 from pygraph_train.problems import Problem
 from pygraph_train.putting_back import HostCopy
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.torch_private.memory import borrow_memory, copy_all, tensor_looks
+from pygraph_train.torch_private.memory import borrow_memory, copy_all
 from pygraph_train.torch_private.sharding import local_tensor
 from pygraph_train.tracing.refusals import problem_of
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
@@ -195,8 +195,6 @@ class OptimizerPhase:
         """What to say if this goes on, None where everything but the gradients' addresses is as captured."""
         if [local_tensor(p).data_ptr() for p in parameters] != capture.addresses:
             return Problem("parameters live at new addresses again and again")
-        if not capture.looks(*parameters):
-            return Problem("parameters change their shape, strides or requires_grad again and again")
         if capture.constants != constants:
             return Problem("how gradients are clipped or scaled changes again and again")
         if (
@@ -260,7 +258,6 @@ class OptimizerPhase:
         made = CapturedUpdate(
             graph=graph,
             addresses=[local_tensor(p).data_ptr() for p in parameters],
-            looks=tensor_looks(parameters),
             gradients=layout,
             buffers=[s for s in stand_ins if s is not None] if buffers else None,
             hyperparameters=numbers.baked(preparation.hyperparameters()),

@@ -55,7 +55,8 @@ class PhaseRunner:
         engine, config, report = training.engine, training.config, training.report
         self._training = training
         self._boundary = Boundary(self._training.note, lambda: self.stop(_TOO_OFTEN))
-        self._regions = PhaseRegions(engine, config, self._tensors, self._training.note)
+        self._told: list[Problem] = []  # of regions, while Dynamo traces or the step runs
+        self._regions = PhaseRegions(engine, config, self._tensors, self._told.append)
         self._compiled: CompiledFunction | None = None
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
@@ -74,8 +75,6 @@ class PhaseRunner:
             return why_no_traces() or Problem(
                 "a step that makes its backwards itself has no phases to replay"
             )
-        if self._training.config.forward == "off":
-            return Problem("forward='off' is set, and eager kernels have no graph of a backward alone")
         return program.replication.problem
 
     def _tensors(self) -> list[Any]:
@@ -99,7 +98,7 @@ class PhaseRunner:
     ) -> Ran[Any]:
         """Make the step: `run` is called once, with the way in which its function is called."""
         regions = self._regions
-        regions.replays = regions.plain = 0
+        regions.replays, regions.plain, regions.hooked = 0, 0, False
         call = self._call if self._may_replay() else plain_call
         if not self._prepared and self._training.step > self._training.config.warmup_steps:
             self._prepare()
@@ -108,8 +107,8 @@ class PhaseRunner:
 
     def _may_replay(self) -> bool:
         training = self._training
-        if self.stopped or self._trial.without_graphs:
-            return False
+        if self.stopped or self._trial.without_graphs or training.config.forward == "off":
+            return False  # eager kernels have no graph of a backward alone
         if training.step == 1:  # in which caches of the user's code fill
             return False
         if uninitialized(training.program.model) is not None:
@@ -123,12 +122,7 @@ class PhaseRunner:
         """Call the step's function through `torch.compile`. Hot path."""
         if self._compiled is None or self._compiled.fn != fn:
             self._compiled = CompiledFunction(fn, self._regions)
-        regions = self._regions
-        regions.in_function = True
-        try:
-            return self._compiled(*args, **kwargs)
-        finally:
-            regions.in_function = False
+        return self._compiled(*args, **kwargs)
 
     # -- the update --------------------------------------------------------------------------------------
 
@@ -162,7 +156,10 @@ class PhaseRunner:
         if scaling.unscaled:
             with self._preparation.prepared():
                 return body()
-        source: Source = "graph" if self._regions.replays and not self._regions.plain else "autograd"
+        regions = self._regions
+        source: Source = (
+            "graph" if regions.replays and not regions.plain and not regions.hooked else "autograd"
+        )
         phase.run(body, (constants, scaling.numbers()), source=source, step=self._training.step)
         if phase.replayed:
             step.update_replayed = True
@@ -185,6 +182,10 @@ class PhaseRunner:
 
     def _finish(self, step: StepOfPhases) -> None:
         training, regions = self._training, self._regions
+        told = self._told[:]
+        self._told.clear()
+        for problem in told:
+            training.note(problem)
         graphed = regions.replays > 0 and not regions.plain
         step.replayed = graphed
         plan = graphs_apart(graphed, graphed and training.config.backward != "off", step.update_replayed)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import types
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pygraph_train.boundary import quietly
 from pygraph_train.torch_private.growing import Growing
 
-__all__ = ["CompiledFunction"]
+__all__ = ["CompiledFunction", "untraced"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _SETTINGS: dict[str, Any] = {
     "suppress_errors": True,  # what Dynamo itself fails at runs as it is written
@@ -23,6 +27,53 @@ _SETTINGS: dict[str, Any] = {
     "trace_numpy": False,  # NumPy computes in other types than its imitation in torch
     "enable_dynamo_decompositions": False,  # `a.add_(b, alpha=c)` is rounded once, not twice
 }
+
+
+def untraced(fn: F) -> F:
+    """`fn`, so that Dynamo traces neither it nor what it calls: autograd calls it from frames that are traced.
+
+    `torch.compiler.disable` does the same, and takes the host longer. (2.11 to 2.15)
+    """
+
+    @functools.wraps(fn)
+    def outside(*args: Any) -> Any:
+        before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+        try:
+            return fn(*args)
+        finally:
+            torch._C._dynamo.eval_frame.set_eval_frame(before)
+
+    _outside.add(outside.__code__)
+    return outside  # type: ignore[return-value]
+
+
+_outside: set[types.CodeType] = set()
+
+
+@functools.cache
+def _skip_outside() -> None:
+    """Have Dynamo leave the wrappers of `untraced` to Python; they have their code in common."""
+    from torch._dynamo.eval_frame import skip_code
+
+    for code in _outside:
+        skip_code(code)
+
+
+_MOST_ANEW = 8
+"""So often a function whose step raised while it was traced is traced as if it were another one."""
+
+
+def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with code of its own: Dynamo never looks again at code that failed in a trace, on a bad batch as well."""
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(_copied(fn.__func__), fn.__self__)
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    copy = types.FunctionType(
+        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
 
 
 class _Here(threading.local):
@@ -66,6 +117,8 @@ class CompiledFunction:
     def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any]) -> None:
         self.fn = fn
         self.growing = Growing()
+        self._backend, self._anew = backend, 0
+        _skip_outside()
         self._compiled = torch.compile(fn, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +128,11 @@ class CompiledFunction:
         here.called.append(self)
         try:
             return self._compiled(*args, **kwargs)
+        except BaseException:
+            if here.settings is not None and self._anew < _MOST_ANEW:
+                self._anew += 1
+                self._compiled = torch.compile(_copied(self.fn), backend=self._backend)
+            raise
         finally:
             here.called.pop()
             if here.settings is not None and not here.called:

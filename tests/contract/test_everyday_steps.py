@@ -1127,8 +1127,9 @@ def gradients_are_clipped(case: Case) -> Any:
 # -- hooks --------------------------------------------------------------------------------------------------
 
 
-@case(19)
+@case(0)
 def a_forward_hook(case: Case) -> Any:
+    """The list grows inside of the loop over the modules, and Dynamo resumes no loop."""
     means = case.seen["means"] = []
     case.model[0].register_forward_hook(lambda module, args, out: means.append(out.detach().mean()))
     return case.loss
@@ -1178,7 +1179,7 @@ def a_hook_behind_the_accumulation(case: Case) -> Any:
     return case.loss
 
 
-@case(18, updates=7, slow=True)
+@case(0, slow=True)
 def a_backward_hook_of_a_module(case: Case) -> Any:
     calls = case.seen["calls"] = []
     case.model[0].register_full_backward_hook(lambda module, gin, gout: calls.append(1))
