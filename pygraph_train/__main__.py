@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -39,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pygraph_train")
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser(
-        "explain", help="list what keeps a training step from being one graph", description=_CONVENTION
+        "explain",
+        help="say how a training step will run, and what stands in the way",
+        description=_CONVENTION,
     )
     explain.add_argument(
         "target", metavar="script.py:function", help="a file or module, and a function in it"
@@ -67,9 +70,13 @@ def _doctor() -> tuple[Any, bool]:
 
 
 def _explain(target: str) -> tuple[Any, bool]:
+    with contextlib.redirect_stdout(sys.stderr):  # what the step prints
+        return _explained(_function(target)(), target)
+
+
+def _explained(made: Any, target: str) -> tuple[Any, bool]:
     from pygraph_train import Explanation, explain
 
-    made = _function(target)()
     if isinstance(made, tuple) and made and not isinstance(made[0], Explanation):
         try:
             made = explain(*made)

@@ -1,4 +1,4 @@
-"""The compile backend "pygraph": Inductor's forwards and backwards as CUDA graphs.
+"""The compile backend "pygraph": forwards and backwards with Inductor's kernels, as CUDA graphs.
 
 `torch.compile(model, backend="pygraph")` after `import pygraph_train.backend`, or without the import where
 pygraph-train is installed (it is registered as an entry point).
@@ -6,23 +6,41 @@ pygraph-train is installed (it is registered as an entry point).
 
 from __future__ import annotations
 
+import itertools
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from pygraph_train.boundary import SETTING_UP, arranged, surely
-from pygraph_train.regions.inductor import compile_graph, report, reset
-from pygraph_train.regions.options import BackendOptions
+from pygraph_train.boundary import SETTING_UP, Boundary, arranged, quietly, surely
+from pygraph_train.config import BackendOptions
+from pygraph_train.core.region import PhaseRegion, PhaseRegions
+from pygraph_train.graphs.devices import make_engine
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.problems import Problem, PyGraphError, user_line_in
+from pygraph_train.report.announcements import switched_off
 from pygraph_train.report.backend_report import BackendReport, RegionRecord
+from pygraph_train.step.outside import what_watches
+from pygraph_train.torch_private.autograd import compiled_autograd_wanted, is_transformed
+from pygraph_train.torch_private.phases import aten, inductor
 
 __all__ = ["BackendOptions", "BackendReport", "RegionRecord", "compile", "pygraph", "report", "reset"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_engines: dict[tuple[str, torch.device], Engine | None] = {}
+_rows: list[_Rows] = []
+_MOST_ROWS = 256
+"""Regions, beginning with the last one, that the report tells of."""
+_numbers = itertools.count()
+
 
 def pygraph(
-    gm: torch.fx.GraphModule,
+    gm: GraphModule,
     example_inputs: Sequence[Any],
     *,
     mode: str | None = None,
@@ -36,7 +54,7 @@ def pygraph(
     if mode is not None:
         raise ValueError(f"backend 'pygraph' takes options, no mode (got mode={mode!r})")
     chosen = surely(lambda: BackendOptions.of(options), SETTING_UP)
-    return arranged(lambda: compile_graph(gm, example_inputs, chosen), within_dynamo=True) or gm.forward
+    return arranged(lambda: _compiled(gm, example_inputs, chosen), within_dynamo=True) or gm.forward
 
 
 def compile(model: F, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> F:
@@ -51,3 +69,140 @@ def compile(model: F, *, dynamic: bool | None = None, fullgraph: bool = False, *
     """
     surely(lambda: BackendOptions.of(options), SETTING_UP)
     return torch.compile(model, backend=pygraph, options=options, dynamic=dynamic, fullgraph=fullgraph)  # type: ignore[return-value]
+
+
+def report() -> BackendReport:
+    """What became of the regions of this process: of those that exist, and of the last ones that did."""
+    return BackendReport([record for rows in _rows for record in rows.records()])
+
+
+def reset() -> None:
+    """Release all graphs of the backend and forget the rows of the report. What is compiled runs without graphs."""
+    for rows in _rows:
+        rows.region.owner.close()
+    _rows.clear()
+    for engine in filter(None, _engines.values()):
+        quietly(engine.close)
+    _engines.clear()
+
+
+def _compiled(gm: GraphModule, examples: Sequence[Any], options: BackendOptions) -> Callable[..., Any]:
+    engine = None
+    if not (switched_off() or compiled_autograd_wanted() or is_transformed()):
+        engine = _engine_for(options, examples)
+    if engine is None:
+        return inductor(gm, examples, options.inductor) if options.compile else gm.forward
+    return _Graph(gm, examples, options, engine)
+
+
+def _engine_for(options: BackendOptions, examples: Sequence[Any]) -> Engine | None:
+    """All graphs of a device share an engine."""
+    tensors = [t for t in examples if isinstance(t, Tensor)]
+    device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
+    key = (options.engine, device)
+    if key not in _engines:
+        _engines[key] = make_engine(options.engine, device)
+    return _engines[key]
+
+
+class _Owner(PhaseRegions):
+    """What the regions of one graph have in common."""
+
+    def __init__(self, engine: Engine, options: BackendOptions) -> None:
+        super().__init__(engine, options, tuple, self._tell, delivers=False, inference=True)
+        self._options = options
+
+    def _tell(self, problem: Problem) -> None:
+        if self._options.on_failure == "raise":
+            raise PyGraphError(str(problem))
+
+    def kernels(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any] | None:
+        """See `PhaseRegions`."""
+        if not self._options.compile:
+            return None
+        settings = self._options.inductor
+        return inductor(gm, examples, settings) if self.engine.name == "cuda" else aten(gm, examples)
+
+    def placed(self, parameter: int | None, gradient: Tensor | None) -> Tensor | None:
+        """No graph of an update reads gradients at fixed addresses."""
+        return gradient
+
+
+class _Graph:
+    """A graph of Dynamo's. Modules of one class share it, and each has a region of its own.
+
+    Args:
+        gm, examples: from Dynamo.
+        options: of the backend.
+        engine: of the device.
+    """
+
+    def __init__(
+        self, gm: GraphModule, examples: Sequence[Any], options: BackendOptions, engine: Engine
+    ) -> None:
+        owner = _Owner(engine, options)
+        self._template = PhaseRegion(owner, gm, examples)
+        self._where = next(
+            filter(None, (user_line_in(n.meta.get("stack_trace")) for n in gm.graph.nodes)), None
+        )
+        self._first = next((i for i, t in enumerate(examples) if isinstance(t, nn.Parameter)), None)
+        self._regions: dict[int | None, PhaseRegion] = {}
+        self._boundary = Boundary(rest=owner.close)
+        self._thread = threading.get_ident()
+        weakref.finalize(self, owner.close).atexit = False
+
+    def __call__(self, *given: Any) -> Any:
+        """Run it. Hot path."""
+        region = self._regions.get(None if self._first is None else id(given[self._first]))
+        if region is None:
+            region = self._region_for(given)
+        if what_watches() is not None or self._thread != threading.get_ident():
+            return region.run_plainly(*given)
+        return self._boundary.make(region, region.run_plainly, *given)
+
+    def _region_for(self, given: Sequence[Any]) -> PhaseRegion:
+        region = self._template.another()
+        region.owner.regions.append(region)
+        key = None
+        if self._first is not None:
+            key = id(given[self._first])
+            weakref.finalize(given[self._first], _forget, weakref.ref(self), key).atexit = False
+        self._regions[key] = region
+        _rows.append(_Rows(region, next(_numbers), self._where))
+        del _rows[:-_MOST_ROWS]
+        return region
+
+    def forget(self, key: int) -> None:
+        """A parameter is gone, and with it the model whose region this is."""
+        self._regions.pop(key).close()
+
+
+def _forget(graph: weakref.ref[_Graph], key: int) -> None:
+    if (alive := graph()) is not None:
+        alive.forget(key)
+
+
+class _Rows:
+    """The rows of the report about one region.
+
+    Args:
+        region: whose counters are told.
+        number: of the region.
+        where: `file:line` of the first user code in it.
+    """
+
+    def __init__(self, region: PhaseRegion, number: int, where: str | None) -> None:
+        self.region = region
+        self._forward = RegionRecord(f"forward {number}", "forward", where)
+        self._backward = RegionRecord(f"backward {number}", "backward", where)
+
+    def records(self) -> list[RegionRecord]:
+        """The forward, and the backward where there is one."""
+        region, forward, backward = self.region, self._forward, self._backward
+        if region.inference:
+            forward.name, forward.phase = forward.name.replace("forward", "inference"), "inference"
+        for record, replays in ((forward, region.replays), (backward, region.backwards)):
+            record.reason, record.captures, record.replays = region.reason or "", region.recordings, replays
+            record.plain_runs = max(0, region.calls - replays)
+            record.decision = "plain" if region.reason else "graph" if region.recordings else "warming up"
+        return [forward] if region.inference else [forward, backward]

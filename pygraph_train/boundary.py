@@ -35,7 +35,6 @@ __all__ = [
     "arranged",
     "done",
     "executes",
-    "executing",
     "here",
     "not_needed",
     "once",
@@ -114,16 +113,6 @@ def taken_back() -> None:
     """What has begun was taken back: everything is as before the piece."""
     if (progress := here.progress) is not None:
         progress.began, progress.made, progress.result = None, False, None
-
-
-def executing(run: Callable[..., R], what: str) -> Callable[..., R]:
-    """`run`, which says that it begins."""
-
-    def executed(*inputs: Any) -> R:
-        executes(what)
-        return run(*inputs)
-
-    return executed
 
 
 def put_back(*actions: Callable[[], object]) -> None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-__all__ = ["PyGraphConfig", "PyGraphOptions", "StepOptions", "check_values", "disabled_by_environment"]
+__all__ = [
+    "BackendOptions",
+    "PyGraphConfig",
+    "PyGraphOptions",
+    "StepOptions",
+    "check_values",
+    "disabled_by_environment",
+]
 
 AutoOnOff = Literal["auto", "on", "off"]
 
@@ -53,40 +60,25 @@ class PyGraphConfig:
     """Options of pygraph-train. Frozen; derive variants with `replace`.
 
     Args:
-        forward, backward, optimizer: whether this phase may run from a graph. "off" means never. "auto" measures
-            while training runs, and keeps the fastest plan. "on" uses a graph whenever it is legal, and logs a
-            warning if steps run without one. If only one of forward and backward is "off", the other one comes
-            from a region of the compile backend, on CUDA with Inductor's kernels unless `compile` is False.
-        fuse: whether adjacent phases may share one graph. The values mean the same as for the phases.
-        compile: whether the graphs hold Inductor's kernels. "auto" compiles if the remaining training steps save
-            more time than compilation takes. If the number of remaining steps is unknown, the library assumes as
-            many as have run. A loop of your own runs forward and backward as they are until then, and keeps Inductor's
-            kernels if its steps are faster with them. True calls Inductor at once. False captures eager kernels, and
-            steps have the bits of plain training. On CUDA, forward and backward have graphs of their own then only if
-            `forward` or `backward` is "on".
-        warmup_steps: the number of steps in which the library watches the reads and writes of a step (>= 2). Two
-            more steps run with the kernels of the later graph, and step `warmup_steps + 3` is the first one from
-            a graph. Four cases delay it: on CUDA the library may time one or two plain steps first; compilation
-            takes one step; a capture may wait until gradients are empty; and under DistributedDataParallel the
-            graph is captured after 11 steps. If a batch has another shape, `warmup_steps` steps of this shape run
-            before the library watches one. In a loop of your own (Accelerate, Fabric, transformers, manual
-            optimization) each forward and each backward runs `warmup_steps` times before its graph is made.
-        max_signatures: the number of variants that keep captures (>= 1). The captures of the least recently used
-            variant are released. None keeps as many as memory has room for, and 8 where each variant needs a trace
-            of its own (several processes, manual optimization, loops of your own).
-        indirection: how the graphs of regions get inputs at new addresses: "copy" copies them into fixed buffers,
-            "device" and "host" rewrite the addresses in the graph, and "auto" measures.
-        verify: which replays are compared with the same step without a graph. "off": none. "first": the first
-            replay of each capture. "sample": also later replays, at growing intervals, in at most 0.2% of the
-            time; where shapes share a trace, only the 1st, 2nd, 4th, 8th, ... capture is compared at once.
-            "always": every replay, for debugging; this doubles the cost of a step.
+        forward, backward, optimizer: whether this phase may run from a graph. "off" means never; without a graph of the
+            forward there is none of the backward. "on" means "auto", and reasons against graphs are logged as warnings.
+        fuse: has no effect at present.
+        compile: True has Inductor's kernels in the graphs of forward and backward, on CUDA. False has eager kernels,
+            with the bits of plain training. "auto" means False at present.
+        warmup_steps: each part of a step is recorded in its call of this number (>= 2). After so many steps the
+            optimizer gets kernels that a graph can hold.
+        max_signatures: the number of sets of shapes of one part that are recorded (>= 1). Others run without a graph.
+            None: 64.
+        indirection: has no effect at present.
+        verify: which replays are compared with the same work without a graph. "off": none. "first": the first replay
+            of each recording. "sample": also later replays, at growing intervals, in at most 0.2% of the time.
+            "always": every replay, for debugging.
         engine: "cuda" needs a CUDA device. "emulated" replays a CPU tape with the rules of CUDA graphs; it is
             slower than plain training, and serves tests and demonstrations. "off" uses no graphs. "auto" is "cuda"
             if there is a CUDA device, and "off" otherwise.
         on_failure: "fallback" continues without the graph, and the report gives the reason. "raise" raises it.
         log_metrics: whether the loggers of a Lightning Trainer, and the trackers of an Accelerator, get
-            `pygraph/share_from_graphs` and, on CUDA, `pygraph/step_ms` and `pygraph/gpu_idle_fraction`
-            (docs/report.md). Other loops have no loggers.
+            `pygraph/share_from_graphs` and, on CUDA, `pygraph/step_ms` (docs/report.md). Other loops have no loggers.
 
     Raises:
         ValueError: an option has a value that is not allowed, or options contradict each other. The
@@ -119,13 +111,6 @@ class PyGraphConfig:
                     "a fused step holds every phase"
                 )
 
-    @property
-    def region_phases(self) -> Literal["both", "forward", "backward", "none"]:
-        """What regions of the compile backend may graph."""
-        if self.forward == "off":
-            return "none" if self.backward == "off" else "backward"
-        return "forward" if self.backward == "off" else "both"
-
     @classmethod
     def of(cls, config: PyGraphConfig | None, overrides: Mapping[str, Any]) -> PyGraphConfig:
         """`config` (or the defaults) with `overrides` applied.
@@ -140,6 +125,71 @@ class PyGraphConfig:
             if name not in names:
                 raise TypeError(f"PyGraphConfig has no option {name!r}; the options are: {', '.join(names)}")
         return dataclasses.replace(config or cls(), **overrides)
+
+
+_BACKEND_CHOICES: dict[str, tuple[Any, ...]] = {
+    "engine": ("auto", "cuda", "emulated", "off"),
+    "phases": ("both", "forward"),
+    "compile": (True, False),
+    "verify": ("off", "first", "sample", "always"),
+    "on_failure": ("fallback", "raise"),
+}
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """The options of the compile backend.
+
+    Args:
+        engine: "cuda", "emulated" (a CPU tape with CUDA-graph rules, below aten kernels instead of Inductor's), "off"
+            (Inductor alone); "auto" is "cuda" for graphs on a CUDA device.
+        phases: "forward" leaves backwards to Inductor's kernels without a graph.
+        compile: use Inductor's kernels. False: the kernels of eager PyTorch.
+        warmup_runs: runs of a region before it is recorded (>= 1).
+        max_signatures: sets of shapes of one region that are recorded (>= 1). None: 64.
+        verify: which replays are compared with the same call without a graph: as in `PyGraphConfig`.
+        inductor: settings of Inductor, by the names that Inductor's own `options` have ("max_autotune", ...).
+        on_failure: if a region cannot be recorded, "fallback" runs it without a graph and gives the reason in the
+            report; "raise" raises it.
+
+    Raises:
+        ValueError: an option has a value that is not allowed. The message names the option.
+        TypeError: an option does not exist. The message names the options that exist.
+    """
+
+    engine: Literal["auto", "cuda", "emulated", "off"] = "auto"
+    phases: Literal["both", "forward"] = "both"
+    compile: bool = True
+    warmup_runs: int = 3
+    max_signatures: int | None = None
+    verify: Literal["off", "first", "sample", "always"] = "sample"
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    on_failure: Literal["fallback", "raise"] = "fallback"
+
+    def __post_init__(self) -> None:
+        least = {"warmup_runs": 1} if self.max_signatures is None else {"warmup_runs": 1, "max_signatures": 1}
+        check_values(self, _BACKEND_CHOICES, least, "option {}={!r} of backend 'pygraph'")
+
+    @property
+    def warmup_steps(self) -> int:
+        """The call that is the first one from a graph."""
+        return self.warmup_runs + 1
+
+    @property
+    def backward(self) -> str:
+        """As in `PyGraphConfig`."""
+        return "off" if self.phases == "forward" else "auto"
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> BackendOptions:
+        """Checked options from what `torch.compile(options=...)` was given."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in options or {}:
+            if name not in names:
+                raise TypeError(
+                    f"backend 'pygraph' has no option {name!r}; the options are: {', '.join(names)}"
+                )
+        return cls(**(options or {}))
 
 
 def check_values(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["identities", "picker"]
+__all__ = ["identities"]
 
 _ITEMS = tuple.__basicsize__
 """Bytes from the beginning of a tuple to the references to its items."""
@@ -37,10 +36,3 @@ identities: Callable[[tuple[Any, ...]], bytes] = _by_memory if _tuples_are_as_ex
 `==` of two tuples would ask the objects: tensors compare their values. And `is`, called for one pair after the other,
 takes ten times as long.
 """
-
-
-def picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """`operator.itemgetter`, which returns a tuple only for two or more."""
-    if len(indices) < 2:
-        return lambda items: tuple([items[i] for i in indices])
-    return operator.itemgetter(*indices)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from pygraph_train.random_state import HostRandomState
-from pygraph_train.torch_private.cudnn_dropout import set_random_state
 from pygraph_train.torch_private.memory import copy_all, keep_versions
 from pygraph_train.torch_private.sharding import local_tensor
 
@@ -39,7 +38,10 @@ class ScratchState:
         """Put everything back."""
         self._host_random.restore()
         if self._random is not None:
-            set_random_state(self._device, self._random)
+            # Where the state of the device's own generator is set, cuDNN's recurrent networks begin their dropout anew:
+            # this sets the state that another generator shares with it.
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            torch.cuda.default_generators[index].graphsafe_get_state().set_state(self._random)
         _put_back(self._tensors, self._values)
 
 
@@ -81,7 +83,7 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         pairs = [pair for *pair, goes in zip(values, tensors, between_them, strict=True) if goes]
         targets, sources = zip(*pairs, strict=True)
         size = min(_PART, sum(_rounded(source.nbytes) for source in sources))
-        copy_in_parts(targets, sources, torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        copy_in_parts(targets, sources, torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True))
     return values
 
 

@@ -78,7 +78,7 @@ def _put_back(generator: str, state: Any) -> None:
         import torch
 
         for one, its in zip(_of_devices(), state, strict=False):  # further ones have only begun to exist
-            one.set_state(torch.tensor(its, dtype=torch.uint8))
+            one.set_state(torch.tensor(its, dtype=torch.uint8, device="cpu"))
     else:
         import torch
 
@@ -87,7 +87,7 @@ def _put_back(generator: str, state: Any) -> None:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Context for rich, which draws from Python's `random`: reports must not change what a loop draws."""
+    """Context for what draws from Python's `random` and must not change what a loop draws."""
     state = random.getstate()
     try:
         yield

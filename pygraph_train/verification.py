@@ -27,9 +27,6 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 3e-2, tor
 SAFETY = 4.0
 """A replay may differ from runs without the graph by this many times what they differ by themselves."""
 
-_RARE = 1e-3
-"""What happens in few runs of noise, as an activation that comes to the other side of zero, changes by at most so much
-of the size of a gradient. A graph that reads other memory than it should changes it by much more."""
 
 _MOST_NOISE = 0.05
 """Runs that differ by more, relative to all of the loss or of the gradients, show nothing."""
@@ -172,11 +169,6 @@ class PlainRuns:
         """The first run."""
         return self._runs[0]
 
-    @property
-    def may_differ(self) -> bool:
-        """Whether further runs have to show by how much they differ: two that agree show that they do not, mostly."""
-        return len(self._runs) < (2 if self.agree else self.ENOUGH)
-
     def same(self, found: Fingerprint) -> bool:
         """Whether a replay is equal to one of them bit for bit."""
         return any(run.same_bits(found) for run in self._runs)
@@ -195,16 +187,6 @@ class PlainRuns:
     def agree(self) -> bool:
         """Whether all of them are equal bit for bit."""
         return all(self._runs[0].same_bits(run) for run in self._runs[1:])
-
-    def may_be_rare(self, found: Fingerprint) -> bool:
-        """Whether a refused replay may have met what none of the runs has met: then a further replay shows it.
-
-        Noise grows by jumps where a value is compared with another one. A graph that is wrong differs in each replay.
-        """
-        if self.agree or any(run.exact.shape != found.exact.shape for run in self._runs):
-            return False
-        over, apart, _ = self._beyond(found)
-        return float(torch.where(over > 1.0, apart, torch.zeros_like(apart)).max()) <= _RARE
 
     def refuse(self, found: Fingerprint) -> str | None:
         """Why a replay is not one more run of this kind, with both figures; None where it is."""

@@ -3,48 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from pygraph_train.diagnosis.subject import Subject
+from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
-from pygraph_train.integrations.accelerate.stubs import stubs
-from pygraph_train.parallel.replication import RECORDER
 from pygraph_train.patches import standing_in
 
-__all__ = ["subject_of"]
+__all__ = ["subject_of_step"]
 
 _CALLS = (
-    "Calls that Accelerate knows (backward, clipping, optimizer.step, zero_grad) were not made. Only the "
-    "first real call of the step shows their order, and how the step uses gradients after backward."
+    "Calls that Accelerate knows (clipping, optimizer.step, zero_grad, schedulers) were not made, and the backward was "
+    "made behind the function."
 )
 
 
-def subject_of(step: GraphedStepFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
+def subject_of_step(step: GraphedStepFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
     """A step made by `accelerator.graphed_step`, with the models and optimizers of its Accelerator."""
     fn, accelerator, loop = step.parts()
-    models = list(accelerator._models)
-    model = models[0] if len(models) == 1 else nn.ModuleList(models)
-    put_off: list[Any] = []
-    made = stubs(accelerator, put_off)
+    losses: list[Tensor] = []
+
+    def backward(loss: Tensor, **_: Any) -> None:
+        losses.append(loss)
+
+    def no_norm(*_: Any, **__: Any) -> Tensor:
+        return torch.zeros((), device=accelerator.device)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def loss_of(*args: Any, **kwargs: Any) -> Any:
+        fn(*args, **kwargs)
+        return losses.pop() if losses else None
+
+    left_out: list[tuple[Any, str, Any]] = [
+        (accelerator, "backward", backward),
+        (accelerator, "clip_grad_norm_", no_norm),
+        (accelerator, "clip_grad_value_", nothing),
+        (accelerator, "accumulate", lambda *models: nullcontext()),
+        *(
+            (optimizer, name, nothing)
+            for optimizer in accelerator._optimizers
+            for name in ("step", "zero_grad")
+        ),
+        *((scheduler, "step", nothing) for scheduler in accelerator._schedulers),
+    ]
 
     @contextmanager
-    def putting_off() -> Iterator[None]:
-        with loop.paused(), standing_in(made):
+    def context() -> Iterator[None]:
+        with loop.paused(), standing_in(left_out):
             yield
 
-    return Subject(
-        step.name,
-        fn,
-        args,
-        kwargs,
-        model,
-        [optimizer.optimizer for optimizer in accelerator._optimizers],
-        accelerator.device,
-        recorder=(".put_off", RECORDER),
-        context=putting_off,
-        notes=[_CALLS],
-        takes_loss_from="",
-    )
+    models = list(accelerator._models)
+    model = models[0] if len(models) == 1 else nn.ModuleList(models)
+    optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
+    subject = subject_of(step.name, loss_of, args, kwargs, model, optimizers, accelerator.scaler)
+    subject.context, subject.notes = context, [_CALLS]
+    return subject

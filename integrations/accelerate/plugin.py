@@ -1,8 +1,7 @@
 """Accelerate: `Accelerator(plugins=[PyGraph()])`.
 
-The user's loop stays as it is. Models that `prepare` returns run forward and backward as regions of the
-compile backend, optimizers step from graphs of their own, and everything between is the user's Python.
-`accelerator.graphed_step` makes one graph of it all, where that is legal.
+The user's loop stays as it is. Forward and backward of models that `prepare` returns, and steps of optimizers, are
+replayed from graphs of their own, and everything between is the user's Python.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
@@ -41,13 +39,12 @@ except ImportError as error:
 from pygraph_train.boundary import SETTING_UP, arranged, done, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.step import GraphedStepFunction
-from pygraph_train.integrations.loop import Loop
-from pygraph_train.integrations.loop_report import LoopReport
-from pygraph_train.parallel.replicas import beside_default_stream
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import tell_once
+from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.metrics import metrics_of
+from pygraph_train.step.loop import Loop
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,7 +70,7 @@ _ARGUMENTS: tuple[tuple[type, str], ...] = (
 )
 
 _INDUCTOR_MODES = (None, "default", "reduce-overhead")
-"""Modes of a user's own Inductor that the backend stands in for; it has no autotuning modes."""
+"""Modes of a user's own Inductor that graphs with its kernels stand in for; they have no autotuning modes."""
 
 
 _UNATTACHED = (
@@ -103,7 +100,6 @@ class PyGraph:
         self._loop: Loop | None = None
         self._report = surely(LoopReport, SETTING_UP)
         self._undo: list[Callable[[], None]] = []
-        self._steps: list[GraphedStepFunction] = []
         self._logged_plan: str | None = None
 
     def attach(self, accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
@@ -154,12 +150,11 @@ class PyGraph:
 
     def release(self) -> None:
         """Release all graphs and restore models and optimizers. Objects that are prepared later get new graphs."""
-        quietly(*[step.close for step in self._steps])
         if self._loop is not None:
             quietly(self._loop.release)
         while self._undo:
             quietly(self._undo.pop())
-        self._loop, self._steps = None, []
+        self._loop = None
 
     def values(self) -> dict[str, Any]:
         """What trackers get with `log_metrics=True`: see `metrics_of`, and the plan as a text when it has changed."""
@@ -190,9 +185,9 @@ class PyGraph:
             self._report = self._loop.report
         return self._loop
 
-    def _take_model(self, model: nn.Module, **compile_options: Any) -> None:
+    def _take_model(self, model: nn.Module, **options: Any) -> None:
         loop = self._the_loop()
-        arranged(lambda: loop.take_module(model, **compile_options))
+        arranged(lambda: loop.take_module(model, **options))
 
     def _take_optimizer(self, optimizer: Any) -> None:
         arranged(lambda: self._route(optimizer))
@@ -224,9 +219,7 @@ class PyGraph:
     def _graphed_step(self, fn: Callable[..., Any]) -> GraphedStepFunction:
         assert self._accelerator is not None
         accelerator, loop = self._accelerator, self._the_loop()
-        step = surely(lambda: GraphedStepFunction(fn, accelerator, loop), SETTING_UP)
-        self._steps.append(step)
-        return step
+        return surely(lambda: GraphedStepFunction(fn, accelerator, loop), SETTING_UP)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config}  # graphs live in this process only
@@ -250,7 +243,9 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
     def graphed_step(self, fn: Callable[..., Any]) -> GraphedStepFunction: ...
 
     def graphed_step(self, fn: Callable[..., Any] | None = None) -> Any:
-        """Run a whole training step as one graph, where that is legal; also as a decorator.
+        """A training step that returns detached results and has a report of its own; also as a decorator.
+
+        It runs as it is written. Prepared models and optimizers have the graphs that they have in a stock loop.
 
         ```python
         @accelerator.graphed_step
@@ -266,8 +261,7 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
         ```
 
         Args:
-            fn: one training step (or micro-batch): forward, loss, `accelerator.backward` once, and at most
-                one `optimizer.step`. Its tensors are on the device.
+            fn: one training step, or micro-batch.
         Returns:
             A callable that does the same and returns the same, detached.
         Raises:
@@ -296,28 +290,24 @@ class _Graphed(accelerate.Accelerator):  # type: ignore[misc]  # it has no types
             return super().prepare_model(model, device_placement, evaluation_mode)
         dynamo = self.state.dynamo_plugin
         ours = dynamo.backend == DynamoBackend.INDUCTOR and dynamo.mode in _INDUCTOR_MODES
-        replicated = self.distributed_type == DistributedType.MULTI_GPU
-        stream = beside_default_stream if replicated and self.device.type == "cuda" else nullcontext
         if not ours or dynamo.use_regional_compilation or dynamo.disable:
-            with stream():
-                model = super().prepare_model(model, device_placement, evaluation_mode)
+            model = super().prepare_model(model, device_placement, evaluation_mode)
             if dynamo.backend == DynamoBackend.NO:
                 plugin._take_model(model)
             else:
                 plugin._the_loop().refuse(
                     f"the Accelerator compiles models with {dynamo.backend.value.lower()}, so forward and backward get "
                     "no graphs of pygraph-train",
-                    "Remove dynamo_backend: pygraph-train uses Inductor's kernels, too",
+                    "Remove dynamo_backend. With compile=True graphs of pygraph-train hold Inductor's kernels",
                 )
             return model
-        # the backend is Inductor and graphs: it takes the place of the Inductor that was asked for
+        # graphs hold the kernels of the Inductor that was asked for
         dynamo.backend = DynamoBackend.NO
         try:
-            with stream():
-                model = super().prepare_model(model, device_placement, evaluation_mode)
+            model = super().prepare_model(model, device_placement, evaluation_mode)
         finally:
             dynamo.backend = DynamoBackend.INDUCTOR
-        plugin._take_model(model, fullgraph=dynamo.fullgraph, dynamic=dynamo.dynamic)
+        plugin._take_model(model, compiled=True, fullgraph=dynamo.fullgraph, dynamic=dynamo.dynamic)
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:

@@ -1,8 +1,7 @@
 """Lightning Fabric: `PyGraphFabric().attach(fabric)`.
 
-The user's loop stays as it is. Models that `fabric.setup` returns run forward and backward as regions of the compile
-backend, optimizers step from graphs of their own, and everything between is the user's Python. `graphed_step` makes
-one graph of it all, where that is legal.
+The user's loop stays as it is. Models that `fabric.setup` returns run forward and backward from graphs, optimizers step
+from graphs of their own, and everything between is the user's Python. `graphed_step` makes a whole step of a function.
 """
 
 from __future__ import annotations
@@ -20,20 +19,19 @@ try:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy
-    from lightning.fabric.wrappers import _backward_hook, _FabricModule, _FabricOptimizer
+    from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 except ImportError as error:
     raise ImportError("PyGraphFabric needs Lightning: pip install 'pygraph-train[lightning]'") from error
 
 from pygraph_train.boundary import SETTING_UP, arranged, once, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.fabric.step import Clipping, FabricStep
-from pygraph_train.integrations.loop import Loop
-from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem
-from pygraph_train.step.activations import asks_for_no_gradient
+from pygraph_train.report.loop_report import LoopReport
+from pygraph_train.step.loop import Loop
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,9 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["PyGraphFabric"]
 
 _KNOWN_PRECISION = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-
-# Fabric registers it on every result of a model, to see that backward is `fabric.backward`
-asks_for_no_gradient(_backward_hook)
 
 _CLOSED = "this PyGraphFabric is attached to no Fabric: call attach(fabric) first"
 
@@ -198,7 +193,9 @@ class PyGraphFabric:
         clip_val: float | None = None,
         manual_optimization: bool = False,
     ) -> Any:
-        """Run a whole training step as one graph, if that is legal. Also a decorator.
+        """A whole training step of a function that computes the loss. Also a decorator.
+
+        Forward with the loss, backward, and the update with clipping have graphs.
 
         ```python
         @pygraph.graphed_step(model=model, optimizer=optimizer, max_norm=1.0, error_if_nonfinite=False)
@@ -224,7 +221,7 @@ class PyGraphFabric:
                 the host between backward and the optimizer, so the optimizer has a graph of its own.
             manual_optimization: `fn` makes the whole step itself: it calls `fabric.backward`,
                 `fabric.clip_gradients`, and `step` and `zero_grad` of its optimizers. `model` and `optimizer` may be
-                lists then. The step is one graph, or forward, backward and optimizers have graphs of their own.
+                lists then. Forward, backward and optimizers have graphs of their own.
         Returns:
             A callable that makes one step, and returns what `fn` returns, detached. Its attribute `norm`
             is the norm that `fabric.clip_gradients` would have returned.

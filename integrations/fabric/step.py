@@ -1,4 +1,4 @@
-"""`PyGraphFabric.graphed_step`: a whole training step of a Fabric loop as one graph."""
+"""`PyGraphFabric.graphed_step`: a whole training step of a Fabric loop, made by the library."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from pygraph_train.boundary import arranged, quietly
+from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.fabric.by_hand import FabricByHand, why_not_by_hand
-from pygraph_train.integrations.loop import Loop
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.patches import standing_in
 from pygraph_train.problems import Problem, PyGraphError, defined_at
-from pygraph_train.report.step_report import Fallback
+from pygraph_train.report.step_report import Fallback, StepReport
+from pygraph_train.step.loop import Loop
 from pygraph_train.step.loss_program import LossProgram, LossSteps
 from pygraph_train.step.program import Call
+from pygraph_train.step.results import detached_results
 from pygraph_train.torch_private.optim import count_optimizer_step
 
 __all__ = ["Clipping", "FabricStep"]
@@ -80,7 +80,7 @@ class FabricStep(LossSteps):
         clipping: of gradients, before the optimizer.
         models: all that Fabric returned.
         accumulating: the models whose gradients are being added up now.
-        manual: whether `fn` makes its backwards and updates itself.
+        manual: whether `fn` makes its backwards and updates itself. It runs as it is written then, in the loop.
     """
 
     _made_by = "PyGraphFabric.graphed_step"
@@ -99,21 +99,20 @@ class FabricStep(LossSteps):
         manual: bool,
     ) -> None:
         functools.update_wrapper(self, fn)
+        self._fn, self._manual = fn, manual
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._fabric = fabric
         self._loop = loop
         self._model = model
-        self._fabric_optimizers = list(optimizer) if manual else [optimizer]
+        self._fabric_optimizers = [optimizer]
         self._accumulating = accumulating
         self._retired = False
         engine = arranged(lambda: make_engine(loop.config.engine, fabric.device)) if loop.active else None
-        self._manual = manual
         self._loss_program: _FabricProgram | None = None
-        program: _FabricProgram | FabricByHand
         if manual:
-            program = FabricByHand(fn, fabric, model, optimizer, list(models))
-        else:
-            program = self._loss_program = _FabricProgram(fn, fabric, model, optimizer, clipping, models)
+            self._report = surely(StepReport, SETTING_UP)
+            return quietly(lambda: loop.report.whole_step(self._name, self._report))
+        program = self._loss_program = _FabricProgram(fn, fabric, model, optimizer, clipping, models)
         super().__init__(program, loop.config, engine, loop.why_off)
         if engine is not None:
             quietly(lambda: loop.report.whole_step(self._name, self._report))
@@ -125,8 +124,6 @@ class FabricStep(LossSteps):
         for used in self._fabric_optimizers:
             self._loop.give_up_optimizer(used.optimizer, to=self)
         problem = _not_whole(self._fabric)
-        if problem is None and self._manual:
-            problem = why_not_by_hand(self._fabric, self._fabric_optimizers)
         if problem is not None:
             self._leave(problem)
         return True
@@ -144,7 +141,10 @@ class FabricStep(LossSteps):
             raise RuntimeError(
                 f"{self._name} belongs to a PyGraphFabric that was detached: make the step again with graphed_step"
             )
-        update = self._manual or not any(model is self._model for model in self._accumulating)
+        if self._manual:
+            quietly(functools.partial(self._report.step_began, elsewhere=self._loop.active))
+            return detached_results(self._fn(*args, **kwargs))
+        update = not any(model is self._model for model in self._accumulating)
         if self._runner is None:
             result = self._make(args, kwargs, update=update)
         else:
@@ -154,8 +154,6 @@ class FabricStep(LossSteps):
             quietly(self._look_at_runner)
         for optimizer in self._fabric_optimizers if update else ():
             quietly(functools.partial(count_optimizer_step, optimizer))
-            if self._manual:  # the function has called it, or nobody listens
-                continue
             self._fabric.call(
                 "on_after_optimizer_step", strategy=self._fabric.strategy, optimizer=optimizer.optimizer
             )

@@ -12,14 +12,13 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -28,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pygraph_train.boundary import SETTING_UP, STEP, Boundary, arranged, done, executes, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
-from pygraph_train.integrations.lightning.by_hand import StepsByHand, why_not_whole
 from pygraph_train.integrations.lightning.given_up import ON_EACH_BATCH, only_count, pass_over
 from pygraph_train.integrations.lightning.hooks import (
     CLIPPING,
@@ -36,7 +34,6 @@ from pygraph_train.integrations.lightning.hooks import (
     INSIDE_UPDATE,
     overridden,
     overrides,
-    where_overridden,
 )
 from pygraph_train.integrations.lightning.log import LogBook, LogRecording, Recorder
 from pygraph_train.integrations.lightning.manual import ManualOptimization
@@ -44,20 +41,16 @@ from pygraph_train.integrations.lightning.package import Package, package_of, ro
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.agreement import decline
-from pygraph_train.parallel.replicas import Replicas
-from pygraph_train.parallel.replication import Alone, Replication
-from pygraph_train.parallel.sharing import replication_of
+from pygraph_train.parallel.replication import Replicas, Replication, replication_of
 from pygraph_train.parallel.spread import Spread
-from pygraph_train.problems import NotLegal, Problem, PyGraphError, defined_at
+from pygraph_train.plans import Switch
+from pygraph_train.problems import Problem, PyGraphError, defined_at
 from pygraph_train.report.announcements import graphs_are_off, show, switched_off, tell_why_off
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import Fallback, StepReport
-from pygraph_train.selection.controller import Switch
-from pygraph_train.step.flight import Replayed
-from pygraph_train.step.phase_runner import Flight, Runner, runner_for
+from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, StepOfLoss, StepProgram, plain_call
+from pygraph_train.step.program import Call, plain_call
 from pygraph_train.torch_private.memory import tensor_version
 
 if TYPE_CHECKING:
@@ -74,24 +67,18 @@ def _ignored(switch: Switch) -> None:
     """Nobody asked to be told of decisions."""
 
 
-_TOO_FEW = (
-    "too few steps of training_step could be replayed as one graph (its gradients, parameters or batches differ "
-    "from those of its captures): each phase has a graph of its own"
-)
-
-
 class PyGraphCallback(Callback):
-    """Replays the training step of a stock Trainer as one CUDA graph, if the results stay the same.
+    """Replays forward, backward and update of a stock Trainer's steps from CUDA graphs, if the results stay the same.
 
-    Losses, logged values, parameters and checkpoints are the same as without the callback. Steps that cannot
-    be replayed run as before, and `report()` says why. Under manual optimization a whole
-    `training_step` is one graph, or forward, backward and each optimizer's step have graphs of their own.
+    Losses, logged values, parameters and checkpoints are the same as without the callback. Hooks run as always. Steps
+    that cannot be replayed run as before, and `report()` says why. Under manual optimization the modules that
+    `training_step` calls have graphs, and so has each optimizer's step.
 
     Warning: a replay overwrites the gradients of the previous step. Keep a clone if you need a gradient longer.
 
     Args:
         config: options; the defaults suit most runs.
-        on_decision: called with a `Switch` (step, arm, before, why) when a plan is chosen or changed.
+        on_decision: called with a `Switch` (step, plan, before, why) when graphs are dropped because they do not pay.
         **overrides: single options, as `PyGraphCallback(compile=False)`.
 
     Raises:
@@ -110,7 +97,7 @@ class PyGraphCallback(Callback):
         self.config = PyGraphConfig.of(config, overrides)
         self._on_decision = on_decision
         self._report = surely(StepReport, SETTING_UP)
-        self._step: _AutomaticStep | StepsByHand | ManualOptimization | None = None
+        self._step: _AutomaticStep | ManualOptimization | None = None
         self._logged = -1
 
     def report(self) -> StepReport:
@@ -169,12 +156,11 @@ class PyGraphCallback(Callback):
         if switched_off() or self.config.engine == "off":
             self._report.note(graphs_are_off("training ran as you wrote it"))
             tell_why_off(self.config)
-            return _decline(trainer, "graphs are off there")
+            return
         problem = _unsupported(trainer, pl_module)
         if problem is not None:
             self._report.fell_back(Fallback(problem.reason, problem.where, problem.fix, 0))
             log.info("pygraph: training runs without graphs: %s", problem)
-            _decline(trainer, str(problem))
             if self.config.on_failure == "raise":
                 raise PyGraphError(str(problem))
             return
@@ -184,55 +170,29 @@ class PyGraphCallback(Callback):
                 "no CUDA device: training ran without graphs (engine='emulated' shows how graphs work)"
             )
             tell_why_off(self.config)
-            return _decline(trainer, "there is no CUDA device")
-
-        def runner_of(program: StepProgram) -> Runner:
-            return runner_for(
-                program,
-                self.config,
-                engine,
-                self._report,
-                lambda: _steps_left(trainer),
-                announce=lambda text: _announce(trainer, text),
-                on_decision=self._on_decision,
-            )
-
+            return
         if not pl_module.automatic_optimization:
-            problem = why_not_whole(trainer, pl_module, self.config)
-            if problem is not None:
-                self._report.note(problem.reason)
-                return self._graph_phases(trainer, pl_module)
-            self._step = by_hand = StepsByHand(
-                trainer, pl_module, runner_of, self.config.warmup_steps, self._report.failed
-            )
-            return by_hand.attach()
+            self._step = manual = ManualOptimization(trainer, pl_module, self.config)
+            self._report = manual.report
+            return manual.attach()
         program = _LightningProgram(trainer, pl_module)
-        self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner_of(program), self)
+        runner = runner_for(
+            program,
+            self.config,
+            engine,
+            self._report,
+            on_decision=self._on_decision,
+        )
+        self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner, self)
         automatic.attach()
-
-    def _graph_phases(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Under manual optimization, where no graph holds a whole step: what was reported so far stays."""
-        before = self._report
-        self._step = manual = ManualOptimization(trainer, pl_module, self.config)
-        self._report = manual.report
-        manual.report.goes_on_from(before)
-        manual.attach()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the loggers, as often as the Trainer tells them anything, where `log_metrics=True` asks for it.
-
-        Where a step that optimizes by hand turned out to be no graph, its phases get graphs from the next batch on.
-        """
+        """Tell the loggers, as often as the Trainer tells them anything, where `log_metrics=True` asks for it."""
         quietly(lambda: self._end_batch(trainer, pl_module))
 
     def _end_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(self._step, StepsByHand) and self._step.over:
-            if not self._report.fallbacks:
-                self._report.fell_back(Fallback(_TOO_FEW, None, "", self._report.steps))
-            self._detach()
-            arranged(lambda: self._graph_phases(trainer, pl_module), self._could_not_start)
         if not self.config.log_metrics or not trainer.loggers:
             return
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -276,14 +236,14 @@ class _AutomaticStep:
         trainer: Trainer,
         module: LightningModule,
         program: _LightningProgram,
-        runner: Runner,
+        runner: PhaseRunner,
         callback: PyGraphCallback,
     ) -> None:
         self._trainer = trainer
         self._callback = callback
         self._program = program
         self._runner = runner
-        self._step: Flight | None = None
+        self._step: StepOfPhases | None = None
         self._boundary = program.boundary = Boundary(callback.report().failed, self._let_go)
         self._rest: float = 0  # so many further batches are Lightning's alone
         self._idle = [hook for hook in ON_EACH_BATCH if not overrides(callback, hook)]
@@ -303,11 +263,6 @@ class _AutomaticStep:
         self._undo.append(lambda: precision.__dict__.pop("optimizer_step", None))
         self._undo.append(self._program.book.attach())
         self._undo.append(overlapped_transfer(self._trainer))
-        epoch_loop = self._trainer.fit_loop.epoch_loop
-        stock = getattr(epoch_loop, "_broadcast_sigterm_tensor", None)
-        if stock is not None and self._program.replication.group is not None:
-            epoch_loop.__dict__["_broadcast_sigterm_tensor"] = lambda: self._share_sigterm(stock)
-            self._undo.append(lambda: epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None))
 
     def detach(self) -> None:
         quietly(self._give_back, self._runner.close)
@@ -344,18 +299,6 @@ class _AutomaticStep:
         if not self._loop._skip_backward:
             self._runner.count(not self._trainer.fit_loop._should_accumulate())
         return self._lightning_run(optimizer, batch_idx, kwargs)
-
-    def _share_sigterm(self, stock: Callable[[], None]) -> None:
-        """Before each batch: has the first rank been told to end? Lightning asks the device, which waits for it."""
-        told = self._runner.share(bool(getattr(self._trainer, "received_sigterm", False)))
-        if told is None:
-            return stock()
-        if told[0]:
-            with suppress(Exception):
-                torch.distributed.barrier()  # as Lightning does: nobody ends while another rank waits
-            package = package_of(self._trainer)
-            assert package is not None
-            raise package.sigterm
 
     def _meet_callbacks(self) -> None:
         """Some came or went during training: what graphs hold was decided without them."""
@@ -406,7 +349,6 @@ class _AutomaticStep:
                 trainer.accumulate_grad_batches,
                 trainer.gradient_clip_val,
                 trainer.gradient_clip_algorithm,
-                *replication.constants(),
             ),
             sync=replication.exchanges(update=update),
         )
@@ -427,53 +369,16 @@ class _AutomaticStep:
             with self._program.running_through(call):
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
-        if not self._runner.stopped:
-            self._program.book.start_step()
         self._step = step = self._runner.begin(position)
-        outcome = self._runner.make(step, tuple(kwargs.values()), {}, run)
-        if not isinstance(outcome, Replayed):
-            done(outcome.result)
-            step.finish()
-            self._program.book.ran()
-            self._begin_rest(self._runner.take_rest())
-            return outcome.result
-        output, logged = outcome.outputs
-        quietly(lambda: self._program.book.replayed(logged))
-        if position.fresh:
-            progress.optimizer.zero_grad.increment_ready()
-            progress.optimizer.zero_grad.increment_started()
-            progress.optimizer.zero_grad.increment_completed()
-        if outcome.updated:
-            progress.optimizer.step.increment_ready()
-            progress.optimizer.step.increment_completed()
-        elif position.update:
-            output = self._update(output, optimizer, batch_idx, kwargs)
-        else:
-            self._after_backward(output["loss"])
+        output = self._runner.make(run)
         done(output)
         step.finish()
+        if step.replayed:
+            quietly(self._program.book.replayed)
+        else:
+            self._program.book.ran()
+            self._begin_rest(self._runner.take_rest())
         return output
-
-    def _update(
-        self, output: dict[str, Any], optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any
-    ) -> dict[str, Any]:
-        """Lightning's optimizer step after a replayed forward and backward. Returns the step's output."""
-        again = self._loop._make_closure(kwargs, optimizer, batch_idx)
-        asked = 0
-
-        def closure() -> Tensor | None:
-            nonlocal asked
-            asked += 1
-            if asked == 1:
-                return self._after_backward(output["loss"])
-            self._program.book.ran()  # parameters have changed since: this is a step of its own
-            return again()
-
-        self._loop._optimizer_step(batch_idx, closure)
-        if asked == 1:
-            return output
-        result = again.consume_result()  # raises Lightning's error if nobody asked
-        return {} if result.loss is None else result.asdict()
 
     def _optimizer_step(
         self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
@@ -528,42 +433,26 @@ class _AutomaticStep:
             self._runner.stop(Problem(f"{type(optimizer).__name__} {what} the loss in one step"))
         return output
 
-    def _after_backward(self, loss: Tensor) -> Tensor:
-        """The closure of an optimizer step whose forward and backward were replayed."""
-        if self._program.split_after_backward:
-            package = package_of(self._trainer)
-            assert package is not None
-            package.hooks._call_callback_hooks(self._trainer, "on_after_backward")
-            package.hooks._call_lightning_module_hook(self._trainer, "on_after_backward")
-        return loss
 
-
-class _LightningProgram(StepOfLoss):
+class _LightningProgram:
     """`StepProgram` over a LightningModule."""
-
-    recorder: str | tuple[str, ...] | None = ".log.records"
-    empties_first: bool = False
-    detaches_results: bool = False
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.model: LightningModule = module
         self.optimizer: torch.optim.Optimizer | None = trainer.optimizers[0]
         self.device = trainer.strategy.root_device
+        self.differentiates = any(overridden(trainer, module, hook) for hook in INSIDE_FORWARD_BACKWARD)
         self._trainer = trainer
         self._precision = trainer.precision_plugin
         self.scaling = Scaling(getattr(self._precision, "scaler", None), self.optimizer)
         self.replication = _replication(trainer)
-        self.book = LogBook(trainer, module, self.replication)
+        self.book = LogBook(trainer)
         self.boundary = Boundary()
         self._preparation: OptimizerPreparation | None = None
         self._recorder = Recorder()
-        self.split_after_backward = overridden(trainer, module, "on_after_backward") is not None
 
     def function(self) -> Callable[..., Any]:
         return MethodType(type(self.model).training_step, self.model)
-
-    def context(self) -> AbstractContextManager[Any]:
-        return LogRecording(self.model, self._recorder, self._precision.train_step_context())
 
     def _recording(self) -> LogRecording:
         return LogRecording(self.model, self._recorder)
@@ -594,7 +483,6 @@ class _LightningProgram(StepOfLoss):
                 done(output)
                 for record in records:  # in the context as well: it sets the default dtype
                     self.model.log(record.name, record.value, *record.args, **record.kwargs)
-            self.book.know(records)
             return output
 
         with self._instead_of_training_step(training_step):
@@ -631,26 +519,6 @@ class _LightningProgram(StepOfLoss):
         with self._instead_of_training_step(training_step):
             yield
 
-    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        with self._as_outside(), self._recording() as recorder, self._precision.train_step_context():
-            with self.replication.around():
-                output = call(self.function(), args, kwargs)
-            records = list(recorder.records)
-            recorder.records.clear()
-            logged = self.book.accumulate(records)  # in the context, as `self.log` is: of its default dtype
-        result = ClosureResult.from_training_step_output(output, self._trainer.accumulate_grad_batches)
-        if result.closure_loss is None:
-            raise NotLegal(Problem("training_step returned None, which skips the batch"))
-        return result.closure_loss, (result.asdict(), logged)
-
-    def backward(self, loss: Tensor) -> None:
-        self.model.backward(self.scaling.scale(loss))
-
-    @property
-    def clips(self) -> bool:
-        """See `StepProgram`."""
-        return bool(self._trainer.gradient_clip_val)
-
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
         assert self.optimizer is not None
         self.scaling.unscale(in_kernels=in_kernels)
@@ -684,7 +552,7 @@ class _LightningProgram(StepOfLoss):
         self.scaling.step()
 
     def exchanges(self) -> bool:
-        if not self.replication.sharded:
+        if self.replication.problem is None:
             return False
         clips = any(overridden(self._trainer, self.model, hook) for hook in CLIPPING)
         return self.scaling.on or clips or bool(self._trainer.gradient_clip_val)
@@ -704,17 +572,6 @@ class _LightningProgram(StepOfLoss):
             return "Lightning does not clip gradients of an optimizer that unscales them in its kernels"
         return None
 
-    def acts_before_backward(self) -> Problem | None:
-        for hook in INSIDE_FORWARD_BACKWARD:
-            owner = overridden(self._trainer, self.model, hook)
-            if owner is not None:
-                return Problem(
-                    f"{owner} runs in Python between forward and backward",
-                    where_overridden(self._trainer, self.model, hook),
-                    "Use on_train_batch_start or on_train_batch_end, which run outside of the graph",
-                )
-        return None
-
     def acts_before_update(self) -> str | None:
         for hook in INSIDE_UPDATE:
             owner = overridden(self._trainer, self.model, hook)
@@ -723,8 +580,7 @@ class _LightningProgram(StepOfLoss):
         return None
 
     def extra_state(self) -> Iterable[Tensor]:
-        yield from self.book.accumulators()
-        yield from self.scaling.tensors()
+        return self.scaling.tensors()
 
 
 def _unsupported(trainer: Trainer, module: LightningModule) -> Problem | None:
@@ -763,16 +619,9 @@ def _replication(trainer: Trainer) -> Replication:
     """How the Trainer shares its model with other processes."""
     model = getattr(getattr(trainer, "strategy", None), "model", None)
     if isinstance(model, DistributedDataParallel):
-        return Replicas(model, called=False)
+        return Replicas(model)
     module = getattr(trainer, "lightning_module", None)  # a Trainer of another package may lack both
-    return Alone() if module is None else replication_of(module)
-
-
-def _decline(trainer: Trainer, reason: str) -> None:
-    """Tell other ranks that this one runs without graphs."""
-    group = _replication(trainer).group
-    if group is not None:
-        decline(group, reason)
+    return Replication() if module is None else replication_of(module)
 
 
 def _not_automatic(trainer: Trainer, module: LightningModule, package: Package) -> Problem | None:
@@ -797,25 +646,6 @@ def _not_manual(trainer: Trainer, package: Package) -> Problem | None:
     if type(trainer.fit_loop.epoch_loop.manual_optimization) is not package.manual_optimization:
         return Problem("the Trainer's loop for manual optimization is not Lightning's own")
     return None
-
-
-def _announce(trainer: Trainer, text: str) -> None:
-    """Say it in the progress bar, where there is one."""
-    bar = trainer.progress_bar_callback
-    if bar is not None and not getattr(bar, "is_disabled", False):
-        quietly(lambda: bar.print(f"pygraph: {text}"))
-    else:
-        log.info("pygraph: %s", text)
-
-
-def _steps_left(trainer: Trainer) -> float | None:
-    try:
-        total = trainer.estimated_stepping_batches
-    except _misconfiguration(trainer):  # under GradientAccumulationScheduler Lightning cannot tell
-        return None
-    if total == float("inf"):
-        return None
-    return max(0, total - trainer.global_step) * trainer.accumulate_grad_batches
 
 
 def _misconfiguration(trainer: Trainer) -> type[Exception]:

@@ -4,90 +4,47 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from pygraph_train.diagnosis.subject import Subject
-from pygraph_train.integrations.lightning.hooks import INSIDE_FORWARD_BACKWARD, INSIDE_UPDATE, overrides
-from pygraph_train.integrations.lightning.log import Recorder
-from pygraph_train.integrations.lightning.stand_ins import stand_ins
+from pygraph_train.diagnosis.subject import Subject, subject_of
 from pygraph_train.patches import standing_in
-from pygraph_train.problems import Problem, defined_at
 from pygraph_train.random_state import random_numbers_kept
 
-__all__ = ["subject_of"]
+__all__ = ["subject_of_module"]
 
 
-def subject_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
+def subject_of_module(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
     """`training_step` of a LightningModule, and the optimizer that it configures.
 
     Args:
         module: with or without a Trainer.
         args, kwargs: of `training_step`. Where the batch alone is given, its index is 0.
     """
-    if (
-        len(args) == 1
-        and not kwargs
-        and is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    ):
+    step = module.training_step
+    if len(args) == 1 and not kwargs and is_param_in_hook_signature(step, "batch_idx", min_args=2):
         args = (*args, 0)
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
     optimizers, notes = _optimizers(module)
-    if getattr(module, "_trainer", None) is None:
-        notes.append(
-            "The module has no Trainer yet, so precision, strategy and other callbacks were not examined."
-        )
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None:
+        notes.append("The module has no Trainer yet, so precision, strategy and callbacks were not examined.")
 
-    @contextmanager
-    def recording() -> Iterator[None]:
-        with standing_in([(module, "log", Recorder()), *by_hand]):
-            yield
+    def context() -> AbstractContextManager[None]:
+        return standing_in([(module, "log", _nothing), (module, "log_dict", _nothing)])
 
-    by_hand = [] if module.automatic_optimization else stand_ins(module, optimizers)
-    if by_hand:
-        notes.append(
-            "Stand-ins took the place of manual_backward, of the optimizers, of toggling and of clipping."
-        )
-    return Subject(
-        f"{type(module).__name__}.training_step",
-        MethodType(type(module).training_step, module),
-        args,
-        kwargs,
-        module,
-        optimizers if len(optimizers) == 1 or by_hand else [],
-        device,
-        recorder=(".log.records", ".manual_backward.losses"),
-        context=recording,
-        problems=list(_problems(module, optimizers)),
-        notes=notes,
-        takes_loss_from="" if by_hand else "result",
-        by_hand=bool(by_hand),
-    )
+    name, scaler = f"{type(module).__name__}.training_step", getattr(trainer, "scaler", None)
+    subject = subject_of(name, step, args, kwargs, module, optimizers, scaler)
+    subject.context, subject.notes = context, notes
+    subject.program.by_hand = not module.automatic_optimization
+    return subject
 
 
-def _problems(module: Any, optimizers: list[Any]) -> Iterator[Problem]:
-    if module.automatic_optimization and len(optimizers) > 1:
-        yield Problem(
-            f"the module has {len(optimizers)} optimizers under automatic optimization, and a graph holds one",
-            defined_at(type(module).configure_optimizers),
-        )
-    inside = {
-        "between forward and backward": INSIDE_FORWARD_BACKWARD,
-        "between backward and the optimizer on every step": INSIDE_UPDATE,
-    }
-    for between, hooks in inside.items():
-        for hook in hooks:
-            if overrides(module, hook):
-                yield Problem(
-                    f"{type(module).__name__}.{hook} runs in Python {between}",
-                    defined_at(getattr(module, hook)),
-                    "Use on_train_batch_start or on_train_batch_end, which run outside of the graph",
-                )
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of `self.log`, which needs a training."""
 
 
 def _optimizers(module: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:
@@ -102,8 +59,7 @@ def _optimizers(module: Any) -> tuple[list[torch.optim.Optimizer], list[str]]:
             configured = copy.deepcopy(module, {id(thing): thing for thing in kept}).configure_optimizers()
     except Exception as error:
         return [], [f"configure_optimizers could not be examined: {type(error).__name__}: {error}"]
-    note = "configure_optimizers ran once, on a copy of the module."
-    return list(_found_in(configured)), [note]
+    return list(_found_in(configured)), ["configure_optimizers ran once, on a copy of the module."]
 
 
 def _found_in(configured: Any) -> Iterator[torch.optim.Optimizer]:

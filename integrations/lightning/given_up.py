@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pygraph_train.step.phase_runner import Runner
+from pygraph_train.step.phase_runner import PhaseRunner
 
 __all__ = ["ON_EACH_BATCH", "only_count", "pass_over"]
 
@@ -20,7 +20,7 @@ ON_EACH_BATCH = (
 
 
 def only_count(
-    loop: Any, runner: Runner, run: Callable[..., dict[str, Any]], callback: Any, idle: list[str]
+    loop: Any, runner: PhaseRunner, run: Callable[..., dict[str, Any]], callback: Any, idle: list[str]
 ) -> Callable[[], None]:
     """Let Lightning make the steps, and the report count them. Returns what undoes it.
 

@@ -7,7 +7,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pygraph_train.integrations.lightning.package import base_of
-from pygraph_train.problems import defined_at
 
 __all__ = [
     "CLIPPING",
@@ -15,7 +14,6 @@ __all__ = [
     "INSIDE_UPDATE",
     "overridden",
     "overrides",
-    "where_overridden",
 ]
 
 INSIDE_FORWARD_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
@@ -49,12 +47,3 @@ def overrides(owner: Any, hook: str) -> bool:
         return False
     method = getattr(owner, hook)
     return getattr(method, "__func__", method) is not getattr(parent, hook)
-
-
-def where_overridden(trainer: Trainer, module: LightningModule, hook: str) -> str | None:
-    """`file:line` of the hook of whoever overrides it."""
-    for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-        where = defined_at(getattr(owner, hook, None))
-        if overrides(owner, hook) and where is not None:
-            return where
-    return None

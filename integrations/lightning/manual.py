@@ -1,10 +1,7 @@
-"""Lightning's manual optimization: forward and backward from regions, and a graph for each optimizer's step.
-
-This is for steps that `by_hand.py` cannot make one graph of.
+"""Lightning's manual optimization: forward and backward of the called modules, and each optimizer's step, from graphs.
 
 The user's `training_step` runs in Python on every batch, and with it `manual_backward`, toggling, clipping, logging and
-all hooks. Lightning's own loop calls it, and counts what the optimizers do. In several processes forward and backward
-run as they are.
+all hooks. Lightning's own loop calls it, and counts what the optimizers do.
 """
 
 from __future__ import annotations
@@ -16,15 +13,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 
 from pygraph_train.boundary import quietly
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.integrations.lightning.program_by_hand import called_parts
-from pygraph_train.integrations.loop import Loop
+from pygraph_train.integrations.lightning.package import base_of
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.patches import standing_in
+from pygraph_train.step.by_hand import called_parts
+from pygraph_train.step.loop import Loop
 
 __all__ = ["ManualOptimization"]
 
@@ -50,7 +48,7 @@ class ManualOptimization:
         self._batches = trainer.fit_loop.epoch_loop.manual_optimization
         self._scaler: torch.amp.GradScaler | None = getattr(self._precision, "scaler", None)
         self._loop = Loop(config, trainer.strategy.root_device)
-        self._shared = replication_of(trainer.strategy.model or module).name
+        self._wrapper: Any = trainer.strategy.model or module
         self._optimizers: dict[int, tuple[OptimizerGraph, Scaling]] = {}
         self._unused = 0  # batches so far, while no optimizer was stepped
         self._patches = ExitStack()
@@ -61,11 +59,10 @@ class ManualOptimization:
         """Take over calls of the module's parts, and steps of the optimizers."""
         if not self._loop.active:
             return
-        if self._shared:
-            self.report.note(f"forward and backward run without graphs under {self._shared}")
-        else:
-            for module in called_parts(self._module):
-                self._loop.take_module(module)
+        for module in called_parts(self._module, base_of(self._module) or nn.Module):
+            # a wrapper calls the module itself, to run training_step
+            if module is not self._module or self._wrapper is module:
+                self._loop.take_module(module, within=self._wrapper)
         # Dynamo would trace Lightning's loggers where a forward that is compiled calls these
         self._logs = [
             (self._module, name, torch.compiler.disable(getattr(self._module, name)))

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from pygraph_train.integrations.lightning.package import package_of
-from pygraph_train.step.inputs import Transfer
+from pygraph_train.step.transfer import Transfer
 
 __all__ = ["overlapped_transfer"]
 

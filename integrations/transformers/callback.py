@@ -14,18 +14,18 @@ from transformers.training_args import ParallelMode
 from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.integrations.accelerate.plugin import route_step
-from pygraph_train.integrations.loop import Loop
-from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.parallel.spread import Spread
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import show
+from pygraph_train.report.loop_report import LoopReport
+from pygraph_train.step.loop import Loop
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["PyGraphTrainerCallback", "show_report", "steps_left", "unsupported"]
+__all__ = ["PyGraphTrainerCallback", "show_report", "unsupported"]
 
 
 log = logging.getLogger("pygraph_train")
@@ -47,9 +47,8 @@ def _nothing() -> None:
 class PyGraphTrainerCallback(TrainerCallback):
     """Runs forward, backward and optimizer of a stock `transformers.Trainer` from graphs of their own.
 
-    On CUDA, losses, logs and checkpoints are those of `Trainer(torch_compile=True)` from the step on in which the
-    model is compiled, because the graphs hold Inductor's kernels. If the training is too short to make up for the time
-    of the compilation, it runs as without the callback. `report()` says how many steps ran from graphs.
+    Losses, logs and checkpoints are those of training without it; with `compile=True`, on CUDA, those of
+    `Trainer(torch_compile=True)`. `report()` says how many steps ran from graphs.
 
     Args:
         config: options; the defaults suit most runs.
@@ -98,7 +97,7 @@ class PyGraphTrainerCallback(TrainerCallback):
             self._report = LoopReport()
             self._report.note(_TWICE)
             return log.warning("pygraph: %s", _TWICE)
-        loop = self._loop = Loop(self.config, args.device, unsupported(args), lambda: steps_left(state))
+        loop = self._loop = Loop(self.config, args.device, unsupported(args))
         self._report = loop.report
         if not loop.active:
             return
@@ -106,12 +105,12 @@ class PyGraphTrainerCallback(TrainerCallback):
             loop.refuse(
                 "torch_compile=True is set, so torch.compile runs forward and backward without graphs of "
                 "pygraph-train",
-                "Remove torch_compile=True (pygraph-train uses Inductor's kernels, too), or use PyGraphTrainer",
+                "Remove torch_compile=True, and pass compile=True to pygraph-train: graphs hold Inductor's kernels "
+                "then",
             )
         elif args.world_size > 1:
             loop.report.note(
-                "forward and backward run without graphs in several processes. PyGraphTrainer puts them into one "
-                "graph"
+                "forward and backward run without graphs in several processes. PyGraphTrainer has graphs of them"
             )
         else:
             loop.take_module(kwargs["model"])
@@ -142,11 +141,6 @@ def show_report(report: LoopReport, args: Any) -> None:
     """Print the report, as the Trainer prints its own last line: in the first process."""
     if args.process_index == 0 and (report.steps or report.fallbacks or report.whole_steps):
         show(report)
-
-
-def steps_left(state: Any) -> int:
-    """How many updates the Trainer will still make. The present one is among them."""
-    return max(0, state.max_steps - state.global_step)
 
 
 def unsupported(args: Any) -> Problem | None:

@@ -1,12 +1,11 @@
-"""`PyGraphTrainer` in the place of `transformers.Trainer`: one graph of the whole step, where that is legal."""
+"""`PyGraphTrainer` in the place of `transformers.Trainer`: the step's loss, backward and update from graphs."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,32 +13,36 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import SETTING_UP, STEP, Boundary, arranged, done, executes, quietly, surely
+from pygraph_train.boundary import (
+    SETTING_UP,
+    STEP,
+    Boundary,
+    arranged,
+    done,
+    executes,
+    once,
+    quietly,
+    surely,
+)
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
-from pygraph_train.integrations.loop import Loop
-from pygraph_train.integrations.loop_report import LoopReport
 from pygraph_train.integrations.transformers.callback import (
     PyGraphTrainerCallback,
     show_report,
-    steps_left,
     unsupported,
 )
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.optimizers.program import CLIPS_OTHERS, not_optimized
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.agreement import decline
-from pygraph_train.parallel.replicas import Replicas
-from pygraph_train.parallel.replication import RECORDER, Replication
-from pygraph_train.parallel.sharing import replication_of
+from pygraph_train.parallel.replication import Replication, replication_of
 from pygraph_train.problems import Problem, PyGraphError, defined_at
+from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import Fallback, StepReport
-from pygraph_train.step.flight import Replayed
+from pygraph_train.step.loop import Loop
 from pygraph_train.step.loss_program import plain_update
-from pygraph_train.step.phase_runner import Flight, Runner, runner_for
+from pygraph_train.step.phase_runner import PhaseRunner, StepOfPhases, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, StepOfLoss, plain_call
+from pygraph_train.step.program import Call, plain_call
 
 __all__ = ["PyGraphTrainer", "PyGraphTrainerMixin"]
 
@@ -47,7 +50,7 @@ log = logging.getLogger("pygraph_train")
 
 
 class PyGraphTrainerMixin(transformers.Trainer):
-    """Replays whole training steps. Put it before your Trainer class: `class T(PyGraphTrainerMixin, Mine)`.
+    """Replays training steps from graphs. Put it before your Trainer class: `class T(PyGraphTrainerMixin, Mine)`.
 
     Args:
         *args, **kwargs: as in the Trainer.
@@ -67,9 +70,7 @@ class PyGraphTrainerMixin(transformers.Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         config, device = self._pygraph_config, self.args.device
-        self._pygraph_loop = surely(
-            lambda: Loop(config, device, unsupported(self.args), lambda: steps_left(self.state)), SETTING_UP
-        )
+        self._pygraph_loop = surely(lambda: Loop(config, device, unsupported(self.args)), SETTING_UP)
         self._pygraph_report = self._pygraph_loop.report
         callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, PyGraphTrainerCallback)]
         for callback in callbacks:
@@ -99,14 +100,9 @@ class PyGraphTrainerMixin(transformers.Trainer):
         step = functools.partial(super().training_step, num_items_in_batch=num_items_in_batch)
         return self._whole.forward_and_backward(step, model, inputs, num_items_in_batch)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self._whole is not None and self._whole.updated:
-            return self._whole.norm  # they were clipped in the graph
-        return super()._clip_grad_norm(model)
-
 
 class PyGraphTrainer(PyGraphTrainerMixin):
-    """`transformers.Trainer` that replays its whole training step as one graph, if that is legal.
+    """`transformers.Trainer` that replays forward with the loss, backward and update from graphs.
 
     ```python
     trainer = PyGraphTrainer(model=model, args=args, train_dataset=data, pygraph=PyGraphConfig(compile=True))
@@ -120,22 +116,19 @@ class _WholeStep:
     """The training steps of one `train()`: forward and backward here, the optimizer where the Trainer calls it."""
 
     def __init__(self, trainer: PyGraphTrainerMixin, loop: Loop) -> None:
-        self.updated = False  # the replay just made has clipped and stepped
-        self.norm: Tensor | None = None
         self._trainer = trainer
         self._loop = loop
         self._report = StepReport()
-        self._runner: Runner | None = None
-        self._step: Flight | None = None
+        self._runner: PhaseRunner | None = None
+        self._step: StepOfPhases | None = None
         self._rest: float = 0  # so many further steps are the Trainer's alone
         self._undo: Callable[[], None] = lambda: None
         self._boundary = Boundary(self._report.failed, self.close)
         problem = _not_whole(trainer)
-        self._replication = _replication(trainer)
+        self._replication = replication_of(trainer.model_wrapped)
         if problem is None:
             self._start()
         else:
-            self._decline(str(problem))
             self._fall_back(problem)
 
     def forward_and_backward(
@@ -157,7 +150,7 @@ class _WholeStep:
         return step(model, inputs)
 
     def _make(
-        self, runner: Runner, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
+        self, runner: PhaseRunner, step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Any
     ) -> Tensor:
         trainer, program = self._trainer, self._program
         if self._rest:
@@ -171,7 +164,7 @@ class _WholeStep:
         position = PositionInAccumulation(
             fresh=all(p.grad is None for p in program.parameters),
             update=update,
-            constants=(program.scale, trainer.args.max_grad_norm, *replication.constants()),
+            constants=(program.scale, trainer.args.max_grad_norm),
             sync=replication.exchanges(update=update),
         )
         self._step = runner.begin(position)
@@ -181,22 +174,17 @@ class _WholeStep:
                 if call is plain_call:
                     executes(STEP)
                     return step(program.model, inputs)
-                loss, _ = program.forward(call, (inputs, num_items), {})
+                loss = program.forward(call, (inputs, num_items))
                 program.backward(loss)
             return loss.detach()
 
-        outcome = runner.make(self._step, (inputs, num_items), {}, run)
-        if isinstance(outcome, Replayed):
-            loss, self.norm = outcome.outputs
-            self.updated = outcome.updated
-        else:
-            loss = outcome.result
+        loss = runner.make(run)
         done(loss)
         if not update:
             self._end(runner, self._step)
         return loss
 
-    def _end(self, runner: Runner, step: Flight) -> None:
+    def _end(self, runner: PhaseRunner, step: StepOfPhases) -> None:
         """The step has ended, its update included."""
         step.finish()
         if not step.replayed:
@@ -214,43 +202,31 @@ class _WholeStep:
         trainer, loop = self._trainer, self._loop
         engine = make_engine(loop.config.engine, trainer.args.device)
         assert engine is not None
-        state = trainer.state
-        if isinstance(self._replication, Replicas):
-            self._replication.leave_default_stream()
         self._program = _TrainerProgram(trainer, self._replication)
         self._runner = runner_for(
             self._program,
             loop.config,
             engine,
             self._report,
-            lambda: (state.max_steps - state.global_step) * trainer.args.gradient_accumulation_steps,
         )
         loop.report.whole_step("training_step", self._report)
         self._undo = route_step(trainer.optimizer, self._optimizer_step)
 
     def _optimizer_step(self, body: Callable[[], None]) -> None:
-        """In the place of the optimizer's: nothing after a replay that held it."""
-        updated, self.updated = self.updated, False
-        self._boundary.make(
-            lambda: self._update(body, updated), (lambda: None) if updated else lambda: plain_update(body)
-        )
+        """In the place of the optimizer's."""
+        made = once(body)
+        self._boundary.make(lambda: self._update(made), lambda: plain_update(made))
 
-    def _update(self, body: Callable[[], None], updated: bool) -> None:
+    def _update(self, body: Callable[[], None]) -> None:
         runner, step = self._runner, self._step
         if step is None:
             return body()
         assert runner is not None
-        if not updated:
-            step.update(body)
+        step.update(body)
         done(None)
         self._end(runner, step)
         if runner.stopped or runner.hopeless:
             self._fall_back(None)
-
-    def _decline(self, reason: str) -> None:
-        """Tell ranks that want to agree that this one runs without graphs."""
-        if self._replication.group is not None:
-            decline(self._replication.group, reason)
 
     def _fall_back(self, problem: Problem | None) -> None:
         """Forward, backward and optimizer by themselves, as under the callback."""
@@ -263,25 +239,23 @@ class _WholeStep:
             if loop.config.on_failure == "raise":
                 raise PyGraphError(str(problem))
         if not trainer.args.torch_compile and trainer.model is not None:
-            loop.take_module(trainer.model if self._replication.group is None else trainer.model_wrapped)
+            loop.take_module(trainer.model if not self._replication.shared else trainer.model_wrapped)
         optimizer: Any = trainer.optimizer
         if hasattr(optimizer, "scaler"):
             graph = loop.take_optimizer(optimizer.optimizer, optimizer.scaler)
             self._undo = route_step(optimizer, functools.partial(loop.step, graph))
 
 
-class _TrainerProgram(StepOfLoss):
+class _TrainerProgram:
     """`StepProgram` over a transformers Trainer."""
 
-    recorder: str | tuple[str, ...] | None = RECORDER
-    empties_first: bool = False
-    detaches_results: bool = True
+    differentiates = False
 
     def __init__(self, trainer: PyGraphTrainerMixin, replication: Replication) -> None:
         accelerated: Any = trainer.optimizer
         self.replication = replication
         self.model: nn.Module = trainer.model_wrapped
-        if replication.group is None:  # without what torch_compile=True would compile again
+        if not replication.shared:  # without what torch_compile=True would compile again
             self.model = trainer.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         self.optimizer: torch.optim.Optimizer | None = accelerated.optimizer
         self.device = trainer.args.device
@@ -302,36 +276,20 @@ class _TrainerProgram(StepOfLoss):
     def function(self) -> Callable[..., Any]:
         return self._function
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        with self._trainer.compute_loss_context_manager(), self.replication.seen_through():
-            yield
-
-    def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    def forward(self, call: Call, args: tuple[Any, ...]) -> Tensor:
+        """The loss with its autograd graph, divided as the Trainer does."""
         preparation = self._preparation
         # code of the user that looks at the learning rate sees the Python number
-        with nullcontext() if preparation is None else preparation.suspended():
-            around = nullcontext() if call is plain_call else self.replication.around()
-            with self._trainer.compute_loss_context_manager(), around:
-                loss = call(self._function, args, kwargs)
-        if self.scale != 1:
-            loss = loss / self.scale
-        self._norm = torch.zeros((), device=self.device)  # filled when gradients are clipped
-        return loss, (loss.detach(), self._norm)
+        outside = nullcontext() if preparation is None else preparation.suspended()
+        with outside, self._trainer.compute_loss_context_manager():
+            loss: Tensor = call(self._function, args, {})
+        return loss / self.scale if self.scale != 1 else loss
 
     def backward(self, loss: Tensor) -> None:
         self._trainer.accelerator.backward(loss)
 
-    @property
-    def clips(self) -> bool:
-        """See `StepProgram`."""
-        return bool(self._trainer.args.max_grad_norm > 0)
-
     def transform_gradients(self, *, in_kernels: bool = True) -> None:
-        if self.clips:
-            norm = transformers.Trainer._clip_grad_norm(self._trainer, self.model)
-            assert self._norm is not None
-            self._norm.copy_(norm)
+        """The Trainer has clipped them."""
 
     def update(self) -> None:
         self._step()
@@ -341,22 +299,7 @@ class _TrainerProgram(StepOfLoss):
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
-        reason = self.scaling.why_update_stays_outside(preparation)
-        if reason is not None:
-            return reason
-        if self.scaling.on and self._trainer.args.max_grad_norm <= 0:
-            return (
-                "the Trainer unscales gradients in Python to log their norm. With max_grad_norm a graph can hold the "
-                "unscaling"
-            )
-        if self.clips and self.optimizer is not None:
-            others = not_optimized(self.model, self.optimizer)
-            if any(p.requires_grad or p.grad is not None for p in others):
-                return CLIPS_OTHERS
-        return None
-
-    def acts_before_backward(self) -> Problem | None:
-        return None
+        return self.scaling.why_update_stays_outside(preparation)
 
     def acts_before_update(self) -> str | None:
         for callback in self._trainer.callback_handler.callbacks:
@@ -367,14 +310,6 @@ class _TrainerProgram(StepOfLoss):
 
     def extra_state(self) -> Iterable[Tensor]:
         return self.scaling.tensors()
-
-
-def _replication(trainer: transformers.Trainer) -> Replication:
-    """How the Trainer shares its model with other processes."""
-    replication = replication_of(trainer.model_wrapped)
-    if replication.problem is not None and "find_unused_parameters=True" in replication.problem.reason:
-        replication.problem = replace(replication.problem, fix="Set ddp_find_unused_parameters=False")
-    return replication
 
 
 def _not_whole(trainer: transformers.Trainer) -> Problem | None:

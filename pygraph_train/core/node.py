@@ -12,7 +12,14 @@ from pygraph_train.boundary import theirs
 from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.autograd import backward_keeps_graph
-from pygraph_train.torch_private.phases import add_all, at_end_of_backward, present_backward
+from pygraph_train.torch_private.memory import copy_all
+from pygraph_train.torch_private.phases import (
+    accumulation_of,
+    add_all,
+    at_end_of_backward,
+    present_backward,
+    reaches,
+)
 from pygraph_train.torch_private.stock_dynamo import untraced
 
 __all__ = ["Delivery", "replay"]
@@ -27,13 +34,22 @@ class Token:
 class Delivery:
     """Puts gradients of parameters where the loop expects them, as autograd's own accumulation does.
 
-    One node input stands for all parameters, because autograd takes microseconds for each input.
+    A leaf of ours stands for all parameters, because autograd takes microseconds for each input. It is reached by
+    backwards that put gradients of all leaves in place, and not by those that somebody asks for some gradients.
     """
 
     def __init__(self) -> None:
+        self._leaves: dict[torch.device, tuple[Tensor, Any]] = {}
         self._sums: dict[int, Tensor] = {}
         self._task: int | None = None
         self._waiting: list[tuple[Sequence[Tensor], Sequence[Tensor | None]]] = []
+
+    def leaf(self, device: torch.device) -> tuple[Tensor, Any]:
+        """The leaf on a device, and its node. Hot path."""
+        if device not in self._leaves:
+            leaf = torch.empty(0, device=device, requires_grad=True)
+            self._leaves[device] = leaf, accumulation_of(leaf)
+        return self._leaves[device]
 
     def begin(self) -> None:
         """A node of the present backward is about to be replayed. What a failed backward has left is dropped."""
@@ -85,12 +101,13 @@ class Delivery:
                 p.grad = total
 
 
-_OF_NO_TENSOR = (None,) * 6
+_NOTHING = torch.empty(0, device="cpu")
+_OF_NO_TENSOR = (None,) * 7
 """Gradients of the arguments of `_Replay.forward` before the tensors."""
 
 
 class _Replay(torch.autograd.Function):
-    """Its inputs are the tensors that lead to gradients; one parameter stands for all that are delivered."""
+    """Its inputs lead to gradients; a leaf of ours stands for all parameters whose gradients are delivered."""
 
     @staticmethod
     def forward(
@@ -100,15 +117,16 @@ class _Replay(torch.autograd.Function):
         delivery: Delivery,
         delivered: Sequence[int],
         returned: Sequence[int],
+        through: Sequence[int],
         made: list[Any],
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         token = Token()
         made += slot.replay_forward(given, token)
         ctx.slot, ctx.generation, ctx.token, ctx.delivery = slot, slot.generation, token, delivery
-        ctx.delivered, ctx.returned = delivered, returned
+        ctx.delivered, ctx.returned, ctx.through = delivered, returned, through
         ctx.parameters = [given[slot.leads[k]] for k in delivered]
-        ctx.save_for_backward(torch.empty(0))  # a second backward gets torch's own error
+        ctx.save_for_backward(_NOTHING)  # a second backward gets torch's own error
         ctx.set_materialize_grads(False)
         return tuple(made[i] for i in slot.differ)
 
@@ -133,12 +151,27 @@ class _Replay(torch.autograd.Function):
         found = slot.replay_backward(seeds)
         if not backward_keeps_graph():
             ctx.token = None
-        delivery.take(parameters, [found[k] for k in ctx.delivered])
-        gradients = tuple(None if found[k] is None else found[k].clone() for k in ctx.returned)
-        return (*_OF_NO_TENSOR, *gradients, *([None] if parameters else []))
+        through = ctx.through
+        if parameters and reaches(delivery.leaf(parameters[0].device)[1]):
+            delivery.take(parameters, [found[k] for k in ctx.delivered])
+            through = ctx.returned
+        gradients = [found[k] for k in through]
+        if backward is not None:  # whose next replay overwrites them
+            slot.region.backwards += 1
+            gradients = _copies(gradients)
+        return (*_OF_NO_TENSOR, *gradients, *[None] * (len(ctx.needs_input_grad) - 7 - len(gradients)))
 
 
-def replay(slot: RecordedRegion, given: Sequence[Any], delivery: Delivery, of: Collection[int]) -> list[Any]:
+def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    copies = [None if t is None else torch.empty_like(t) for t in tensors]
+    if any(c is not None for c in copies):  # kernels for many tensors refuse none
+        copy_all([c for c in copies if c is not None], [t for t in tensors if t is not None])
+    return copies
+
+
+def replay(
+    slot: RecordedRegion, given: Sequence[Any], delivery: Delivery, of: Collection[int], *, leads: bool
+) -> list[Any]:
     """Replay the forward of a slot.
 
     Args:
@@ -146,12 +179,18 @@ def replay(slot: RecordedRegion, given: Sequence[Any], delivery: Delivery, of: C
         given: the inputs.
         delivery: of the loop.
         of: the positions of the inputs whose gradients it delivers. Autograd gets the gradients of the others.
+        leads: whether autograd leads to the former as well, for backwards that deliver nothing.
     """
+    if not slot.leads:
+        return list(slot.replay_forward(given, Token()))
     delivered = [k for k, i in enumerate(slot.leads) if i in of]
     returned = [k for k, i in enumerate(slot.leads) if i not in of]
-    inputs = [given[slot.leads[k]] for k in (*returned, *delivered[:1])]
+    through = [*returned, *delivered] if leads else returned
+    inputs = [given[slot.leads[k]] for k in through]
+    if delivered:
+        inputs.append(delivery.leaf(given[slot.leads[delivered[0]]].device)[0])
     made: list[Any] = []
-    differ = _Replay.apply(slot, given, delivery, delivered, returned, made, *inputs)
+    differ = _Replay.apply(slot, given, delivery, delivered, returned, through, made, *inputs)
     for i, output in zip(slot.differ, differ, strict=True):
         made[i] = output
     return made

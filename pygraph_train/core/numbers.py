@@ -174,5 +174,5 @@ class Numbers:
 def _in_tensor(key: tuple[Node, torch.dtype, torch.device, bool], value: Any) -> Tensor:
     _, dtype, device, inverse = key
     if inverse:  # as the kernel that divides by a number of the host does it
-        value = (torch.ones((), dtype=dtype) / torch.tensor(float(value), dtype=dtype)).item()
+        value = torch.tensor(float(value), dtype=dtype, device="cpu").reciprocal().item()
     return torch.full((), value, dtype=dtype, device=device)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
-from pygraph_train.torch_private.phases import HigherOrderOperator
+from pygraph_train.torch_private.phases import HigherOrderOperator, restoring_modes, set_grad_mode
 
-__all__ = ["halves", "prepared"]
+__all__ = ["halves", "prepared", "runner", "written_inputs"]
 
 _EAGER_OPERATORS = {"autograd_function_apply"}
 """Higher-order operators that eager kernels compute as plain training does."""
@@ -25,18 +26,41 @@ _WAIT = {"bincount", "nonzero", "unique", "unique_consecutive", "masked_select",
 
 _ALIASES = {"detach", "_get_data_attr"}
 _GRAD_MODE = "_set_grad_enabled"
+_MODES = {_GRAD_MODE, "_enter_autocast", "_sdpa_kernel", "_set_sdp_priority_order"}
 _AUTOCAST = {"_enter_autocast": 1, "_exit_autocast": -1}
 
 
+_WRITING_OPERATORS = {
+    "setitem",
+    *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
+}
+
+
 def _checkpointed(body: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's own checkpoint: Dynamo's operator leaves random states to AOTAutograd."""
-    return checkpoint(body, *args, use_reentrant=False, preserve_rng_state=True)
+    """torch's own checkpoint: Dynamo's operator leaves random states to AOTAutograd.
+
+    Buffers are no inputs of it, as in the module that it was: BatchNorm writes them, and an input must stay.
+    """
+    leads = [i for i, t in enumerate(args) if not isinstance(t, Tensor) or t.requires_grad]
+
+    def run(*given: Any) -> Any:
+        inputs = list(args)
+        for i, t in zip(leads, given, strict=True):
+            inputs[i] = t
+        return body(*inputs)
+
+    return checkpoint(run, *(args[i] for i in leads), use_reentrant=False, preserve_rng_state=True)
 
 
 def _name(node: Node) -> str:
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     return name.rpartition(".")[2] if node.op.startswith("call") else ""
+
+
+def runner(gm: GraphModule) -> Callable[..., Any]:
+    """What runs a graph, so that an operation that fails leaves no mode behind."""
+    return restoring_modes(gm.forward) if any(_name(n) in _MODES for n in gm.graph.nodes) else gm.forward
 
 
 def halves(gm: GraphModule) -> tuple[GraphModule, GraphModule] | None:
@@ -64,7 +88,7 @@ def halves(gm: GraphModule) -> tuple[GraphModule, GraphModule] | None:
         for n in taken:
             copy[n] = made.placeholder(n.name)
         if body is rest and off:
-            made.call_function(torch._C._set_grad_enabled, (False,))
+            made.call_function(set_grad_mode, (False,))
         for n in body:
             if n.op != "placeholder":
                 copy[n] = made.node_copy(n, copy.__getitem__)
@@ -72,20 +96,23 @@ def halves(gm: GraphModule) -> tuple[GraphModule, GraphModule] | None:
 
     head, copy = graph(inputs, first)
     if off:
-        head.call_function(torch._C._set_grad_enabled, (True,))
+        head.call_function(set_grad_mode, (True,))
     head.output(tuple(copy[n] for n in handed))
     tail, _ = graph(inputs + handed, rest)
     return GraphModule(gm, head), GraphModule(gm, tail)
 
 
-def prepared(gm: GraphModule) -> tuple[GraphModule, str | None]:
-    """The graph with its higher-order operators made fit for eager kernels, and the reason why it stays plain."""
-    changed = False
+def prepared(gm: GraphModule, *, eager: bool) -> tuple[GraphModule, str | None]:
+    """The graph with its higher-order operators made fit for eager kernels, and the reason why it stays plain.
+
+    AOTAutograd (not `eager`) knows the operators as they are.
+    """
+    changed = _read_random_numbers(gm)
     for node in gm.graph.nodes:
         target = node.target
         if (name := _name(node)) in _OBSTACLES:
             return gm, f"it gives a tensor other memory ({name})"
-        if node.op != "call_function" or not isinstance(target, HigherOrderOperator):
+        if not eager or node.op != "call_function" or not isinstance(target, HigherOrderOperator):
             continue
         if target.name() == "tag_activation_checkpoint":
             node.target, changed = _checkpointed, True
@@ -97,6 +124,42 @@ def prepared(gm: GraphModule) -> tuple[GraphModule, str | None]:
         if any(map(_draws, bodies)):
             return gm, "a checkpoint in it draws random numbers"
     return gm, None
+
+
+def written_inputs(gm: GraphModule) -> set[str]:
+    """Names of inputs that a graph writes in place. Of writes through `.data` no version tells."""
+
+    def storages(value: Any) -> list[Any]:
+        nodes = value if isinstance(value, (list, tuple)) else [value]
+        made = [n.meta.get("example_value") for n in nodes if isinstance(n, Node)]
+        return [t.untyped_storage() for t in made if isinstance(t, Tensor) and t.layout is torch.strided]
+
+    written = [
+        s
+        for n in gm.graph.nodes
+        if _writes(n)
+        for s in storages(n.kwargs["out"] if "out" in n.kwargs else n.args[0])
+    ]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return {n.name for n in inputs if any(s is w for s in storages(n) for w in written)}
+
+
+def _writes(node: Node) -> bool:
+    name = _name(node)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return "out" in node.kwargs or (bool(node.args) and (in_place or name in _WRITING_OPERATORS))
+
+
+def _read_random_numbers(gm: GraphModule) -> bool:
+    """Let floats that Python's `random` draws be numbers: Dynamo hands them over as tensors of float64."""
+    drawn = gm.graph.find_nodes(op="placeholder")
+    drawn = [n for n in drawn if str(n.target).startswith("random_value_") and n.users]
+    for node in drawn:
+        if node.meta["example_value"].is_floating_point():
+            with gm.graph.inserting_after(node):
+                number = gm.graph.call_method("item", (node,))
+            node.replace_all_uses_with(number, lambda user, number=number: user is not number)
+    return bool(drawn)
 
 
 def _draws(body: GraphModule) -> bool:

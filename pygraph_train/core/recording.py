@@ -13,12 +13,13 @@ from torch import Tensor
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import span
 from pygraph_train.torch_private.memory import copy_all
+from pygraph_train.torch_private.phases import autocast_now
 from pygraph_train.verification import Audits
 
 if TYPE_CHECKING:
     from pygraph_train.core.region import PhaseRegion
 
-__all__ = ["RecordedRegion", "Unrecordable"]
+__all__ = ["RecordedRegion", "Unrecordable", "run_plainly"]
 
 
 def _without_version(saved: Tensor) -> Tensor:
@@ -61,6 +62,7 @@ class RecordedRegion:
     Attributes:
         leads: positions of inputs that get gradients.
         differ: positions of outputs that require gradients.
+        region: whose graph it is.
         generation: grows with each replay of the forward.
         audits: when it is compared once more; set by who has recorded it.
     """
@@ -69,7 +71,7 @@ class RecordedRegion:
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any]) -> None:
         self.generation = 0
-        self._region, self._engine = region, region.owner.engine
+        self.region, self._engine = region, region.owner.engine
         self._token: weakref.ref[Any] | None = None
         tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         self._moving = [i for i in tensors if i not in region.fixed]
@@ -77,12 +79,14 @@ class RecordedRegion:
         # without a version: autograd must not take a new batch for a change of what it has saved
         self._targets = [span(self._static[i].data) for i in self._moving]
         self._written_back = [i for i in self._moving if i in region.written]
-        self.leads = [i for i in tensors if given[i].requires_grad]
+        self.leads = [] if region.inference else [i for i in tensors if given[i].requires_grad]
         self._keys = [id(given[i]) if i in region.fixed else None for i in self.leads]
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
         try:
-            self._record(given)
+            # what is saved for a pending backward must not lie where another graph keeps intermediate results
+            with self._engine.scratch_pool():
+                self._record(given)
         except BaseException:
             self.close()
             raise
@@ -99,7 +103,7 @@ class RecordedRegion:
         return static.requires_grad_(value.requires_grad)
 
     def _record(self, given: Sequence[Any]) -> None:
-        region, engine = self._region, self._engine
+        region, engine = self.region, self._engine
         self._load(given)
         graph, outputs = engine.capture(self._run_forward)
         self._graphs.append(graph)
@@ -125,6 +129,8 @@ class RecordedRegion:
             return None
         where = output.untyped_storage().data_ptr()
         for i, static in enumerate(self._static):
+            if output is static:
+                return i
             if isinstance(static, Tensor) and static.untyped_storage().data_ptr() == where and where:
                 same = (static.shape, static.stride()) == (output.shape, output.stride())
                 if not same or static.data_ptr() != output.data_ptr() or output.requires_grad:
@@ -134,15 +140,17 @@ class RecordedRegion:
 
     def _run_forward(self) -> Sequence[Any]:
         # each replay writes what was saved anew, which no version has to tell
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_without_version, _as_it_is):
-            made: Sequence[Any] = self._region.run(*self._static)
+        unversioned = torch.autograd.graph.saved_tensors_hooks(_without_version, _as_it_is)
+        with torch.set_grad_enabled(not self.region.inference), unversioned:
+            made: Sequence[Any] = self.region.run(*self._static)
         return made
 
     def _run_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
         leads = [self._static[i] for i in self.leads]
         outputs = [self._outputs[i] for i in seeds]
-        torch.autograd.backward(outputs, list(seeds.values()), retain_graph=True, inputs=leads)
-        found = [self._region.owner.placed(i, lead.grad) for i, lead in zip(self._keys, leads, strict=True)]
+        with self.region.as_in_backwards():
+            torch.autograd.backward(outputs, list(seeds.values()), retain_graph=True, inputs=leads)
+        found = [self.region.owner.placed(i, lead.grad) for i, lead in zip(self._keys, leads, strict=True)]
         for lead in leads:
             lead.grad = None
         return found
@@ -172,7 +180,9 @@ class RecordedRegion:
         )
 
     def backward_of(self, seeds: dict[int, Tensor]) -> _Backward | None:
-        """The recorded backward of these outputs, None where there is none. Hot path."""
+        """The recorded backward of these outputs as it is called now, None where there is none. Hot path."""
+        if autocast_now(self.region.device) != self.region.autocast:
+            return None
         return self._backwards.get(frozenset(seeds))
 
     def replay_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
@@ -213,41 +223,58 @@ class RecordedRegion:
 
     # -- comparison -----------------------------------------------------------------------------------
 
-    def plain(self, given: Sequence[Any], seeds: dict[int, Tensor]) -> tuple[list[Any], list[Tensor | None]]:
-        """What the same work gives without a graph: outputs and gradients."""
-        inputs = [self._copied(t, i) for i, t in enumerate(given)]
-        with torch.enable_grad():
-            outputs = self._region.run(*inputs)
-            leads = [inputs[i] for i in self.leads]
-            torch.autograd.backward([outputs[i] for i in seeds], list(seeds.values()), inputs=leads)
-        written = [inputs[i].detach() for i in self._written_back]
-        return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *written], [
-            lead.grad for lead in leads
-        ]
+    @property
+    def backwards(self) -> list[frozenset[int]]:
+        """The outputs of each recorded backward."""
+        return list(self._backwards)
 
-    def _copied(self, value: Any, position: int) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        copy = value.detach() if position not in self._written_back else value.detach().clone()
-        return copy.requires_grad_(value.requires_grad)
-
-    def replayed(
-        self, given: Sequence[Any], seeds: dict[int, Tensor]
-    ) -> tuple[list[Any], list[Tensor | None]]:
-        """The same from the graphs. What the region has written of the caller's stays as it was."""
+    def replayed(self, given: Sequence[Any], asked: frozenset[int]) -> tuple[list[Any], list[Tensor | None]]:
+        """As `run_plainly`, from the graphs. What the region has written of the caller's stays as it was."""
         self._load(given)
         self._forward.replay()
         outputs = [o.detach().clone() if isinstance(o, Tensor) else o for o in self._outputs]
         written = [self._static[i].detach().clone() for i in self._written_back]
-        gradients = self.replay_backward(seeds)
+        gradients: list[Tensor | None] = []
+        if asked:
+            with self.region.as_in_backwards():
+                gradients = self.replay_backward({i: _sample_seed(outputs[i]) for i in sorted(asked)})
         return [*outputs, *written], gradients
 
-    def sample_seeds(self) -> list[dict[int, Tensor]]:
-        """Gradients of outputs for comparisons of each backward: small numbers that differ."""
-        return [
-            {
-                i: (torch.arange(s.numel(), device=s.device) % 5 + 1).to(s.dtype).view(s.shape)
-                for i, s in backward.seeds.items()
-            }
-            for backward in self._backwards.values()
-        ]
+
+def run_plainly(
+    region: PhaseRegion, given: Sequence[Any], asked: frozenset[int]
+) -> tuple[list[Any], list[Tensor | None]] | None:
+    """What a region and a backward of some of its outputs give without a graph: outputs and gradients.
+
+    Args:
+        given: what is written of them stays as it is, but for fixed ones.
+        asked: the outputs. Where one of them has no gradient, the result is None.
+    """
+    moving = {i for i in region.written if i not in region.fixed}
+
+    def copied(value: Any, position: int) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        copy = value.detach().clone() if position in moving else value.detach()
+        return copy.requires_grad_(value.requires_grad)
+
+    inputs = [copied(t, i) for i, t in enumerate(given)]
+    leads = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad and not region.inference]
+    with torch.set_grad_enabled(not region.inference):
+        outputs = region.run(*inputs)
+    gradients: list[Tensor | None] = []
+    if asked:
+        if not all(isinstance(outputs[i], Tensor) and outputs[i].requires_grad for i in asked):
+            return None
+        seeds = [_sample_seed(outputs[i].detach()) for i in sorted(asked)]
+        with region.as_in_backwards():
+            torch.autograd.backward([outputs[i] for i in sorted(asked)], seeds, inputs=leads)
+        gradients = [lead.grad for lead in leads]
+    written = [inputs[i].detach() for i in sorted(moving)]
+    return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *written], gradients
+
+
+def _sample_seed(output: Tensor) -> Tensor:
+    """The gradient of an output for a comparison: small numbers that differ."""
+    numbers = torch.arange(output.numel(), device=output.device) % 5 + 1
+    return numbers.to(output.dtype).view(output.shape)

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.autograd.graph import save_on_cpu
+from torch.fx import GraphModule, Node
 
-from pygraph_train.boundary import REPLAY, executes, quietly
-from pygraph_train.config import PyGraphConfig
+from pygraph_train.boundary import FORWARD, REPLAY, executes, quietly
+from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
-from pygraph_train.core.passes import halves, prepared
-from pygraph_train.core.recording import RecordedRegion, Unrecordable
-from pygraph_train.graphs.engine import CaptureError, Engine
+from pygraph_train.core.passes import halves, prepared, runner, written_inputs
+from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
+from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, first_line
 from pygraph_train.putting_back import ScratchState
-from pygraph_train.torch_private.phases import accumulation_hooks_of, hooks_of, inductor, present_backward
+from pygraph_train.torch_private.breaks import end_of
+from pygraph_train.torch_private.memory import tensor_version
+from pygraph_train.torch_private.phases import (
+    accumulation_hooks_of,
+    autocast_now,
+    hooks_of,
+    inductor,
+    is_asked_for,
+    is_static,
+    present_backward,
+)
 from pygraph_train.torch_private.stock_dynamo import untraced
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
@@ -40,6 +53,9 @@ _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
 
 
+_needs_gradient: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+
+
 def _is_hooked(tensor: Tensor) -> bool:
     return bool(hooks_of(tensor) or accumulation_hooks_of(tensor))
 
@@ -52,6 +68,11 @@ class PhaseRegions:
         config: options.
         tensors: the parameters and buffers that are trained, as they are now.
         tell: called with each reason against a graph.
+        delivers: whether gradients of parameters are put in place at the end of a backward. Otherwise autograd
+            accumulates them, which somebody listens to.
+        leads: whether autograd leads to parameters whose gradients are delivered, as a loop needs that differentiates
+            by itself, or code behind a graph break.
+        inference: whether calls that nothing is differentiated through have graphs.
 
     Attributes:
         replays, plain: in the present step, forwards from graphs, and forwards that could be and are not.
@@ -62,12 +83,17 @@ class PhaseRegions:
     def __init__(
         self,
         engine: Engine,
-        config: PyGraphConfig,
+        config: PyGraphConfig | BackendOptions,
         tensors: Callable[[], Iterable[Tensor]],
         tell: Callable[[Problem], object],
+        *,
+        delivers: bool = True,
+        leads: bool = False,
+        inference: bool = False,
     ) -> None:
         self.engine, self.config = engine, config
         self.tensors, self.tell = tensors, tell
+        self.delivers, self.leads, self.inference = delivers, leads, inference
         self.delivery = Delivery()
         self.replays = self.plain = self.recorded = 0
         self.seconds = 0.0
@@ -77,17 +103,24 @@ class PhaseRegions:
         self.closed = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        self.leads |= end_of(gm) is not None
         parts = halves(gm)
         region = PhaseRegion(self, gm if parts is None else parts[0], examples)
         self.regions.append(region)
         if parts is None:
             return region
-        rest = parts[1].forward
+        rest = runner(parts[1])
 
         def both(*given: Any) -> Any:
             return rest(*given, *region(*given))
 
         return both
+
+    def kernels(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any] | None:
+        """The graph with compiled kernels, where these were asked for."""
+        if self.config.compile is not True or self.engine.name != "cuda":
+            return None
+        return inductor(gm, examples)
 
     def placed(self, parameter: int | None, gradient: Tensor | None) -> Tensor | None:
         """Within a capture: a gradient at the place that gradients of this parameter have in all recordings.
@@ -107,6 +140,11 @@ class PhaseRegions:
             self._gradients[parameter] = gradient
             return gradient
         return known.copy_(gradient)
+
+    def make_way(self, given: Sequence[Any]) -> None:
+        """Before a recording or a comparison computes gradients where those lie that wait for further micro-batches."""
+        held = [t for t in given if id(t) in self._gradients]
+        self.delivery.make_way(held, [self._gradients[id(t)] for t in held])
 
     def close(self) -> None:
         """Release all graphs. Regions run as they are from now on."""
@@ -128,40 +166,71 @@ class PhaseRegion:
         fixed: positions of inputs that stay: parameters and buffers.
         written: positions of inputs that the graph writes.
         asked: sets of positions of outputs whose gradients one backward has asked for.
+        device: the kind of device.
+        autocast: what backwards ran under in the first calls, see `autocast_now`.
         slots: by what changes from call to call.
+        reason: why it runs as it is, None where it may have a graph.
+        counts: whether a step in which it runs as it is has no graph of the forward.
+        inference: whether nothing is differentiated through it.
+        calls, replays, backwards, recordings: how often it was called, came from a graph, had a backward from a graph,
+            and was recorded.
     """
 
     def __init__(self, owner: PhaseRegions, gm: GraphModule, examples: Sequence[Any]) -> None:
         self.owner = owner
-        gm, reason = prepared(gm)
-        self._plainly = self.run = gm.forward
+        compiled = owner.kernels(gm, examples)
+        gm, why = prepared(gm, eager=compiled is None)
+        self._plainly = self.run = compiled or runner(gm)
         self._numbered: Numbers | None = None
-        if reason is None and (numbers := Numbers(gm)).any:
-            self._numbered, self.run = numbers, numbers.body.forward
-        if reason is None and owner.config.compile is True and owner.engine.name == "cuda":
-            self._numbered = None
-            self.run = self._plainly = inductor(gm, examples)
+        if why is None and compiled is None and (numbers := Numbers(gm)).any:
+            self._numbered, self.run = numbers, runner(numbers.body)
+        self.device = owner.engine.device.type
+        body = gm if self._numbered is None else self._numbered.body
+        names = written_inputs(gm)
+        self._writes = {i for i, n in enumerate(body.graph.find_nodes(op="placeholder")) if n.name in names}
+        self._inner = _inner(body)
+        self.reason: str | None = None
+        self._begin()
+        if why is not None:
+            self._stays_plain(Problem(why))
+        elif sum(n.op.startswith("call") for n in gm.graph.nodes) < _FEWEST_NODES:
+            self.reason, self.counts = "it has too few operations", False
+
+    def _begin(self) -> None:
+        """It was never called."""
         self.fixed: set[int] = set()
-        self.written: set[int] = set()
+        self.written = set(self._writes)
         self.asked: set[frozenset[int]] = set()
         self._asking: dict[int, set[int]] = {}  # by backward, as hooks see it
         self.slots: dict[Any, list[RecordedRegion]] = {}
-        self._reason: str | None = None
-        self._counts = True  # whether a step in which it runs as it is has no graph of the forward
-        self._calls = self._replays = self._recordings = 0
+        self.autocast: torch.dtype | None = None
+        self._handed: list[weakref.ref[Tensor]] = []
+        self.reason = None
+        self.counts = True
+        self.inference = False
+        self.calls = self.replays = self.backwards = self.recordings = 0
+        self._moves = 0
         self._learned = False
         self._numbers: tuple[int, ...] = ()
         self._moved: set[int] = set()  # fixed inputs that were found elsewhere once
         self._demoted: set[int] = set()  # and again: they are not fixed
-        if reason is not None:
-            self._stays_plain(reason)
-        elif sum(n.op.startswith("call") for n in gm.graph.nodes) < _FEWEST_NODES:
-            self._reason, self._counts = "it has too few operations", False
 
-    def _stays_plain(self, reason: str) -> None:
-        self._reason = reason
+    def another(self) -> PhaseRegion:
+        """The same graph for other parameters. This one was never called."""
+        region = copy.copy(self)
+        region._begin()
+        region.reason, region.counts = self.reason, self.counts
+        return region
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward has asked for a gradient of it."""
+        return bool(self._asking)
+
+    def _stays_plain(self, why: Problem) -> None:
+        self.reason = why.reason
         self.close()
-        self.owner.tell(Problem(f"a part of the step runs without a graph: {reason}"))
+        self.owner.tell(Problem(f"a part of the step runs without a graph: {why.reason}", why.where, why.fix))
 
     def close(self) -> None:
         """Release its graphs."""
@@ -172,11 +241,17 @@ class PhaseRegion:
 
     def __call__(self, *given: Any) -> Any:
         """Run the graph. Hot path."""
-        self._calls += 1
-        if self._reason is not None or self.owner.closed or not torch.is_grad_enabled():
-            self.owner.plain += self._counts
+        self.calls += 1
+        owner = self.owner
+        if not (
+            owner.inference or torch.is_grad_enabled()
+        ):  # a metric, or what else no backward goes through
             return self._plainly(*given)
-        if self._calls < self.owner.config.warmup_steps or not (self._asking or self._calls > _PATIENCE):
+        if self.reason is not None or owner.closed:
+            return self.run_plainly(*given)
+        if self.calls < owner.config.warmup_steps + bool(self._inner) or not (
+            self._asking or self.inference or self.calls > _PATIENCE
+        ):
             return self._watched(given)
         numbers: Sequence[Any] = ()
         try:
@@ -185,28 +260,42 @@ class PhaseRegion:
                 inputs, numbers = self._numbered.inputs(given)
             slot = self._slot_for(inputs)
         except _NoPart:
-            self._reason, self._counts, slot = "it is no part of training", False, None
+            if self._asking:  # its parameters are frozen in this call
+                executes(FORWARD)
+                return self._plainly(*given)
+            self.reason, self.counts, slot = "it is no part of training", False, None
         except Unrecordable as error:
-            self._stays_plain(first_line(error))
+            self._stays_plain(Problem(first_line(error)))
             slot = None
         except Exception as error:  # a fault of ours, or an operation that no graph can hold
-            self._stays_plain(_told(error))
-            slot = None
+            made = self.run_plainly(*given)  # where it raises as well, the batch is at fault
+            self._stays_plain(problem_of(error))
+            return made
         if slot is None:
-            self.owner.plain += self._counts
-            return self._plainly(*given)
-        self._replays += 1
+            return self.run_plainly(*given)
+        self.replays += 1
         self.owner.replays += 1
         executes(REPLAY)
-        made = replay(slot, inputs, self.owner.delivery, self._delivered_now())
+        made = replay(slot, inputs, owner.delivery, self._delivered_now(inputs), leads=owner.leads)
         return made if self._numbered is None else self._numbered.outputs(made, numbers)
 
-    def _delivered_now(self) -> Collection[int]:
+    def run_plainly(self, *given: Any) -> Any:
+        """Run the graph as it is. Hot path."""
+        self.owner.plain += self.counts
+        executes(FORWARD)
+        return self._plainly(*given)
+
+    def _delivered_now(self, given: Sequence[Any]) -> Collection[int]:
         """The inputs whose gradients are delivered. Those of parameters with hooks go through autograd. Hot path."""
-        if not (any(map(hooks_of, self._held)) or any(map(accumulation_hooks_of, self._held))):
+        owner = self.owner
+        if not owner.delivers:
+            owner.hooked = True
+            return ()
+        held = list(map(given.__getitem__, self._positions))
+        if not (any(map(hooks_of, held)) or any(map(accumulation_hooks_of, held))):
             return self._delivered
-        self.owner.hooked = True
-        hooked = {i for i, t in zip(self._positions, self._held, strict=True) if _is_hooked(t)}
+        owner.hooked = True
+        hooked = {i for i, t in zip(self._positions, held, strict=True) if _is_hooked(t)}
         return self._delivered - hooked
 
     # -- the first calls ------------------------------------------------------------------------------
@@ -218,51 +307,76 @@ class PhaseRegion:
             given, numbers = self._numbered.inputs(given)
         # versions tell of most writes, but not of running statistics
         watched = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
-        versions = [given[i]._version for i in watched]
+        versions = [_version(given[i]) for i in watched]
         copies = {i: given[i].detach().clone() for i in watched if not isinstance(given[i], nn.Parameter)}
+        executes(FORWARD)
         made = self.run(*given)
-        self.written |= {i for i, v in zip(watched, versions, strict=True) if given[i]._version != v}
+        leads = any(isinstance(t, Tensor) and t.requires_grad for t in made)
+        self.inference = self.owner.inference and not leads
+        self.written |= {i for i, v in zip(watched, versions, strict=True) if _version(given[i]) != v}
         self.written |= {i for i, c in copies.items() if not _same(given[i].detach(), c)}
+        places = [_place(t) for t in (*given, *made) if isinstance(t, Tensor)]
+        kept = self._inner if self.calls == 1 else ()
+        self._handed = [weakref.ref(made[i]) for i in kept if isinstance(made[i], Tensor)]
         seen = [
-            self._seen(i, t) if isinstance(t, Tensor) and t.requires_grad else t for i, t in enumerate(made)
+            self._seen(i, t, shared=places.count(_place(t)) > 1)
+            if isinstance(t, Tensor) and t.requires_grad and i not in kept
+            else t
+            for i, t in enumerate(made)
         ]
         return seen if self._numbered is None else self._numbered.outputs(seen, numbers)
 
-    def _seen(self, position: int, output: Tensor) -> Tensor:
-        """An output that tells when a backward asks for its gradient; a view, which knows of uses outside alone."""
-        view = output.view_as(output)
-        view.register_hook(self._hook(position))
-        return view
+    def _seen(self, position: int, output: Tensor, *, shared: bool) -> Tensor:
+        """An output that tells when a backward asks for its gradient: another tensor, which the graph does not use.
+
+        It is a copy, because what changes a view in place takes its hooks away; and a view where memory is shared.
+        """
+        other = output.view_as(output) if shared else output.clone()
+        other.register_hook(self._hook(position))
+        return other
 
     def _hook(self, position: int) -> Callable[[Tensor], None]:
         @untraced
         def asked(gradient: Tensor) -> None:
+            if self._asking and autocast_now(self.device) != self.autocast:
+                self._stays_plain(Problem("its backwards are called under several autocasts"))
+            self.autocast = autocast_now(self.device)
             self._asking.setdefault(present_backward(), set()).add(position)
+            if any(is_asked_for(t) for ref in self._handed if (t := ref()) is not None and t.requires_grad):
+                self._stays_plain(Problem(_INNER_GRADIENT))
             if torch.is_grad_enabled():
-                self._reason = "its backward is differentiated itself"
+                self._stays_plain(Problem("its backward is differentiated itself (create_graph=True)"))
 
         return asked
+
+    def as_in_backwards(self) -> AbstractContextManager[Any]:
+        """Of a backward that is made while the forward's autocast is active."""
+        dtype = self.autocast
+        return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None)
 
     # -- which recording serves a call ------------------------------------------------------------------
 
     def _slot_for(self, given: Sequence[Any]) -> RecordedRegion | None:
         if not self._learned:
             self._learn(given)
-        elif not (
-            all(map(operator.is_, map(given.__getitem__, self._positions), self._held))
-            and list(map(Tensor.data_ptr, self._held)) == self._addresses
-        ):
-            self._recordings += 1
-            if self._recordings > _MOST_RECORDINGS + self._replays // 50:
+        elif (now := self._identity(given)) != self._known:
+            self._moves += 1
+            if self._moves > _MOST_RECORDINGS + self.replays // 50:
                 raise Unrecordable("its parameters or buffers are at new addresses again and again")
-            for i, held, address in zip(self._positions, self._held, self._addresses, strict=True):
-                if given[i] is not held or given[i].data_ptr() != address:
+            for i, before, present in zip(self._positions, self._known, now, strict=True):
+                if before != present:
                     if i in self._moved and not given[i].requires_grad:
                         self._demoted.add(i)
                     self._moved.add(i)
-            self.close()
+            self.slots.clear()  # those with pending backwards live on
             self._learn(given)
-        key = self._key(given) if self._keyed else None
+        key: Any = tuple(
+            map(_needs_gradient, map(given.__getitem__, self._positions))
+        )  # 2.11 does not guard it
+        if not self.inference and not (any(key) or any(given[i].requires_grad for i in self._moving)):
+            raise _NoPart
+        if self._keyed:
+            key = key, self._key(given)
         slots = self.slots.get(key)
         if slots is None:
             if len(self.slots) >= (self.owner.config.max_signatures or 64):
@@ -277,6 +391,11 @@ class PhaseRegion:
         slots.append(slot)
         return slot
 
+    def _identity(self, given: Sequence[Any]) -> list[tuple[int, int]]:
+        """Of the fixed inputs: objects and addresses. Hot path. It keeps no tensor alive."""
+        held = list(map(given.__getitem__, self._positions))
+        return list(zip(map(id, held), map(Tensor.data_ptr, held), strict=True))
+
     def _learn(self, given: Sequence[Any]) -> None:
         """The roles of the inputs."""
         trained = set(map(id, self.owner.tensors()))
@@ -284,21 +403,22 @@ class PhaseRegion:
         for _, t in tensors:
             if t.layout is not torch.strided or type(t) not in (Tensor, nn.Parameter):
                 raise Unrecordable(f"one of its inputs is a {type(t).__name__} of layout {t.layout}")
+            if t.device.type != self.device:
+                raise Unrecordable(f"one of its inputs is on the {t.device.type}")
         self.asked = set(map(frozenset, self._asking.values()))
-        if not self.asked or not any(t.requires_grad for _, t in tensors):
+        if not self.inference and not (self.asked and any(t.requires_grad for _, t in tensors)):
             raise _NoPart
         self.fixed = {
             i
             for i, t in tensors
-            if (isinstance(t, nn.Parameter) or id(t) in trained) and i not in self._demoted
+            if (isinstance(t, nn.Parameter) or is_static(t) or id(t) in trained) and i not in self._demoted
         }
         self._positions = sorted(self.fixed)
-        self._held = [given[i] for i in self._positions]
-        self._addresses = list(map(Tensor.data_ptr, self._held))
+        self._known = self._identity(given)
         self._numbers = tuple(i for i, t in enumerate(given) if not isinstance(t, Tensor))
         self._moving = [i for i, _ in tensors if i not in self.fixed]
         self._keyed = self._numbered is not None or bool(self._numbers)
-        self._delivered = frozenset(i for i in self.fixed if given[i].requires_grad and given[i].is_leaf)
+        self._delivered = frozenset(i for i in self.fixed if self.owner.delivers and given[i].is_leaf)
         self._learned = True
 
     def _key(self, given: Sequence[Any]) -> Any:
@@ -311,12 +431,18 @@ class PhaseRegion:
 
     def _record(self, given: Sequence[Any]) -> RecordedRegion:
         owner, started = self.owner, time.perf_counter()
-        with self._undone(given):
+        owner.make_way(given)
+        verifies = owner.config.verify != "off"
+        compared = self.asked if owner.config.backward != "off" and self.asked else {frozenset[int]()}
+        # before there is a graph, whose memory would come on top
+        known = {asked: self._plain_fingerprint(given, asked) for asked in compared if verifies}
+        with torch.inference_mode(False), self._undone(given):
             slot = RecordedRegion(self, given)
+        self.recordings += 1
         seconds = time.perf_counter() - started
         slot.audits = Audits(owner.config.verify, time.perf_counter())
-        if owner.config.verify != "off":
-            self._compare(slot, given)
+        if verifies:
+            self._compare(slot, given, known)
         owner.recorded += 1
         owner.seconds += seconds
         return slot
@@ -340,42 +466,76 @@ class PhaseRegion:
             audits.left -= 1
         elif audits.due(time.perf_counter()):
             started = time.perf_counter()
-            self._compare(slot, given)
+            self._compare(slot, given, {})
             audits.took(time.perf_counter() - started, first=False)
         return slot
 
-    def _compare(self, slot: RecordedRegion, given: Sequence[Any]) -> None:
+    def _compare(
+        self,
+        slot: RecordedRegion,
+        given: Sequence[Any],
+        known: Mapping[frozenset[int], Fingerprint | None],
+    ) -> None:
         """A replay has to give what the region gives without a graph. Nothing is left of either.
 
+        Args:
+            known: what the region gives, where that is known.
         Raises:
             Unrecordable: it does not.
         """
-        for seeds in slot.sample_seeds() or [{}]:
-            self._compare_with(slot, given, seeds)
-
-    def _compare_with(self, slot: RecordedRegion, given: Sequence[Any], seeds: dict[int, Tensor]) -> None:
-        changed = self._changed(given)
-
-        def fingerprint(run: Callable[..., tuple[list[Any], list[Tensor | None]]]) -> Fingerprint:
+        self.owner.make_way(given)
+        for asked in slot.backwards or [frozenset()]:
+            first = known.get(asked) or self._plain_fingerprint(given, asked)
+            if first is None:
+                continue
+            runs = PlainRuns(first, "result")
             with self._undone(given):
-                outputs, gradients = run(given, seeds)
-                tensors = [*(o for o in outputs if isinstance(o, Tensor)), *gradients, *changed]
-                device = next(t.device for t in tensors if t is not None)
-                return Fingerprint.of(torch.zeros((), device=device), tensors)
+                found = self._fingerprint_of(given, *slot.replayed(given, asked))
+            if runs.same(found):
+                continue
+            while not runs.enough(found):
+                runs.add(self._plain_fingerprint(given, asked) or first)
+            if (difference := runs.refuse(found)) is not None:
+                slot.close()
+                raise Unrecordable(f"its replay computes something else: {difference}")
 
-        runs = PlainRuns(fingerprint(slot.plain), "result")
-        found = fingerprint(slot.replayed)
-        if runs.same(found):
-            return
-        while not runs.enough(found):
-            runs.add(fingerprint(slot.plain))
-        if (difference := runs.refuse(found)) is not None:
-            slot.close()
-            raise Unrecordable(f"its replay computes something else: {difference}")
+    def _plain_fingerprint(self, given: Sequence[Any], asked: frozenset[int]) -> Fingerprint | None:
+        """What the region gives without a graph; None where such a backward is not possible."""
+        # where graphs hold memory, what is saved for the backward goes to the host
+        aside = save_on_cpu() if self.device == "cuda" and any(self.slots.values()) else nullcontext()
+        with self._undone(given):
+            with aside:
+                made = run_plainly(self, given, asked)
+            return None if made is None else self._fingerprint_of(given, *made)
+
+    def _fingerprint_of(
+        self, given: Sequence[Any], outputs: Sequence[Any], gradients: Sequence[Tensor | None]
+    ) -> Fingerprint:
+        tensors = [*(o for o in outputs if isinstance(o, Tensor)), *gradients, *self._changed(given)]
+        device = next(t.device for t in tensors if t is not None)
+        return Fingerprint.of(torch.zeros((), device=device), tensors)
+
+
+_INNER_GRADIENT = "gradients are asked for of a result from which another result is computed"
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor_version(tensor)
 
 
 class _NoPart(Exception):
     """No gradient depends on a region."""
+
+
+def _inner(gm: GraphModule) -> list[int]:
+    """Positions of results from which others are computed."""
+    output = next(iter(reversed(gm.graph.nodes)))
+    results = output.args[0]
+    return [i for i, r in enumerate(results) if isinstance(r, Node) and any(u is not output for u in r.users)]
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -384,9 +544,3 @@ def _same(one: Tensor, other: Tensor) -> bool:
         if one.is_floating_point()
         else torch.equal(one, other)
     )
-
-
-def _told(error: Exception) -> str:
-    if isinstance(error, CaptureError):
-        return f"{error.reason} ({error.where})" if error.where else error.reason
-    return f"it cannot be recorded ({type(error).__name__}: {first_line(error)})"

@@ -1,44 +1,31 @@
-"""`python -m pygraph_train doctor`: what is installed here, and what of pygraph-train works with it."""
+"""`python -m pygraph_train doctor`: what is installed here, and what of pygraph-train works with it. Never raises."""
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from pygraph_train.config import disabled_by_environment
 from pygraph_train.diagnosis.explanation import filled
-from pygraph_train.graphs.engine import IndirectionUnavailable
-from pygraph_train.graphs.nodes import driver
-from pygraph_train.parallel.settings import SETTINGS, setting_problems
 from pygraph_train.problems import first_line
 from pygraph_train.torch_private.cuda import driver_version
-from pygraph_train.torch_private.names import (
-    DYNAMO,
-    FORWARD_AND_BACKWARD,
-    GRAPHS,
-    NAMES,
-    TRIED,
-    Feature,
-    is_newer_than_tried,
-)
-from pygraph_train.torch_private.tracing import why_no_traces
+from pygraph_train.torch_private.names import TRIED, what_is_off
 
 __all__ = ["Checkup", "check"]
-
-_SOME = "Updates of optimizers can run from CUDA graphs, and so can what torch.compile(backend='pygraph') compiles."
 
 _PACKAGES = ("triton", "cuda-bindings", "lightning", "pytorch-lightning", "accelerate", "transformers")
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-_ADAPTERS = (
+_NEEDED = (
     ("lightning", "PyGraphCallback and PyGraphFabric", "pip install 'pygraph-train[lightning]'"),
     ("accelerate", "the Accelerator and the plugin PyGraph", "pip install 'pygraph-train[accelerate]'"),
     (
@@ -46,6 +33,7 @@ _ADAPTERS = (
         "PyGraphTrainer and PyGraphTrainerCallback",
         "pip install 'pygraph-train[transformers]'",
     ),
+    ("triton", "Inductor's kernels (compile=True)", "pip install triton"),
 )
 """A package, what it is needed for, and how to get it."""
 
@@ -85,90 +73,71 @@ class Checkup:
             if sentences:
                 lines += ["", title, *(filled(sentence, "- ") for sentence in sentences)]
         verdict = "can" if self.usable else "cannot"
-        lines += ["", f"Training steps {verdict} run from CUDA graphs here."]
-        return "\n".join(lines)
+        return "\n".join([*lines, "", f"Training steps {verdict} run from CUDA graphs here."])
 
 
 def check() -> Checkup:
     """Look at this machine. Allocates nothing on a GPU."""
-    missing = [(names, name) for names in NAMES for name in names.missing()]
-    off = {names.off for names, _ in missing}
-    obstacle = _obstacle(off)
-    works, lacks = [], []
-    if is_newer_than_tried(torch.__version__):
-        lacks.append(f"Nobody knows what works here: {_untried()}")
-    for names, name in missing:
-        lacks.append(f"torch lacks {name} ({names.purpose}), so {names.off.instead}.")
-    if not off and (why := why_no_traces()) is not None:
-        lacks.append(str(why))
-        off.add(FORWARD_AND_BACKWARD)
-    whole = not off & {DYNAMO, FORWARD_AND_BACKWARD}
-    if obstacle is None:
-        works.append("Training steps can run from CUDA graphs." if whole else _SOME)
-        if _installed("triton"):
-            works.append("Graphs can hold Inductor's kernels (compile=True).")
-        else:
-            lacks.append(
-                "Graphs hold eager kernels only: Inductor needs the package triton. Install it: pip install triton"
-            )
-        try:
-            driver()
-            works.append(
-                "Regions of the compile backend can take inputs where they lie (pointer indirection)."
-            )
-        except IndirectionUnavailable as error:
-            lacks.append(f"Regions of the compile backend copy their inputs: {error}")
-    else:
-        lacks.append(obstacle)
+    obstacle = _answer(_obstacle)
+    works = [] if obstacle else ["Training steps can run from CUDA graphs."]
+    lacks = [obstacle] if obstacle else []
+    lacks += what_is_off()[0]
     if not disabled_by_environment():
         works.append(
             'engine="emulated" shows the mechanism on the CPU, where it is slower than plain training.'
         )
-    for package, use, install in _ADAPTERS:
+    for package, use, install in _NEEDED:
         if _installed(package):
-            works.append(f"The package {package} is there, so {use} can be imported.")
+            works.append(f"The package {package} is there, so {use} can be used.")
         else:
-            lacks.append(
-                f"The package {package} is missing, so {use} cannot be imported. Install it: {install}"
-            )
-    settings = [f"{problem.reason}. {problem.fix}." for problem in setting_problems()]
+            lacks.append(f"The package {package} is missing, so {use} cannot be used. Install it: {install}")
     lacks += [
-        f"Steps under DistributedDataParallel with NCCL have no graph. {sentence}" for sentence in settings
+        f"{name} chooses the allocator cudaMallocAsync, with which pygraph-train was not tried. Its graphs use memory "
+        "pools of torch's own allocator. Leave the setting out."
+        for name in _ALLOCATOR
+        if "cudamallocasync" in os.environ.get(name, "").lower()
     ]
-    if not settings and obstacle is None and torch.distributed.is_available():
-        works.append("The settings of NCCL let graphs hold the collectives of DistributedDataParallel.")
-    lacks += _allocator_doubts()
-    return Checkup(tuple(_facts()), tuple(works), tuple(lacks), obstacle is None and whole)
+    return Checkup(tuple(_facts()), tuple(works), tuple(lacks), obstacle is None)
+
+
+def _answer(question: Callable[[], Any]) -> Any:
+    """What was found, or a sentence about why it could not be found out."""
+    try:
+        return question()
+    except Exception as error:
+        return f"This could not be found out: {type(error).__name__}: {first_line(error)}"
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    yield "pygraph-train", _installed("pygraph-train") or "not installed as a package"
-    yield "python", platform.python_version()
-    yield "torch", torch.__version__
-    yield "torch that was tried", ", ".join(TRIED)
-    yield "CUDA of torch", str(torch.version.cuda or "none: torch was built without CUDA")
-    yield "driver", _driver()
-    yield "NCCL", _nccl()
+    facts: tuple[tuple[str, Callable[[], str]], ...] = (
+        ("pygraph-train", lambda: _installed("pygraph-train") or "not installed as a package"),
+        ("python", platform.python_version),
+        ("torch", lambda: str(torch.__version__)),
+        ("torch that was tried", lambda: ", ".join(TRIED)),
+        ("CUDA of torch", lambda: torch.version.cuda or "none: torch was built without CUDA"),
+        ("driver", _driver),
+        ("NCCL", _nccl),
+    )
+    for name, fact in facts:
+        yield name, _answer(fact)
     for package in _PACKAGES:
         yield package, _installed(package) or "not installed"
-    yield from _devices()
-    for name in (*_ALLOCATOR, *(name for name, _, _ in SETTINGS), "PYGRAPH_DISABLE"):
+    count = _answer(lambda: torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if not isinstance(count, int) or count == 0:
+        yield "device", "no CUDA device" if count == 0 else count
+    for index in range(count if isinstance(count, int) else 0):
+        yield f"device {index}", _answer(functools.partial(_device, index))
+    for name in (*_ALLOCATOR, "PYGRAPH_DISABLE"):
         yield name, os.environ.get(name, "not set")
 
 
-def _untried() -> str:
-    return (
-        f"torch {torch.__version__} is newer than {TRIED[-1]}, the newest that pygraph-train was tried with."
-    )
-
-
-def _obstacle(off: set[Feature]) -> str | None:
+def _obstacle() -> str | None:
     """The sentence that says why nothing runs from CUDA graphs, None where it can."""
     if disabled_by_environment():
         return "PYGRAPH_DISABLE is set, so training runs as it is. Unset it to use graphs."
     if torch.__version__ < TRIED[0]:  # compares versions, not text
         return f"torch {torch.__version__} is too old: pygraph-train needs {TRIED[0]} or newer. Install that."
-    if GRAPHS in off:
+    if not what_is_off()[1]:
         return "torch lacks private names that all graphs need, so training runs as you wrote it."
     if torch.version.hip is not None:
         return "torch was built for ROCm, and pygraph-train knows CUDA graphs only."
@@ -207,27 +176,14 @@ def _nccl() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _devices() -> Iterator[tuple[str, str]]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        yield "device", "no CUDA device"
-    for index in range(count):
-        found = torch.cuda.get_device_properties(index)
-        memory = f"{found.total_memory / 2**30:.0f} GiB"
-        yield f"device {index}", f"{found.name}, {memory}, compute capability {found.major}.{found.minor}"
-
-
-def _allocator_doubts() -> Iterator[str]:
-    for name in _ALLOCATOR:
-        if "cudamallocasync" in os.environ.get(name, "").lower():
-            yield (
-                f"{name} chooses the allocator cudaMallocAsync, with which pygraph-train was not tried. Its graphs use "
-                "memory pools of torch's own allocator. Leave the setting out."
-            )
+def _device(index: int) -> str:
+    found = torch.cuda.get_device_properties(index)
+    memory = f"{found.total_memory / 2**30:.0f} GiB"
+    return f"{found.name}, {memory}, compute capability {found.major}.{found.minor}"
 
 
 def _installed(package: str) -> str | None:
     try:
         return version(package)
-    except PackageNotFoundError:
+    except Exception:  # it is not there, or what was installed is broken
         return None

@@ -13,25 +13,27 @@ __all__ = ["Explanation", "filled", "source_line"]
 
 _WIDTH = 100
 
-_KNOWN = "the step is not one graph: "
-"""How many reasons begin; the headline has said it."""
-
 
 @dataclass(frozen=True)
 class Explanation:
-    """What keeps one training step from being one CUDA graph. Prints as plain text.
+    """How the phases of one training step will run, and what stands in the way. Prints as plain text.
 
     Attributes:
         name: the name of the function that was explained.
-        obstacles: everything that was found, in the order of files and lines. Empty where nothing stands in the way.
-        notes: sentences about what could not be seen without running the step, and about what was run.
-        gain: a sentence about the time that a graph could save, or about why that was not measured.
+        obstacles: what keeps a phase from having a graph, and each line that cuts the forward into several graphs.
+            Empty where nothing stands in the way.
+        notes: sentences about what could not be seen, and about what was run.
+        gain: a sentence about the time that graphs save, or about why that was not measured.
+        plan: which phases will run from graphs, as reports name it.
+        graphs_of_forward: how many graphs the forward is; each has a backward of its own.
     """
 
     name: str
     obstacles: tuple[Problem, ...]
     notes: tuple[str, ...]
     gain: str
+    plan: str = ""
+    graphs_of_forward: int = 0
 
     @property
     def is_one_graph(self) -> bool:
@@ -47,13 +49,15 @@ class Explanation:
         return {
             "name": self.name,
             "is_one_graph": self.is_one_graph,
+            "plan": self.plan,
+            "graphs_of_forward": self.graphs_of_forward,
             "obstacles": rows,
             "notes": list(self.notes),
             "gain": self.gain,
         }
 
     def __str__(self) -> str:
-        blocks = [self._headline()]
+        blocks = [self._headline(), self._plan()]
         blocks += [_block(number, problem) for number, problem in enumerate(self.obstacles, start=1)]
         blocks.append("\n".join(filled(note, "- ") for note in (*self.notes, self.gain) if note))
         return "\n\n".join(block for block in blocks if block)
@@ -64,6 +68,11 @@ class Explanation:
             return f"Nothing was found that keeps {self.name} from being one graph."
         obstacles = "1 obstacle keeps" if count == 1 else f"{count} obstacles keep"
         return f"{obstacles} {self.name} from being one graph."
+
+    def _plan(self) -> str:
+        if self.graphs_of_forward < 2:
+            return f"Its steps will run as {self.plan}." if self.plan else ""
+        return f"Its steps will run as {self.plan}, where the forward is {self.graphs_of_forward} graphs."
 
 
 def source_line(where: str | None) -> str | None:
@@ -79,7 +88,7 @@ def _block(number: int, problem: Problem) -> str:
     source = source_line(problem.where)
     if source is not None:
         lines.append(f"       {source}")
-    lines.append(filled(_sentence(problem.reason.removeprefix(_KNOWN)), "   Why: "))
+    lines.append(filled(_sentence(problem.reason), "   Why: "))
     if problem.fix:
         lines.append(filled(_sentence(problem.fix), "   Change: "))
     return "\n".join(lines)

@@ -1,320 +1,289 @@
-"""One look at a step through Dynamo, which goes on behind each obstacle and executes nothing of the step."""
+"""Looks at a step: calls it a few times as a training does, and puts back what that has changed."""
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
-from pygraph_train.problems import NotLegal, Problem
-from pygraph_train.torch_private.dynamo import (
-    dynamo_refusal,
-    forget_compiled,
-    placeholder_source,
-    tracing_notes,
-    writes_to_inputs,
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.region import PhaseRegion, PhaseRegions
+from pygraph_train.diagnosis.explanation import Explanation
+from pygraph_train.diagnosis.gain import gain_of
+from pygraph_train.diagnosis.subject import Subject
+from pygraph_train.graphs.devices import let_go, make_engine
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.optimizers.kernels import plan_group, supported_class
+from pygraph_train.optimizers.several import OptimizerSet, preparation_of
+from pygraph_train.plans import graphs_apart
+from pygraph_train.problems import Problem, defined_at, first_line, is_user_file, user_line_in, user_location
+from pygraph_train.report.announcements import switched_off
+from pygraph_train.step.outside import around_the_step, uninitialized
+from pygraph_train.step.phase_runner import NO_GRAPH, why_no_phases, why_update_is_plain
+from pygraph_train.step.program import plain_call
+from pygraph_train.torch_private.breaks import end_of, looking, traced_again
+from pygraph_train.torch_private.stock_dynamo import CompiledFunction
+
+__all__ = ["explained"]
+
+_CONFIG = PyGraphConfig(warmup_steps=2)
+
+_MOST_CALLS = 6
+"""In which a step has to settle: a number that changes is one in the second trace, and no constant."""
+
+_ON_CPU = (
+    "The model is on the CPU. What only a GPU refuses (a tensor that stays on the CPU) is seen when explain runs with "
+    "the model on the GPU."
 )
-from pygraph_train.torch_private.host_draws import changes as drawing
-from pygraph_train.torch_private.past_obstacles import Condition, PastObstacles
-from pygraph_train.torch_private.tracing import dynamo_step_config, forget_notes
-from pygraph_train.tracing.draw_recording import Recording
-from pygraph_train.tracing.host_constants import make_once
-from pygraph_train.tracing.host_tables import HostTables
-from pygraph_train.tracing.late_nodes import nothing_depends_on_numbers
-from pygraph_train.tracing.live_numbers import CallNumbers
-from pygraph_train.tracing.obstacles import batch_changed, gradients_asked, gradients_read, on_host, written
-from pygraph_train.tracing.opened import open_way_to
-from pygraph_train.tracing.read_ahead import ReadingAhead
-from pygraph_train.tracing.reasons import (
-    compiler_failed,
-    first_use,
-    forget_frames,
-    line_of,
-    problem_of_break,
-    read_on_host,
-    readable,
-    shape_of_values,
-    text_of_tensor,
+_LATER = "Shapes that change from step to step are seen while training, and the report names them then."
+_NO_TRACE = Problem(
+    "Dynamo did not trace the step",
+    fix="Unset TORCHDYNAMO_DISABLE, and remove torch.compiler.disable decorators from the step",
 )
-from pygraph_train.tracing.refusals import tensor_inside
-from pygraph_train.tracing.signature import batch_expressions
-from pygraph_train.tracing.traced_code import held_weakly
-from pygraph_train.tracing.with_gaps import Gaps
-
-__all__ = ["Findings", "look"]
-
-_ALWAYS_TOLD = ("it calls print()", "print() reads")
-"""What is told also of a value that is not known: it was read in another line, and is printed here."""
-
-_SAYS_MORE = ("reads the value of a tensor", "puts a tensor into a text")
-
-_MOST_LOOKS = 16
+_ANEW = "Keep what changes in a tensor, or where the step does not read it"
+_BREAK = "Move the line behind the last computation of the loss, or write it with operations of tensors"
 
 
-class _Looked(Exception):
-    """In the place of everything that would be executed."""
-
-
-class _NotTraced(Exception):
-    """Dynamo has left the function to Python."""
+def explained(subject: Subject) -> Explanation:
+    """How the phases of a step will run, and what stands in the way."""
+    program, device = subject.program, subject.program.device
+    try:
+        engine = make_engine("emulated" if device.type == "cpu" else "cuda", device)
+    except ValueError as error:
+        return Explanation(subject.name, (Problem(first_line(error)),), tuple(subject.notes), "")
+    assert engine is not None
+    off = switched_off()
+    lazy = uninitialized(program.model)
+    found = [
+        Problem(off) if off else None,
+        why_no_phases(program),
+        lazy and replace(lazy, fix="Call the model once, and explain the step then"),
+        *around_the_step(),
+    ]
+    look = _Look(subject, engine)
+    try:
+        if not any(found):
+            with looking(), subject.put_back():
+                look.look()
+        return look.explanation([problem for problem in found if problem is not None])
+    finally:
+        look.regions.close()
+        let_go(engine)
+        vars(look).clear()  # Dynamo may keep what it has compiled
 
 
 @dataclass
-class Findings:
-    """What a look has found.
+class _Part:
+    """A graph of Dynamo's.
 
     Attributes:
-        obstacles: each once.
-        decided: `file:line` of conditions that only a run decides.
-        is_complete: whether both ways of each of them were looked at.
-        ended: `file:line` behind which nothing was looked at.
-        returned: what the function returns: see `PastObstacles`.
+        region: made of it.
+        end: the graph break at its end, None where its function ends there.
+        where: its first line.
+        gives_gradients: whether a result of its last call leads to gradients.
+        replayed: whether its last call was a replay.
     """
 
-    obstacles: list[Problem] = field(default_factory=list)
-    decided: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-    is_complete: bool = True
-    returned: Any = None
+    region: PhaseRegion
+    end: Problem | None
+    where: str | None
+    gives_gradients: bool = False
+    replayed: bool = False
 
-    def add(self, one: _OneLook) -> None:
-        """Take over what one of the ways through the step has shown."""
-        for problem in one.without_repetitions():
-            if not any(_is_same(problem, known) for known in self.obstacles):
-                self.obstacles.append(problem)
-        self.returned = self.returned or one.past.returned
-        self.decided = list(dict.fromkeys([*self.decided, *one.past.decided]))
-        if one.past.ended is not None and one.past.ended not in self.ended:
-            self.ended.append(one.past.ended)
+    @property
+    def trains(self) -> bool:
+        """Whether a backward goes through it. Of what is never watched nobody knows better."""
+        return self.region.trains or (self.region.reason is not None and self.gives_gradients)
 
-
-def look(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    recorder: str | tuple[str, ...] | None,
-    leaves: list[Any],
-    context: Callable[[], AbstractContextManager[Any]],
-    *,
-    by_hand: bool = False,
-) -> Findings:
-    """Trace `fn(*args, **kwargs)`.
-
-    Args:
-        fn, args, kwargs: the call.
-        device: where its tensors live.
-        recorder: see `Trace`.
-        leaves: of the arguments.
-        context: makes the context of one trace.
-        by_hand: whether the function makes its backwards and updates itself.
-    """
-    seen = Findings()
-    left: set[str] = set()  # places of reads that no graph can do without
-    avoided: dict[Condition, bool] = {}  # ways on which the step raises an exception
-    known: set[tuple[Condition, bool]] = set()
-    waiting: list[dict[Condition, bool]] = [{}]
-    for _ in range(_MOST_LOOKS):
-        if not waiting:
-            break
-        leaves_out, before = avoided | waiting.pop(0), -1
-        while len(left) > before:  # a value that is read ahead turned out to be more than a decision
-            before = len(left)
-            recording = Recording(device) if by_hand else ReadingAhead(device, left)
-            one = _OneLook(fn, args, kwargs, recording, device, recorder, leaves, leaves_out, by_hand=by_hand)
-            with context():
-                one.trace()
-        seen.add(one)
-        ways = one.past.ways
-        known.update(ways)
-        if one.raised and (not ways or ways[-1][0] in avoided):
-            seen.ended.append(one.raised)
-        elif one.raised:
-            avoided[ways[-1][0]] = not ways[-1][1]
-        for index, (condition, left_out) in enumerate(ways):
-            if (condition, not left_out) not in known:
-                known.add((condition, not left_out))
-                waiting.append({**dict(ways[:index]), condition: not left_out})
-    seen.is_complete = not waiting
-    return seen
+    @property
+    def lacks_graph(self) -> bool:
+        return self.trains and self.region.counts and not self.replayed
 
 
-def _is_same(one: Problem, other: Problem) -> bool:
-    return (one.reason, one.where) == (other.reason, other.where)
+class _Look:
+    def __init__(self, subject: Subject, engine: Engine) -> None:
+        self._subject, self._engine = subject, engine
+        self.regions = PhaseRegions(engine, _CONFIG, self._trained, lambda problem: None)
+        self._compiled = CompiledFunction(subject.program.function(), self._backend)
+        self._parts: list[tuple[_Part, Callable[..., Any]]] = []
+        self._called: list[_Part] = []  # in the last call, in order
+        self._made = 0  # graphs, in the last call
+        self._runs = 0
+        self._returned = self._failed = self._settled = self._updates = False
+        self._problems: list[Problem] = []
+        self._gain = ""
 
+    def _trained(self) -> list[Tensor]:
+        model = self._subject.program.model
+        return [*model.parameters(), *model.buffers()]
 
-class _OneLook:
-    """One of the ways through the step."""
+    def _backend(self, gm: GraphModule, examples: Any) -> Callable[..., Any]:
+        lines = (user_line_in(node.meta.get("stack_trace")) for node in gm.graph.nodes)
+        run_graph = self.regions(gm, examples)
+        where = next(filter(None, lines), None)
+        self._parts.append((_Part(self.regions.regions[-1], _break_of(gm), where), run_graph))
+        self._made += 1
+        number = len(self._parts) - 1
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        recording: Recording,
-        device: torch.device,
-        recorder: str | tuple[str, ...] | None,
-        leaves: list[Any],
-        leaves_out: dict[Condition, bool],
-        *,
-        by_hand: bool,
-    ) -> None:
-        self._by_hand = by_hand
-        self.raised = ""
-        self.found: list[Problem] = []
-        self.past = PastObstacles(
-            self._met,
-            reads=self._reads,
-            shapes=lambda where: self._note(shape_of_values(where)),
-            texts=lambda where: self._note(text_of_tensor(where)),
-            leaves_out=leaves_out,
-        )
-        self._fn, self._args, self._kwargs = fn, args, kwargs
-        self._is_of_batch = batch_expressions(args, kwargs)
-        self._recording = recording
-        self._device, self._recorder = device, recorder
-        self._given, self._leaves = leaves, {id(leaf) for leaf in leaves}
-        self._notes: list[tuple[Any, str]] = []
-        self._only_read: list[Problem] = []  # of `found`: reads of numbers
-        self._stands_in = False  # whether somebody who depends on such a number may be unknown
-        self._gaps = Gaps()
-        self._gaps.allowed = not by_hand
-        self._reached = False
+        def run(*given: Any) -> Any:
+            part, run_graph = self._parts[number]
+            before = self.regions.replays
+            made = run_graph(*given)
+            part.replayed = self.regions.replays > before
+            part.gives_gradients = any(isinstance(t, Tensor) and t.requires_grad for t in made)
+            self._called.append(part)
+            return made
 
-    def trace(self) -> None:
-        code = types.FunctionType(_stepping.__code__.replace(co_name="traced_step"), globals())
-        call = torch.compile(code, backend=held_weakly(self._backend), fullgraph=True, dynamic=False)
-        probe = torch.zeros((), device=self._device)
+        return run
+
+    # -- calls of the step --------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Call the step until all of its graphs are replayed, or it is clear that they are not."""
         try:
-            with dynamo_step_config(*self._gaps.around((*self._values(), *self.past.changes()))):
-                call(self._fn, self._args, self._kwargs, probe)
-        except _NotTraced:
-            self._note(
-                Problem(
-                    "Dynamo did not trace the step",
-                    fix="Unset TORCHDYNAMO_DISABLE, and remove torch.compiler.disable decorators from the step",
+            while not self._settled and self._runs < _MOST_CALLS:
+                self._called.clear()
+                self._made = 0
+                self._run(self._through_dynamo)
+                if self._runs == 1:
+                    self._look_at_update()
+                self._settled = any(p.replayed for p in self._called)
+                self._settled &= not any(p.lacks_graph for p in self._called)
+                if any(p.lacks_graph and p.region.reason for p in self._called) and not self._made:
+                    break
+            if self._settled:
+                self._gain = gain_of(
+                    lambda: self._run(plain_call),
+                    lambda: self._run(self._through_dynamo),
+                    self._engine.device,
                 )
-            )
         except Exception as error:
-            if not self._reached:
-                self._ended(_problem_of(error), raises="Observed exception" in str(error))
-            forget_frames(error)
-        finally:
-            forget_notes(self._notes)
-            forget_compiled(code.__code__)
+            self._failed, self._settled = True, False
+            self._problems.append(self._raised(error))
 
-    def _values(self) -> tuple[Any, ...]:
-        """How Dynamo traces values of the host differently: as in training, see `LookingAhead.changes`."""
-        recording = self._recording
-        late = () if self._by_hand else CallNumbers(self._device).changes()
-        return (*drawing(recording), *late)
+    def _run(self, call: Callable[..., Any]) -> None:
+        """Forward and backward."""
+        subject, program = self._subject, self._subject.program
+        subject.drop_gradients()
+        self._runs += 1
+        self._returned = False
+        with subject.context():
+            if program.by_hand:
+                call(program.function(), subject.args, subject.kwargs)
+            else:
+                loss, _ = program.forward(call, subject.args, subject.kwargs)
+                loss.backward()
 
-    def _ended(self, problem: Problem, *, raises: bool) -> None:
-        """The way has an end before that of the step: the step raises an exception itself, or cannot be followed."""
-        where = problem.where or "the start of the step"
-        if raises and self.past.decided:
-            self.raised = where
-        else:
-            self._note(problem)
-            self.past.ended = self.past.ended or where
+    def _through_dynamo(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = self._compiled(*args, **kwargs)
+        self._returned = True
+        return result
 
-    def without_repetitions(self) -> list[Problem]:
-        """`print(loss.item())` is one obstacle."""
-        printed = {p.where for p in self.found if any(words in p.reason for words in _SAYS_MORE)}
-        return [p for p in self.found if not (p.where in printed and p.reason == read_on_host(None).reason)]
+    def _raised(self, error: Exception) -> Problem:
+        if isinstance(error, TypeError) and self._returned:
+            return Problem(first_line(error), defined_at(self._subject.program.function()))
+        what = f"the step raises {type(error).__name__}: {first_line(error)}"
+        return Problem(what, user_location(error.__traceback__), "Explain a step that runs")
 
-    def _note(self, problem: Problem) -> None:
-        if not any(_is_same(problem, known) for known in self.found):
-            self.found.append(problem)
-
-    def _reads(self, where: str) -> None:
-        known = len(self.found)
-        self._note(read_on_host(where))
-        self._only_read += self.found[known:]
-
-    def _met(self, error: BaseException, where: str, follows: bool) -> None:
-        if self._reached:
-            return  # our own end
-        self._stands_in = True
-        problem = _problem_of(error)
-        if not follows or any(words in problem.reason for words in _ALWAYS_TOLD):
-            self._note(Problem(problem.reason, problem.where or where, problem.fix))
-        forget_frames(error)
-
-    def _backend(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        self._notes += tracing_notes(graph)
+    def _look_at_update(self) -> None:
+        """With gradients there, because some optimizers refuse sparse ones."""
+        program = self._subject.program
+        if program.optimizer is None:
+            return
+        preparation = preparation_of(program.optimizer, self._engine)
         try:
-            self._recording.finish(graph)  # what decides about the step's way is no obstacle
-        except NotLegal as refused:
-            self._note(refused.problem)
-        if not self._by_hand and not self._stands_in and nothing_depends_on_numbers(graph):
-            self.found = [problem for problem in self.found if problem not in self._only_read]
-        for problem in (
-            *written(self._fn, self._recorder),
-            *self._host_tensors(graph),
-            *gradients_read(graph, self._fn, by_hand=self._by_hand),
-            *(gradients_asked(self._fn) if self._by_hand else ()),
-            *self._arguments(graph),
-        ):
-            self._note(problem)
-        self._reached = True
-        raise _Looked
+            problem = why_update_is_plain(program, preparation)
+        finally:
+            preparation.close()
+        if problem is not None and self._engine.name == "emulated" and _is_of_cpu(problem, program.optimizer):
+            self._subject.notes.append(f"On the CPU, other than on a GPU, {problem.reason}.")
+            problem = None
+        self._updates = problem is None
+        if problem is not None:
+            self._problems.append(problem)
 
-    def _host_tensors(self, graph: torch.fx.GraphModule) -> list[Problem]:
-        """Reads of values are known already, with those that the graph has lost since."""
-        given = HostTables(takes=not self._by_hand)
-        constants = make_once(graph, self._device, given, self._is_of_batch).nodes
-        found = on_host(graph, self._device, self._fn, constants)
-        return [p for p in found if p.reason != read_on_host(None).reason]
+    # -- what was seen ------------------------------------------------------------------------------------
 
-    def _arguments(self, graph: torch.fx.GraphModule) -> list[Problem]:
-        """What is done to tensors of the batch, and which tensors of other origin the step uses."""
-        found = []
-        frame = {"fn": self._fn, "args": self._args, "kwargs": self._kwargs}
-        for node, target, _ in writes_to_inputs(graph):
-            expression = placeholder_source(target) or target.name
-            if self._is_of_batch(expression):
-                found.append(batch_changed(readable(expression, self._fn), line_of(node)))
-        for node in graph.graph.nodes:
-            value, source = node.meta.get("example_value"), placeholder_source(node)
-            if node.op != "placeholder" or source is None or not isinstance(value, Tensor):
-                continue
-            name = readable(source, self._fn)
-            if not self._is_of_batch(source):
-                if value.requires_grad and not value.is_leaf:
-                    found.append(
-                        Problem(
-                            f"{name} was computed outside of the step and requires a gradient",
-                            first_use(node),
-                            "Compute the tensor inside the step, or detach it",
-                        )
-                    )
-            elif id(tensor := _read(source, frame)) not in self._leaves and not (
-                isinstance(tensor, Tensor) and open_way_to([tensor], self._given)
-            ):
-                found.append(tensor_inside(name, first_use(node)))
-        return found
+    def explanation(self, found: list[Problem]) -> Explanation:
+        """In words."""
+        looked = self._runs > 0
+        parts = [k for k, part in enumerate(self._called) if part.trains]
+        problems = [*found, *self._of_graphs(), *self._problems]
+        breaks: list[Problem] = []
+        beside: list[Problem] = []
+        for k, part in enumerate(self._called):
+            if part.end is not None:
+                cuts = parts and parts[0] <= k < parts[-1]
+                (breaks if cuts else beside).append(part.end)
+        graphed = self._settled
+        plan = graphs_apart(graphed, graphed, looked and self._updates)
+        return Explanation(
+            self._subject.name,
+            tuple(dict.fromkeys([*problems, *breaks])),
+            tuple(self._notes(looked, beside)),
+            self._gain,
+            plan="" if self._failed else str(plan),
+            graphs_of_forward=sum(part.replayed for part in self._called) if graphed else 0,
+        )
+
+    def _of_graphs(self) -> Iterator[Problem]:
+        """Reasons against graphs of the forward."""
+        if self._settled or self._failed or self._runs == 0:
+            return
+        reasons = [p for p in self._called if p.trains and p.region.reason is not None and p.region.counts]
+        for part in reasons or [p for p in self._called if p.trains and p.region.reason is not None]:
+            yield Problem(f"a part of the step runs without a graph: {part.region.reason}", part.where)
+        if not self._called:
+            yield _NO_TRACE
+        elif not reasons and self._made and (again := traced_again()) is not None:
+            yield Problem(
+                f"Dynamo traces the step anew in each call: {again[0]} does not hold", again[1], _ANEW
+            )
+        elif not reasons:
+            yield NO_GRAPH
+
+    def _notes(self, looked: bool, beside: list[Problem]) -> Iterator[str]:
+        yield from self._subject.notes
+        if not looked:
+            yield "The step itself was not looked at, so nothing is said against it."
+            return
+        if where := list(dict.fromkeys(str(end.where) for end in beside)):
+            yield f"Python runs {', '.join(where)} before or behind the graphs, and cuts none of them there."
+        if self._subject.program.optimizer is None:
+            yield "No optimizer was given, so its step was not looked at. Pass optimizer=."
+        if self._engine.name == "emulated":
+            yield _ON_CPU
+        yield _LATER
+        times = "once" if self._runs == 1 else f"{self._runs} times"
+        yield (
+            f"The function of the step ran {times}. Tensors of model and batch, gradients and random "
+            "states were put back; what it has changed of other Python objects stays."
+        )
 
 
-def _read(expression: str, frame: dict[str, Any]) -> Any:
-    try:
-        return eval(expression, {"L": frame})
-    except Exception:  # an expression that only Dynamo's own code understands
+def _is_of_cpu(problem: Problem, optimizer: Any) -> bool:
+    """Whether only the kernels of the CPU are against a graph of the update."""
+    for one in optimizer.members if isinstance(optimizer, OptimizerSet) else [optimizer]:
+        cls = supported_class(one)
+        for group in one.param_groups if cls is not None else ():
+            here = plan_group(cls, group, "cpu").reason  # type: ignore[arg-type]
+            if here is not None and here in problem.reason:
+                return plan_group(cls, group, "cuda").reason is None  # type: ignore[arg-type]
+    return False
+
+
+def _break_of(gm: GraphModule) -> Problem | None:
+    end = end_of(gm)
+    if end is None:
         return None
-
-
-def _problem_of(error: BaseException) -> Problem:
-    return problem_of_break(error) if isinstance(error, dynamo_refusal()) else compiler_failed(error)
-
-
-def _stepping(fn: Any, args: Any, kwargs: Any, probe: Any) -> Any:
-    if not torch.compiler.is_dynamo_compiling():
-        raise _NotTraced
-    result = fn(*args, **kwargs)
-    # without any operation Dynamo would execute the frame and ask no backend
-    return result, probe + 1
+    text, frames = end
+    explanation = re.search(r"Explanation: (.*)", text)
+    why = explanation.group(1) if explanation else first_line(Exception(text))
+    inner = [frame for frame in frames if is_user_file(frame[0])] or frames
+    return Problem(
+        f"the graph breaks: {why.strip().rstrip('.')}", "{}:{}".format(*inner[-1]) if inner else None, _BREAK
+    )

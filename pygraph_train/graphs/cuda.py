@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import traceback
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -16,18 +16,15 @@ import torch
 from pygraph_train.graphs.cuda_graph import CudaGraph, finish_replays
 from pygraph_train.graphs.engine import CaptureError, IndirectionUnavailable, MemoryUse
 from pygraph_train.graphs.garbage import Everything, Garbage
-from pygraph_train.graphs.in_parts import CapturedParts, GraphInParts
 from pygraph_train.graphs.nodes import driver
 from pygraph_train.graphs.one_capture import OneCapture
 from pygraph_train.graphs.retarget import IndirectCudaGraph, indirect
 from pygraph_train.problems import user_location
 from pygraph_train.torch_private.cuda import (
     abandon_pool,
-    accumulators_of_other_streams,
     begin_capture,
     clear_cublas_workspaces,
     expandable_segments,
-    gradient_accumulators,
 )
 
 __all__ = ["CudaEngine", "CudaGraph"]
@@ -78,8 +75,6 @@ class CudaEngine:
         _shared[self.device] = self._shared
         # the object keeps the pool alive while no graph uses it, with the gradients that live there
         self._pool = torch.cuda.MemPool()
-        self._other: torch.cuda.MemPool | None = None
-        self._tidies = True
         # torch's host allocator refuses a pool again that no graph uses any more (2.11: "use_count > 0"):
         # one small graph stays in each
         self._anchors: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -96,21 +91,6 @@ class CudaEngine:
     def capturing(self) -> bool:
         """See `graphs.engine.Engine.capturing`."""
         return torch.cuda.is_current_stream_capturing()
-
-    def fresh_pool(self) -> Callable[[], None]:
-        """See `graphs.engine.Engine.fresh_pool`."""
-        assert self._pool is not None
-        held, self._pool = [self._pool], torch.cuda.MemPool()
-        return lambda: self._let_go(held.pop())
-
-    @contextmanager
-    def other_pool(self) -> Iterator[None]:
-        """See `graphs.engine.Engine.other_pool`."""
-        self._pool, self._other = self._other or torch.cuda.MemPool(), self._pool
-        try:
-            yield
-        finally:
-            self._pool, self._other = self._other, self._pool
 
     @contextmanager
     def scratch_pool(self) -> Iterator[None]:
@@ -144,44 +124,20 @@ class CudaEngine:
         """See `graphs.engine.Engine.synchronize`."""
         torch.cuda.synchronize(self.device)
 
-    @contextmanager
-    def warm_up(self, leaves: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """See `graphs.engine.Engine.warm_up`. Runs in the caller's stream.
-
-        Eight kernels or copies in any other stream than the default one, and from then on every kernel in a
-        graph of this process starts 0.17 to 0.35 µs later (H200, driver 580; `benchmarks/stream_cost.py`).
-        Gradient accumulators alone belong to the stream that captures: somebody may keep this run's autograd
-        graph, and those of another stream would break the capture. Where a gradient is the first one they
-        launch nothing.
-        """
-        with torch.cuda.stream(self._stream):
-            accumulators = gradient_accumulators(leaves)
-        with accumulators_of_other_streams():
-            yield
-        del accumulators
-
-    def capture(
-        self, fn: Callable[[], T], *, instantiate: bool = True, gaps: bool = False
-    ) -> tuple[CudaGraph | GraphInParts, T]:
+    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[CudaGraph, T]:
         """See `graphs.engine.Engine.capture`."""
         with _one_capture:
-            return self._capture(fn, instantiate, gaps)
+            return self._capture(fn, instantiate)
 
-    def _capture(
-        self, fn: Callable[[], T], instantiate: bool, gaps: bool
-    ) -> tuple[CudaGraph | GraphInParts, T]:
+    def _capture(self, fn: Callable[[], T], instantiate: bool) -> tuple[CudaGraph, T]:
         # Blocks that wait for the garbage collector or lie cached in the default pool cannot serve the
         # private pool: hand them back first, so that the capture does not come on top of them.
-        if self._tidies:
-            self._tidy(Everything.RARELY)
-        else:
-            torch.cuda.synchronize(self.device)
-            clear_cublas_workspaces()
+        self._tidy(Everything.RARELY)
         if self._pool is None:
             raise RuntimeError("this engine was closed")
         with expandable_segments(), torch.cuda.stream(self._stream):
             self._anchor(self._pool)
-        parts = CapturedParts(self._pool.id)
+        graph, under_way = torch.cuda.CUDAGraph(keep_graph=True), False
         # The collector must not run in the middle: a dead object of another library may free CUDA memory
         # or destroy an event, which is forbidden while a stream captures.
         collecting = gc.isenabled()
@@ -193,20 +149,23 @@ class CudaEngine:
                 # other threads (pinned memory, data loading) go on using CUDA: their calls are none of ours
                 # a weight cast cached outside would go stale, one cached inside would outlive its memory
                 torch.clear_autocast_cache()
-                parts.begin()
+                under_way = True
+                begin_capture(graph, self._pool.id)
                 try:
-                    with parts.with_gaps() if gaps else contextlib.nullcontext():
-                        result = fn()
+                    result = fn()
                 finally:
                     failed = sys.exc_info()[1]
                     try:
-                        parts.end()
+                        with warnings.catch_warnings():  # that nothing was launched is no news to the user
+                            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                            graph.capture_end()
+                        under_way = False
                     except RuntimeError:
                         if failed is None:
                             raise
-            return parts.graph(instantiate=instantiate), result
+            return CudaGraph(graph, instantiate=instantiate), result
         except BaseException as error:
-            self._clean_up(parts)
+            self._clean_up(graph, under_way=under_way)
             if isinstance(error, torch.cuda.OutOfMemoryError) or not _is_cuda_error(error):
                 raise
             raise CaptureError(_reason(error), user_location(error.__traceback__)) from error
@@ -234,18 +193,17 @@ class CudaEngine:
                 graph.capture_end()
         self._anchors[pool.id] = graph
 
-    def _clean_up(self, parts: CapturedParts) -> None:
+    def _clean_up(self, graph: torch.cuda.CUDAGraph, *, under_way: bool) -> None:
         """Make stream, allocators and random generator usable again after a failed capture."""
-        for graph in parts.graphs:
-            graph.reset()
-        if not parts.under_way:
+        graph.reset()
+        if not under_way:
             return
         # CUDA threw the capture away before torch could end it. torch's device allocator is told here; its
         # host allocator cannot be told and goes on asking the graph object whether an allocation is its
         # own: keep that object for ever, and its pool's name out of use.
         assert self._pool is not None
         abandon_pool(self.device.index, self._pool.id)
-        _abandoned.append((parts.graphs[-1], self._pool))
+        _abandoned.append((graph, self._pool))
         self._pool = torch.cuda.MemPool()
         self._in_common().stream = torch.cuda.Stream(self.device)  # the invalidated one may keep the error
         # torch leaves the generator marked as capturing, and the next dropout would raise. The end of a
@@ -256,11 +214,6 @@ class CudaEngine:
             torch.zeros(1, device=self.device)
             mend.capture_end()
         mend.reset()
-
-    def outline(self, graph: CudaGraph) -> None:
-        """See `graphs.engine.Engine.outline`."""
-        graph.outline()
-        self.trim()
 
     def indirect(
         self,
@@ -273,10 +226,6 @@ class CudaEngine:
     ) -> IndirectCudaGraph:
         """See `graphs.engine.Engine.indirect`."""
         return indirect(first, second, inputs_first, inputs_second, self.device, prefer)
-
-    def host_draws(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing to do: a stream does not see what the CPU does."""
-        return contextlib.nullcontext()
 
     def trim(self) -> None:
         """Return cached blocks of the default pool to the device: replays have no use for them."""
@@ -293,35 +242,12 @@ class CudaEngine:
         clear_cublas_workspaces()
         torch.cuda.empty_cache()
 
-    @contextmanager
-    def untidied(self) -> Iterator[None]:
-        """See `graphs.engine.Engine.untidied`."""
-        before, self._tidies = self._tidies, False
-        try:
-            yield
-        finally:
-            self._tidies = before
-
     def memory(self) -> MemoryUse:
         """See `graphs.engine.Engine.memory`."""
         free, _ = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         idle = reserved - torch.cuda.memory_allocated(self.device)
         return MemoryUse(reserved, torch.cuda.max_memory_reserved(self.device), idle, free)
-
-    @contextmanager
-    def bounded(self, most: int | None) -> Iterator[None]:
-        """See `graphs.engine.Engine.bounded`."""
-        if most is None:
-            yield
-            return
-        _, total = torch.cuda.mem_get_info(self.device)
-        before = torch.cuda.get_per_process_memory_fraction(self.device)
-        torch.cuda.set_per_process_memory_fraction(min(before, most / total), self.device)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(before, self.device)
 
     def close(self) -> None:
         """Release the pools."""
@@ -333,7 +259,7 @@ class CudaEngine:
         self._anchors.clear()
         if not _one_capture.anywhere:  # those of captures lie in the pool, and would keep its segments
             clear_cublas_workspaces()
-        self._pool = self._other = self._shared = None
+        self._pool = self._shared = None
         _garbage.expect()  # inputs of its graphs lie in reference cycles, and keep segments of its pools
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -28,7 +28,6 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self.nodes = cuda_graph_nodes(graph)
         self.instantiated = False
-        self._read: tuple[Node, ...] = ()
         self._launch: Callable[[], None] = self._first_replay
         if instantiate:
             self.instantiate()
@@ -39,13 +38,8 @@ class CudaGraph:
         return self._open().raw_cuda_graph()
 
     def read(self) -> tuple[Node, ...]:
-        """Its nodes, also after `outline`."""
-        return self._read or read_nodes(self.raw)
-
-    def outline(self) -> None:
-        """Keep what `read` returns, and nothing else."""
-        self._read = read_nodes(self.raw)
-        self.close()
+        """Its nodes."""
+        return read_nodes(self.raw)
 
     @property
     def raw_exec(self) -> int:

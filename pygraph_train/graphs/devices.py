@@ -19,7 +19,7 @@ from pygraph_train.boundary import quietly
 from pygraph_train.graphs.engine import Engine
 from pygraph_train.torch_private.names import tell_if_newer
 
-__all__ = ["Tenant", "give_back_unused", "let_go", "make_engine", "watch_for_unused_memory"]
+__all__ = ["Tenant", "give_back_unused", "let_go", "make_engine"]
 
 
 class Tenant(Protocol):
@@ -69,11 +69,6 @@ def let_go(engine: Engine) -> None:
     """The user of an engine is done with it. Every graph of it must have been closed."""
     engine.close()
     give_back_unused()
-
-
-def watch_for_unused_memory(tenant: Tenant) -> None:
-    """Ask a tenant for memory that it does not use whenever engines come and go. It is not kept alive."""
-    _tenants.add(tenant)
 
 
 def give_back_unused() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pygraph_train.gaps import Work, left_to
 from pygraph_train.graphs.emulated_collectives import (
     finished,
     is_collective,
@@ -85,27 +84,12 @@ class EmulatedEngine:
 
     def __init__(self) -> None:
         self._closed = False
-        self._draws_on_host = False
         self._graphs: weakref.WeakSet[EmulatedGraph] = weakref.WeakSet()
         self._memory, self._other_memory = EmulatedPool(), EmulatedPool()
 
     def capturing(self) -> bool:
         """See `Engine.capturing`."""
         return is_capturing()
-
-    def fresh_pool(self) -> Callable[[], None]:
-        """See `Engine.fresh_pool`."""
-        old, self._memory = self._memory, EmulatedPool()
-        return old.vanish
-
-    @contextmanager
-    def other_pool(self) -> Iterator[None]:
-        """See `Engine.other_pool`."""
-        self._memory, self._other_memory = self._other_memory, self._memory
-        try:
-            yield
-        finally:
-            self._memory, self._other_memory = self._other_memory, self._memory
 
     @contextmanager
     def scratch_pool(self) -> Iterator[None]:
@@ -123,13 +107,7 @@ class EmulatedEngine:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def warm_up(self, leaves: Iterable[torch.Tensor] = ()) -> AbstractContextManager[None]:
-        """Nothing to prepare on the CPU."""
-        return nullcontext()
-
-    def capture(
-        self, fn: Callable[[], T], *, instantiate: bool = True, gaps: bool = False
-    ) -> tuple[EmulatedGraph, T]:
+    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[EmulatedGraph, T]:
         """Record the operations that `fn()` dispatches in this thread, without a lasting effect.
 
         See `Engine.capture`; a tape needs no instantiation. Python state that `fn` sets stays, as on
@@ -143,15 +121,15 @@ class EmulatedEngine:
         if self._closed:
             raise RuntimeError("this emulated engine is closed: it cannot capture any more")
         with _one_capture:
-            return self._capture(fn, gaps)
+            return self._capture(fn)
 
-    def _capture(self, fn: Callable[[], T], gaps: bool) -> tuple[EmulatedGraph, T]:
-        tape = _Tape(HostTensors(readable=self._draws_on_host))
+    def _capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
+        tape = _Tape(HostTensors(readable=False))
         held = self._memory.held(self._taped()) if self.overwrites else set()
         try:
             # A cast cached before would not be recorded, and one cached now would outlive its values.
             torch.clear_autocast_cache()
-            with tape, _RefuseHostReads(tape), left_to(tape.cut) if gaps else nullcontext():
+            with tape, _RefuseHostReads(tape):
                 result = fn()
             tape.check_random_state()
         except Exception as error:
@@ -163,7 +141,7 @@ class EmulatedEngine:
             tape.undo()
         if tape.refusal is not None:  # user code had swallowed it: the tape lacks something
             raise tape.refusal
-        graph = EmulatedGraph(tape.operations, tape.gaps)
+        graph = EmulatedGraph(tape.operations)
         self._graphs.add(graph)
         if self.overwrites:
             graph.replaying = self._in_pool(tape, held)
@@ -184,9 +162,6 @@ class EmulatedEngine:
         footprint = Footprint(made, keeps, reads)
         return lambda: pool.replaying(footprint)
 
-    def outline(self, graph: EmulatedGraph) -> None:
-        """Nothing to do: a tape needs little memory."""
-
     def indirect(
         self,
         first: EmulatedGraph,
@@ -199,15 +174,6 @@ class EmulatedEngine:
         """See `Engine.indirect`. The discovery is that of CUDA graphs: operations stand for kernels."""
         return indirect(first, second, inputs_first, inputs_second)
 
-    @contextmanager
-    def host_draws(self) -> Iterator[None]:
-        """See `Engine.host_draws`. Operations that draw stay on the tape: their generator is that of the device."""
-        self._draws_on_host = True
-        try:
-            yield
-        finally:
-            self._draws_on_host = False
-
     def trim(self) -> None:
         """The CPU allocator keeps nothing back."""
 
@@ -215,17 +181,9 @@ class EmulatedEngine:
         """See `Engine.tidy`. The CPU allocator keeps nothing back."""
         gc.collect()
 
-    def untidied(self) -> AbstractContextManager[None]:
-        """Nothing is tidied."""
-        return nullcontext()
-
     def memory(self) -> MemoryUse:
         """The CPU has as much as anybody wants."""
         return MemoryUse(0, 0, 0, 1)
-
-    def bounded(self, most: int | None) -> AbstractContextManager[None]:
-        """See `memory`."""
-        return nullcontext()
 
     def close(self) -> None:
         """Refuse further captures. Raises RuntimeError while a graph is open, as its pool would be."""
@@ -237,9 +195,8 @@ class EmulatedEngine:
 class EmulatedGraph:
     """Recorded operations, and the storages they read and write. Keeps the `Graph` contract."""
 
-    def __init__(self, operations: list[_Operation], gaps: Sequence[tuple[int, Work]] = ()) -> None:
+    def __init__(self, operations: list[_Operation]) -> None:
         self._operations = operations
-        self._gaps = gaps
         self._freed = _freed(operations)
         self.nodes: int = len(operations)
         self.closed: bool = False
@@ -257,21 +214,15 @@ class EmulatedGraph:
         sizes = [storage.nbytes() for storage, _ in self._freed]
         for storage, size in self._freed:
             storage.resize_(max(size, storage.nbytes()))
-        with self.replaying():
-            begin = 0
-            for end, work in [*self._gaps, (len(self._operations), None)]:
-                with below_autograd():
-                    for operation in self._operations[begin:end]:
-                        operation.run()
-                if work is not None:
-                    work()
-                begin = end
+        with self.replaying(), below_autograd():
+            for operation in self._operations:
+                operation.run()
         for (storage, _), size in zip(self._freed, sizes, strict=True):
             storage.resize_(size)
 
     def close(self) -> None:
         """Release the recorded storages that nobody else holds."""
-        self._operations, self._freed, self._gaps = [], [], ()
+        self._operations, self._freed = [], []
         self.closed = True
 
     def as_nodes(self, book: AddressBook) -> list[Node]:
@@ -367,7 +318,6 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.host = host
         self.operations: list[_Operation] = []
-        self.gaps: list[tuple[int, Work]] = []
         """How many operations come before, and what is called there."""
         self.refusal: CaptureError | None = None
         self._created: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
@@ -439,10 +389,6 @@ class _Tape(TorchDispatchMode):
         self._external.clear()
         self._created.clear()
         return made
-
-    def cut(self, work: Work) -> None:
-        """See `pygraph_train.gaps`."""
-        self.gaps.append((len(self.operations), work))
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_operator(func):

@@ -6,11 +6,13 @@ rules). Nothing in this package knows what a training step is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
+
+from pygraph_train.problems import Problem, first_line, user_location
 
 __all__ = [
     "CaptureError",
@@ -22,6 +24,7 @@ __all__ = [
     "NumberWriter",
     "NumbersNotFound",
     "RewritableGraph",
+    "problem_of",
 ]
 
 T = TypeVar("T")
@@ -47,6 +50,22 @@ class IndirectionUnavailable(RuntimeError):
 
 class NumbersNotFound(RuntimeError):
     """The numbers of a capture cannot be replaced, and it holds numbers that nobody wants: it must not be replayed."""
+
+
+def problem_of(error: Exception) -> Problem:
+    """The sentence for what went wrong with a graph."""
+    if isinstance(error, CaptureError):
+        where = error.where or user_location(error.__traceback__)
+        return Problem(error.reason, where, _READ_LATER if "on the host" in error.reason else "")
+    if isinstance(error, torch.OutOfMemoryError):
+        return Problem(
+            "out of memory during the capture", fix="Use a smaller batch, so that the graph's memory fits"
+        )
+    told = f"the capture failed with {type(error).__name__}: {first_line(error)}"
+    return Problem(told, user_location(error.__traceback__))
+
+
+_READ_LATER = "Return the tensor from the step, and read or print it after the step"
 
 
 @runtime_checkable
@@ -161,16 +180,6 @@ class Engine(Protocol):
     def capturing(self) -> bool:
         """Whether the calling thread's current work is being captured, by whomever."""
 
-    def fresh_pool(self) -> Callable[[], None]:
-        """Let later captures allocate from a new pool: nothing in the old one may be handed out again.
-
-        Returns:
-            Lets go of the old one: its memory is gone once its graphs are closed.
-        """
-
-    def other_pool(self) -> AbstractContextManager[None]:
-        """Context in which captures allocate from a second pool, which lasts as the usual one does."""
-
     def scratch_pool(self) -> AbstractContextManager[None]:
         """Context in which captures allocate from a pool that is gone once their graphs are closed."""
 
@@ -180,23 +189,13 @@ class Engine(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has done everything that was enqueued."""
 
-    def warm_up(self, leaves: Iterable[torch.Tensor] = ()) -> AbstractContextManager[None]:
-        """Context for an ordinary run before a capture.
-
-        Args:
-            leaves: tensors that have no gradients when the run's backward begins.
-        """
-
-    def capture(
-        self, fn: Callable[[], T], *, instantiate: bool = True, gaps: bool = False
-    ) -> tuple[Graph, T]:
+    def capture(self, fn: Callable[[], T], *, instantiate: bool = True) -> tuple[Graph, T]:
         """Record the device work of `fn()` without executing it.
 
         Args:
             fn: called once, with no arguments.
             instantiate: make the graph ready at once; False leaves it to the first replay, and allows
                 `indirect`.
-            gaps: whether `fn` may leave gaps, see `pygraph_train.gaps`. Its backwards run in this thread.
         Returns:
             The graph, and what `fn` returned: its tensors have fixed addresses, hold no defined values
             before the first replay, and are overwritten by every replay.
@@ -204,18 +203,6 @@ class Engine(Protocol):
             CaptureError: `fn` did something that a graph cannot hold (host read, host-to-device copy
                 from pageable memory, ...). Other exceptions of `fn`, KeyboardInterrupt and
                 out-of-memory errors pass through unchanged, after the same clean-up.
-        """
-
-    def outline(self, graph: Any) -> None:
-        """Give back the memory of a graph that is captured with `instantiate=False` and never replayed.
-
-        `indirect` still takes it as its first graph.
-        """
-
-    def host_draws(self) -> AbstractContextManager[None]:
-        """Context for a capture whose function draws random numbers on the host, and reads them there.
-
-        Whoever replays the graph has to see to it that they are the same again.
         """
 
     def indirect(
@@ -252,18 +239,8 @@ class Engine(Protocol):
             in_a_row: for one of several captures: old garbage is not looked for again that was a moment ago.
         """
 
-    def untidied(self) -> AbstractContextManager[None]:
-        """Context in which captures do not `tidy` first, which takes longer than a small capture itself."""
-
     def memory(self) -> MemoryUse:
         """How much memory is in use."""
-
-    def bounded(self, most: int | None) -> AbstractContextManager[None]:
-        """Context in which no more than so many bytes are reserved: beyond, `torch.OutOfMemoryError` is raised.
-
-        Args:
-            most: None for as many as there are.
-        """
 
     def close(self) -> None:
         """Release the pool. Every graph must have been closed."""

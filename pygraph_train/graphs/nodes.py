@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,10 @@ __all__ = [
     "Node",
     "checked",
     "driver",
-    "from_json",
     "named_kernels",
     "node_handles",
     "parameter_layout",
     "read_nodes",
-    "to_json",
 ]
 
 OLDEST_DRIVER = 12040  # cuFuncGetParamInfo and device-updatable nodes
@@ -57,32 +54,6 @@ class Node:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}" if self.name else self.kind
-
-
-def to_json(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """Nodes as JSON data, with base64 for bytes and without fields that have their usual value."""
-    rows = []
-    for node in nodes:
-        row: dict[str, Any] = {"kind": node.kind, "name": node.name, "shape": list(node.shape)}
-        row["blocks"] = [[offset, base64.b64encode(data).decode()] for offset, data in node.blocks]
-        row |= {flag: False for flag in ("readable", "patchable") if not getattr(node, flag)}
-        rows.append(row)
-    return rows
-
-
-def from_json(rows: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
-    """The inverse of `to_json`."""
-    return tuple(
-        Node(
-            row["kind"],
-            row["name"],
-            tuple(row["shape"]),
-            tuple((offset, base64.b64decode(data)) for offset, data in row["blocks"]),
-            row.get("readable", True),
-            row.get("patchable", True),
-        )
-        for row in rows
-    )
 
 
 def driver() -> Any:

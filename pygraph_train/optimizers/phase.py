@@ -21,7 +21,7 @@ from pygraph_train.boundary import put_back as put_all_back
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.gradients.addresses import GradientAddresses
 from pygraph_train.gradients.places import Layout, Source
-from pygraph_train.graphs.engine import Engine, NumbersNotFound
+from pygraph_train.graphs.engine import Engine, NumbersNotFound, problem_of
 from pygraph_train.optimizers.captured_update import CapturedUpdate
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import UpdateProgram
@@ -30,7 +30,6 @@ from pygraph_train.putting_back import HostCopy
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import borrow_memory, copy_all
 from pygraph_train.torch_private.sharding import local_tensor
-from pygraph_train.tracing.refusals import problem_of
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["OF_SHARDS", "OptimizerPhase"]

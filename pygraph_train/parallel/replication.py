@@ -1,51 +1,40 @@
-"""How the processes of one training share its model: what a step has to do for the others."""
+"""How the processes of one training share its model.
+
+No graph holds a collective: DDP exchanges gradients by hooks of autograd, as in plain training, and the buffers that
+it gives to other processes before a forward are inputs of that forward's graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from torch import Tensor, distributed, nn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.problems import Problem
-from pygraph_train.tracing.trace import Compiler
+from pygraph_train.torch_private.distributed import begin_forward, end_forward
+from pygraph_train.torch_private.sharding import sharded_states, wrapped_by_fsdp1
 
-__all__ = ["RECORDER", "Alone", "Replication", "exchanged"]
-
-RECORDER = ".seen_through.calls"
-"""Suffix of the expression of the list that a trace writes to, once for each call of a wrapper."""
+__all__ = ["Replicas", "Replication", "replication_of"]
 
 
-class Replication(Protocol):
-    """What a step has to do for the other processes that train the same model."""
+class Replication:
+    """One process, or several that share nothing.
 
-    name: str
-    """What torch calls it, "" for one process."""
-    sharded: bool
-    """Whether each rank holds a part of every parameter: then no rank can run a forward alone."""
-    group: Any
-    """The process group of its collectives, None without one."""
-    problem: Problem | None
-    """Why no graph can hold its collectives, None where one may."""
+    Attributes:
+        name: what torch calls the wrapper, "" for one process.
+        shared: whether other processes train the same model.
+        problem: why no step of this model has graphs, None where it may have some.
+    """
 
-    def seen_through(self) -> AbstractContextManager[None]:
-        """Around traced calls and questions to their guards: a wrapper is no more than its module."""
-
-    def opened(self) -> AbstractContextManager[frozenset[Any]]:
-        """Around a trace that executes nothing: modules are as Dynamo can see them.
-
-        Yields what stands in for hooks of modules.
-        """
-
-    def around(self) -> AbstractContextManager[None]:
-        """Around a traced call of the step's function: what the wrapper does before and after its module."""
-
-    def not_called_once(self) -> Problem | None:
-        """Why no graph can hold a step like the last one that was looked at."""
+    name: str = ""
+    shared: bool = False
+    problem: Problem | None = None
 
     def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
         """Around forward and backward: whether gradients are exchanged in it."""
+        return nullcontext()
 
     def exchanges(self, *, update: bool) -> bool:
         """Whether the next backward exchanges gradients.
@@ -53,167 +42,67 @@ class Replication(Protocol):
         Args:
             update: whether an update follows it.
         """
-
-    def uneven(self) -> bool:
-        """Whether ranks may make different numbers of steps. Hot path."""
-
-    def traceable(self) -> bool:
-        """Whether the next step may be traced."""
-
-    def why_not_traceable(self) -> Problem:
-        """What to say where no step may be traced for a long time."""
-
-    def ready(self) -> bool:
-        """Whether the next step exchanges gradients as all later ones will."""
-
-    def exchange_buffers(self) -> None:
-        """Before a local forward: what the wrapper's forward would exchange. All ranks call it."""
-
-    def local(self) -> AbstractContextManager[None]:
-        """Around a forward and backward that is not part of training: nothing is exchanged."""
-
-    def resting(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Parameters that were met in the middle of a step, as the optimizer knows them."""
-
-    def leaves(self, *, sync: bool) -> list[Any]:
-        """What, besides parameters, keeps gradients as its `.grad` from one micro-batch to the next.
-
-        Args:
-            sync: whether the present one exchanges gradients.
-        """
-
-    def constants(self) -> tuple[Any, ...]:
-        """What a capture of the next micro-batch bakes in of the one before."""
-
-    def replayed(self, *, sync: bool) -> None:
-        """A micro-batch came from a graph, in which gradients were exchanged or not."""
-
-    def reduced(self, value: Tensor, *, mean: bool) -> Tensor:
-        """The sum or mean of a value over all ranks. In a local forward, which exchanges nothing, the value itself."""
-
-    def reduce(self, parameters: Iterable[Tensor]) -> None:
-        """Exchange gradients of a local backward as the wrapper would have."""
-
-    def notes(self) -> Callable[[], None]:
-        """Note what a wrapper knows in Python of the micro-batch before. Returns what puts that back."""
-
-    def in_pieces(self, compiler: Compiler) -> Compiler:
-        """What compiles as `compiler` does, in pieces: the gradients of one are exchanged while the next one runs."""
-
-    def units(self) -> list[nn.Module]:
-        """Modules that are compiled one by one, because hooks around them cannot be traced."""
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Around a capture: what it leaves in Python is put in order."""
-
-    def reset(self) -> None:
-        """After a capture that did not end on all ranks. All of them call it."""
-
-
-_NO_CONTEXT = nullcontext()
-
-
-class Alone:
-    """One process, or several that share nothing."""
-
-    name: str = ""
-    sharded: bool = False
-    group: Any = None
-    problem: Problem | None = None
-
-    def seen_through(self) -> AbstractContextManager[None]:
-        """Nothing is wrapped."""
-        return _NO_CONTEXT
-
-    def opened(self) -> AbstractContextManager[frozenset[Any]]:
-        """Nothing is wrapped."""
-        return nullcontext(frozenset())
+        return True
 
     def around(self) -> AbstractContextManager[None]:
-        """Nothing is wrapped."""
+        """Around a call of the model's module, where a framework would call its wrapper."""
         return nullcontext()
 
-    def not_called_once(self) -> Problem | None:
-        """Nothing is wrapped."""
-        return None
 
-    def micro_batch(self, *, sync: bool) -> AbstractContextManager[None]:
-        """Nothing is exchanged."""
-        return nullcontext()
+class Replicas(Replication):
+    """A model in DistributedDataParallel: each process has a copy of it, and gradients are averaged.
+
+    Args:
+        wrapper: of the model.
+    """
+
+    name = "DistributedDataParallel"
+    shared = True
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+        if any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules()):
+            self.problem = Problem("SyncBatchNorm exchanges statistics in the middle of forward and backward")
+
+    @contextmanager
+    def micro_batch(self, *, sync: bool) -> Iterator[None]:
+        """See `Replication.micro_batch`. What `no_sync()` does where gradients are not exchanged."""
+        before = self._wrapper.require_backward_grad_sync
+        self._wrapper.require_backward_grad_sync = sync
+        try:
+            yield
+        finally:
+            self._wrapper.require_backward_grad_sync = before
 
     def exchanges(self, *, update: bool) -> bool:
-        """There is nothing to be left out."""
-        return True
+        """See `Replication.exchanges`: only with an update, and not inside of `no_sync()`."""
+        return update and self._wrapper.require_backward_grad_sync
 
-    def uneven(self) -> bool:
-        """Nobody waits for another one."""
-        return False
-
-    def traceable(self) -> bool:
-        """Always."""
-        return True
-
-    def why_not_traceable(self) -> Problem:
-        """Nothing of the kind."""
-        return Problem("no step of the model may be traced yet")
-
-    def ready(self) -> bool:
-        """Always."""
-        return True
-
-    def exchange_buffers(self) -> None:
-        """Nothing is exchanged."""
-
-    def local(self) -> AbstractContextManager[None]:
-        """Nothing is exchanged."""
-        return nullcontext()
-
-    def resting(self, parameters: list[Tensor]) -> list[Tensor]:
-        """They are always the same."""
-        return parameters
-
-    def leaves(self, *, sync: bool) -> list[Any]:
-        """Parameters keep all gradients."""
-        return []
-
-    def constants(self) -> tuple[Any, ...]:
-        """Nothing."""
-        return ()
-
-    def replayed(self, *, sync: bool) -> None:
-        """Nothing to put in order."""
-
-    def reduced(self, value: Tensor, *, mean: bool) -> Tensor:
-        """The value itself."""
-        return value
-
-    def reduce(self, parameters: Iterable[Tensor]) -> None:
-        """Nothing is exchanged."""
-
-    def notes(self) -> Callable[[], None]:
-        """Nothing to put back."""
-        return lambda: None
-
-    def in_pieces(self, compiler: Compiler) -> Compiler:
-        """One piece."""
-        return compiler
-
-    def units(self) -> list[nn.Module]:
-        """None: the step is compiled as a whole."""
-        return []
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Nothing to put in order."""
-        return nullcontext()
-
-    def reset(self) -> None:
-        """Nothing to put in order."""
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """See `Replication.around`."""
+        begin_forward(self._wrapper)
+        yield
+        end_forward(self._wrapper)
 
 
-def exchanged(value: Tensor, group: Any, *, mean: bool) -> Tensor:
-    """The sum or mean of a value over all ranks of a group, as a new tensor."""
-    value = value.clone()
-    averages = mean and distributed.get_backend(group) != "gloo"
-    op = distributed.ReduceOp.AVG if averages else distributed.ReduceOp.SUM
-    distributed.all_reduce(value, op=op, group=group)
-    return value.div_(distributed.get_world_size(group)) if mean and not averages else value
+class _Shards(Replication):
+    """A model whose processes hold a part of each parameter."""
+
+    shared = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.problem = Problem(
+            f"{name} gives each process a part of each parameter, and no graph holds a part of a parameter"
+        )
+
+
+def replication_of(model: nn.Module) -> Replication:
+    """How this model is shared with other processes."""
+    if wrapped_by_fsdp1(model):
+        return _Shards("FullyShardedDataParallel")
+    if sharded_states(model):
+        return _Shards("FSDP")
+    wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    return Replication() if wrapper is None else Replicas(wrapper)

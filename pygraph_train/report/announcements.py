@@ -7,12 +7,23 @@ import logging
 
 from pygraph_train.boundary import arranged, quietly
 from pygraph_train.config import PyGraphConfig, disabled_by_environment
-from pygraph_train.random_state import random_numbers_kept
 from pygraph_train.torch_private.names import GRAPHS, lacking
 
-__all__ = ["NO_DEVICE", "graphs_are_off", "show", "switched_off", "tell_once", "tell_why_off"]
+__all__ = [
+    "FORWARD_IS_OFF",
+    "NO_DEVICE",
+    "graphs_are_off",
+    "show",
+    "switched_off",
+    "tell_once",
+    "tell_why_off",
+]
 
 _DISABLED = "PYGRAPH_DISABLE is set: training runs without graphs"
+FORWARD_IS_OFF = (
+    "forward='off' is set, so forward and backward run without graphs: "
+    "eager kernels have no graph of a backward alone"
+)
 NO_DEVICE = "no CUDA device: training runs without graphs (engine='emulated' shows how graphs work)"
 
 
@@ -50,12 +61,5 @@ def tell_why_off(config: PyGraphConfig, why: str = NO_DEVICE) -> None:
 
 
 def show(report: object) -> None:
-    """Print a report, wherever that is possible. The random numbers of the user stay as they are."""
-
-    def print_it() -> None:
-        with random_numbers_kept():
-            import rich  # it draws some when it is imported
-
-            rich.print(report)
-
-    quietly(print_it)
+    """Print a report, wherever that is possible."""
+    quietly(lambda: print(report))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pygraph_train.plans import Phase
 from pygraph_train.report.progress import Progress
-from pygraph_train.selection.arms import WHOLE, Phase, Plan
 
 if TYPE_CHECKING:
     from pygraph_train.report.step_report import Fallback, StepReport
@@ -15,14 +15,8 @@ __all__ = ["Headline", "counts_of"]
 
 _NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.OPTIMIZER: "the optimizer"}
 
-_WAITING = (
-    "the shapes of batches change, and in the steps so far graphs could not have saved the time that tracing the step "
-    "takes. It is traced after more steps, and with fuse='on' at once. Batches that are padded to one shape need no "
-    "such time"
-)
-
-_KEPT = "kept: "
-"""What the verdict on the best plan begins with."""
+_NO_REASON = "No reason is known. TORCH_LOGS=recompiles,graph_breaks says what Dynamo does in such steps."
+_WARM_UP = "Graphs begin after a warm-up, and it has not ended."
 
 _CLOSE = 0.1
 """Phases whose shares of the steps differ by less are told as one figure."""
@@ -40,11 +34,8 @@ class Headline:
 
     def __init__(self, report: StepReport) -> None:
         self._report = report
-        parts = report.parts()
-        self._parts = parts
-        self._total = Progress.of(part.progress() for part in parts)
-        self._fallbacks = [fallback for part in parts for fallback in part.fallbacks]
-        self._notes = [note for part in parts for note in part.notes]
+        self._parts = report.parts()
+        self._total = Progress.of(part.progress() for part in self._parts)
         self._fallback: Fallback | None = None
         self._other = ""
         self.text = f"{self._what_ran()} {self._what_is_in_the_way()}".strip()
@@ -60,7 +51,7 @@ class Headline:
         return self._what_ran() if told else self.text
 
     def says(self, text: str) -> bool:
-        """Whether this note, or this reason of a region, is a part of the sentences."""
+        """Whether this note is a part of the sentences."""
         return text in (self._other if self._fallback is None else self._fallback.reason)
 
     def _what_ran(self) -> str:
@@ -68,10 +59,9 @@ class Headline:
         if not total.made:
             return "" if self._report.why_no_step else "No training step was counted."
         figure = _figure_of(total)
-        if not total.plan.graphs and not any(map(total.phase, Phase)):
+        if not any(map(total.phase, Phase)):
             return f"{figure}."
-        engines = {part.engine for part in self._parts}
-        emulated = " on the emulated engine" if "emulated" in engines else ""
+        emulated = " on the emulated engine" if any(part.engine == "emulated" for part in self._parts) else ""
         if not total.plan.graphs:
             return f"{figure}{emulated}, and the latest ones run without a graph."
         return f"{figure}, as plan {total.plan}{emulated}{self._speed()}."
@@ -86,95 +76,31 @@ class Headline:
         return f", {ratio:.1f} times as fast as before ({before:.2f} ms a step, now {now:.2f} ms)"
 
     def _what_is_in_the_way(self) -> str:
+        total = self._total
         if self._report.why_no_step:
             self._other = self._report.why_no_step
             return _sentence(self._other)
-        plan = self._total.plan
-        missing = [phase for phase in Phase if not any(phase in graph for graph in plan.graphs)]
-        if not self._total.has_optimizer and Phase.OPTIMIZER in missing:
+        missing = [phase for phase in Phase if phase not in total.plan.graphs]
+        if not total.has_optimizer and Phase.OPTIMIZER in missing:
             missing.remove(Phase.OPTIMIZER)
-        if missing and (found := self._what_the_whole_loop_lost(plan)):
-            self._other = found
-            return _sentence(found)
-        fallback = self._most_important(plan, missing)
-        if fallback is not None:
-            self._fallback = fallback
-            whole = "one graph for the whole step" if not missing and plan != WHOLE else "more"
-            return f"In the way of {whole}: {_reason_with_place(fallback)}"
+        self._fallback = self._most_important(missing)
+        if self._fallback is not None:
+            return f"In the way of more: {_reason_with_place(self._fallback)}"
         if not missing:
             return "Nothing stands in the way of more."
-        if compared := self._what_was_compared(plan):
-            return compared
-        self._other = self._other_reason()
-        if self._other or not self._total.made:
+        self._other = next((note for part in self._parts for note in part.notes), "")
+        if self._other or not total.made:
             return _sentence(self._other)
-        controllers = [controller for part in self._parts for controller in part.controllers]
-        for controller in controllers:
-            if not controller.settled and controller.best.plan != plan:
-                return f"Plans are being compared, and {controller.best} is the fastest so far."
-        if controllers:
-            return "Nothing stands in the way of more: this plan was found to be the fastest."
-        recent = self._total.recent
-        if all(any(phase in graph for plan in recent for graph in plan.graphs) for phase in missing):
-            return f"Of the last {len(recent)} steps others run as plan {max(recent, key=_phases_in)}."
-        return "Graphs begin after a warm-up, and it has not ended."
+        return _NO_REASON if total.from_graphs else _WARM_UP
 
-    def _what_the_whole_loop_lost(self, plan: Plan) -> str:
-        """Why a loop that was compared as a whole runs with fewer graphs than it had."""
-        for part in self._parts:
-            if not (found := part.compared_as_a_whole):
-                continue
-            controller = part.controllers[-1]
-            if controller.best != controller.history[0].before and controller.best.plan == plan:
-                return found
-        return ""
-
-    def _what_was_compared(self, plan: Plan) -> str:
-        """Why this plan runs, where a graph of forward and backward was measured: then nothing else is the reason."""
-        for part in self._parts:
-            for controller in part.controllers:
-                if not any(arm.plan.forward_backward for arm in controller.times):
-                    continue
-                best, why = controller.best, controller.verdicts.get(controller.best, "")
-                if not controller.settled:
-                    which = "this one" if best.plan == plan else best
-                    return f"Plans are being compared, and {which} is the fastest so far."
-                if part.measured and why.startswith(_KEPT):
-                    return f"Plan {best} was kept: {_sentence(why.removeprefix(_KEPT))}"
-        return ""
-
-    def _most_important(self, plan: Plan, missing: Sequence[Phase]) -> Fallback | None:
+    def _most_important(self, missing: Sequence[Phase]) -> Fallback | None:
         """The reason that costs most: about a phase without a graph, else the one that was met most often."""
-        if list(missing) == [Phase.OPTIMIZER]:
-            wanted = [f for f in self._fallbacks if f.reason.startswith("the optimizer")]
-        else:
-            wanted = [f for f in self._fallbacks if not f.reason.startswith("the optimizer")]
-        if missing or plan != WHOLE:
-            return next(iter(wanted or self._fallbacks), None)
-        return max(self._fallbacks, key=lambda f: f.count, default=None)
-
-    def _other_reason(self) -> str:
-        """Why phases run without a graph, where no step told a reason."""
-        for part in self._parts:
-            if part.why_nothing or part.waits:
-                return part.why_nothing or part.waits
-            regions = part.regions()
-            plain = next(
-                (r.reason for r in regions if r.decision == "plain" and r.reason and r.phase != "function"),
-                "",
-            )
-            if plain and any(r.decision.startswith("graph") for r in regions):
-                return f"parts of forward and backward have graphs, and others have none: {plain}"
-            for region in regions:
-                if region.reason and not region.replays:
-                    return region.reason
-            if part.shapes.waiting:
-                return _WAITING
-        return next(iter(self._notes), "")
-
-
-def _phases_in(plan: Plan) -> int:
-    return sum(map(len, plan.graphs))
+        fallbacks = [fallback for part in self._parts for fallback in part.fallbacks]
+        if not missing:
+            return max(fallbacks, key=lambda f: f.count, default=None)
+        alone = list(missing) == [Phase.OPTIMIZER]
+        wanted = [f for f in fallbacks if f.reason.startswith("the optimizer") == alone]
+        return next(iter(wanted or fallbacks), None)
 
 
 def _figure_of(progress: Progress) -> str:

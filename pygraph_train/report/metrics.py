@@ -12,20 +12,15 @@ def metrics_of(report: StepReport) -> dict[str, float]:
     """Numbers by name. Times are those of the machine, or none: the emulated engine has only the share.
 
     Returns:
-        `pygraph/share_from_graphs` (of the steps so far, see `StepReport.steps_from_graphs`), `pygraph/step_ms` and
-        `pygraph/gpu_idle_fraction` (of the present steps). Nothing before the first step.
+        `pygraph/share_from_graphs` (of the steps so far, see `StepReport.steps_from_graphs`) and `pygraph/step_ms` (of
+        the present steps). Nothing before the first step.
     """
     total = Progress.of(part.progress() for part in report.parts())
     if not total.made:
         return {}
     metrics = {"pygraph/share_from_graphs": total.from_graphs / total.made}
     part = max(report.parts(), key=lambda part: part.progress().made)
-    if not part.measured:
-        return metrics
-    plan = part.progress().plan
-    last = next((time.seconds * 1e3 for arm, time in part.latest.items() if arm.plan == plan), None)
-    found = {
-        "pygraph/step_ms": part.ms_with_graph if last is None else last,
-        "pygraph/gpu_idle_fraction": part.gpu_idle_fraction,
-    }
-    return metrics | {name: value for name, value in found.items() if value is not None}
+    step_ms = part.ms_with_graph if part.progress().plan.graphs else part.ms_without_graph
+    if part.measured and step_ms is not None:
+        metrics["pygraph/step_ms"] = step_ms
+    return metrics

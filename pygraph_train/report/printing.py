@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pygraph_train.report.step_report import StepReport
 
-__all__ = ["VerboseReport", "as_rich", "as_text", "shortened"]
+__all__ = ["Printed", "VerboseReport", "as_text", "shortened"]
 
 _NARROWEST, _WIDEST = 60, 120
 
@@ -37,18 +37,6 @@ def as_text(headline: str, rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def as_rich(headline: str, rows: Rows) -> Any:
-    """The same for `rich.print`."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_header=False)
-    for name, text in rows:
-        table.add_row(Text(name), Text(shortened(text)))
-    return Group(Text(shortened(_TITLE + headline)), table)
-
-
 def shortened(text: str) -> str:
     """Paths in a text as people want them: below the working directory, or with the name of an installed package."""
     text = re.sub(r"[^\s'\"(]*[/\\](?:site|dist)-packages[/\\]", "", text)
@@ -62,14 +50,20 @@ def _wrapped(line: str, width: int) -> list[str]:
     ) or [line]
 
 
+class Printed:
+    """What prints its text, also with `rich.print`."""
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        return Text(str(self))
+
+
 @dataclass(frozen=True)
-class VerboseReport:
+class VerboseReport(Printed):
     """A report with all of its rows. Prints as a table, as the report does."""
 
     report: StepReport
 
     def __str__(self) -> str:
         return as_text(self.report.headline(), self.report.rows(verbose=True))
-
-    def __rich__(self) -> Any:
-        return as_rich(self.report.headline(), self.report.rows(verbose=True))

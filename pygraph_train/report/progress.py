@@ -6,8 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pygraph_train.selection.arms import NOTHING, Phase, Plan
-from pygraph_train.selection.windows import Switch
+from pygraph_train.plans import NOTHING, Phase, Plan
 
 __all__ = ["Progress"]
 
@@ -32,59 +31,23 @@ class Progress:
 
     steps: int = 0
     elsewhere: int = 0
-    _ended: Counter[tuple[Plan, bool]] = field(default_factory=Counter)
-    _recent: deque[Plan] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    ended: Counter[tuple[Plan, bool]] = field(default_factory=Counter)
+    recent: deque[Plan] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _updated: bool = False
-    _last: tuple[Plan, bool] | None = None
-    _again: int = 0
-    """How many more steps ran like the last one, not counted yet."""
 
     def step_ended(self, plan: Plan, *, updated: bool) -> None:
-        """Count a step.
+        """Count a step. Hot path.
 
         Args:
             plan: what of it ran from graphs.
             updated: whether it had an optimizer step.
         """
-        last = self._last
-        if last is not None and last[0] is plan and last[1] is updated:  # hot path
-            self._again += 1
-            return
-        self._count_again()
-        self._last = plan, updated
-        self._count(plan, updated)
-
-    def decided(self, switch: Switch) -> None:
-        """Another plan runs from now on: steps of the comparison that chose it say no more which one does."""
-        if switch.before != switch.arm:
-            recent = self.recent
-            recent.clear()
-            recent.extend([switch.arm.plan] * 2)  # more than the step that ends just now
-
-    @property
-    def ended(self) -> Counter[tuple[Plan, bool]]:
-        """See the class."""
-        self._count_again()
-        return self._ended
-
-    @property
-    def recent(self) -> deque[Plan]:
-        """See the class."""
-        self._count_again()
-        return self._recent
-
-    def _count_again(self) -> None:
-        if self._last is not None and self._again:
-            again, self._again = self._again, 0
-            self._count(*self._last, again)
-
-    def _count(self, plan: Plan, updated: bool, times: int = 1) -> None:
-        self._ended[plan, updated] += times
+        self.ended[plan, updated] += 1
         if updated and not self._updated:
             self._updated = True
-            self._recent.clear()
+            self.recent.clear()
         if updated or not self._updated:
-            self._recent.extend([plan] * min(times, _RECENT))
+            self.recent.append(plan)
 
     @property
     def made(self) -> int:
@@ -107,21 +70,17 @@ class Progress:
         return sum(
             count
             for (plan, updated), count in self.ended.items()
-            if all(_holds(plan, phase) for phase in Phase if updated or phase is not Phase.OPTIMIZER)
+            if all(phase in plan.graphs for phase in Phase if updated or phase is not Phase.OPTIMIZER)
         )
 
     def phase(self, phase: Phase) -> int:
         """Steps of which this phase ran from a graph."""
-        return sum(count for (plan, _), count in self.ended.items() if _holds(plan, phase))
+        return sum(count for (plan, _), count in self.ended.items() if phase in plan.graphs)
 
     @property
     def plan(self) -> Plan:
         """What the last steps ran from."""
-        if not self.recent:
-            return NOTHING
-        counts = Counter(self.recent)
-        most = max(counts.values())
-        return next(plan for plan in reversed(self.recent) if counts[plan] == most)
+        return max(reversed(self.recent), key=self.recent.count, default=NOTHING)
 
     @classmethod
     def of(cls, parts: Iterable[Progress]) -> Progress:
@@ -130,11 +89,7 @@ class Progress:
         for part in parts:
             total.steps += part.steps
             total.elsewhere += part.elsewhere
-            total._ended += part.ended
+            total.ended += part.ended
             if part.made > most:
-                most, total._recent = part.made, part.recent
+                most, total.recent = part.made, part.recent
         return total
-
-
-def _holds(plan: Plan, phase: Phase) -> bool:
-    return any(phase in graph for graph in plan.graphs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pygraph_train.problems import PyGraphError, user_location
-from pygraph_train.tracing.signature import map_leaves
+from pygraph_train.trees import map_leaves
 
 __all__ = ["AfterFirstStep"]
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.boundary import SETTING_UP, arranged, quietly, surely
+from pygraph_train.boundary import SETTING_UP, arranged, surely
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.graphs import make_engine
 from pygraph_train.optimizers.several import OptimizerSet
-from pygraph_train.parallel.sharing import replication_of
 from pygraph_train.report.announcements import switched_off
-from pygraph_train.step.function_by_hand import FunctionByHand
-from pygraph_train.step.inputs import Transfer
+from pygraph_train.step.by_hand import StepsByHand
 from pygraph_train.step.loss_program import LossProgram, LossSteps
-from pygraph_train.torch_private.dynamo import end_trace_here, leave_to_python
-from pygraph_train.torch_private.tracing import why_no_traces
-from pygraph_train.tracing.signature import copied, flattened
+from pygraph_train.step.transfer import Transfer
+from pygraph_train.torch_private.stock_dynamo import break_graph, left_to_python
+from pygraph_train.trees import map_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,11 +39,9 @@ class GraphedStep(LossSteps):
         scheduler.step()
     ```
 
-    The first steps run without a graph. When a comparison has shown that a graph computes the same, the step
-    is replayed. Gradients are emptied before each step (`set_to_none=True`) and are in `.grad` after the step.
-
-    With `compile=False` graphs hold eager kernels, and steps have the bits of plain training. On CUDA, the parts of a
-    step that cannot be one graph have graphs of their own then only if `forward` or `backward` is "on".
+    Forward, backward and the optimizer's update have graphs of their own. The first steps run without them, and a
+    comparison shows that they compute the same. Gradients are emptied before each step and are in `.grad` after it.
+    With eager kernels, the default, steps have the bits of plain training.
 
     Warning: the next replay overwrites the memory of these gradients. Keep a clone if you need a gradient longer.
 
@@ -61,8 +56,8 @@ class GraphedStep(LossSteps):
         max_grad_norm: clip gradients before the optimizer, as
             `clip_grad_norm_(model.parameters(), max_grad_norm)` does.
         manual_optimization: `step_fn` makes the whole step itself: it calls `loss.backward()`, `optimizer.step()` and
-            `optimizer.zero_grad()`, for several losses and optimizers where it has them. It returns what it likes. The
-            step is one graph, or runs as it is written.
+            `optimizer.zero_grad()`, for several losses and optimizers where it has them. It returns what it likes.
+            Forwards and backwards of the modules that it calls, and each optimizer's step, have graphs of their own.
         move_inputs: move CPU tensors among the arguments to the model's CUDA device before `step_fn` sees
             them, while the device still works on the previous step (pinned memory helps). Set it to False if
             `step_fn` needs tensors on the CPU.
@@ -94,31 +89,22 @@ class GraphedStep(LossSteps):
         self._config = PyGraphConfig.of(config, overrides)
         stepped = surely(lambda: _one(optimizer, scaler), SETTING_UP)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        engine = arranged(lambda: None if switched_off() else make_engine(self._config.engine, device))
-        program: LossProgram | FunctionByHand
+        self._device = device
+        self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
+        self._by_hand: StepsByHand | None = None
         if manual_optimization:
             _check_manual(stepped, scaler, max_grad_norm)
-            program = FunctionByHand(step_fn, model, _as_set(stepped), device)
-            processes = replication_of(model).name
-            if processes and engine is not None:
-                why_off = f"{processes}: no graph holds a step that makes its backwards itself"
-                super().__init__(program, self._config, None, why_off)
-                self._report.note(why_off)
-            else:
-                super().__init__(program, self._config, engine)
-        else:
-            program = surely(
-                lambda: LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm), SETTING_UP
-            )
-            super().__init__(program, self._config, engine)
-        self._manual = manual_optimization
-        if (
-            engine is not None and why_no_traces() is None
-        ):  # a step inside of another one runs as it does alone
-            for method in (GraphedStep.__call__, GraphedStep.accumulate):
-                quietly(functools.partial(leave_to_python, method))
-        self._transfer = Transfer(device) if move_inputs and device.type == "cuda" else None
+            steps = stepped.members if isinstance(stepped, OptimizerSet) else [stepped]
+            self._by_hand = StepsByHand(step_fn, model, steps, device, self._config)
+            self._report = self._by_hand.loop.report
+            return
+        engine = arranged(lambda: None if switched_off() else make_engine(self._config.engine, device))
+        program = surely(
+            lambda: LossProgram(step_fn, model, stepped, device, scaler, max_grad_norm), SETTING_UP
+        )
+        super().__init__(program, self._config, engine)
 
+    @left_to_python
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make one step, optimizer included.
 
@@ -130,13 +116,14 @@ class GraphedStep(LossSteps):
             return self._make_plainly(args, kwargs, update=True)
         return self._step(args, kwargs, update=True)
 
+    @left_to_python
     def accumulate(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of a micro-batch, and add up its gradients. The next `step(...)` updates.
 
         Raises:
             RuntimeError: under manual optimization.
         """
-        if self._manual:
+        if self._by_hand is not None:
             raise RuntimeError(
                 "a step_fn under manual_optimization=True makes its own updates: call the step, and let step_fn leave "
                 "out optimizer.step()"
@@ -144,20 +131,23 @@ class GraphedStep(LossSteps):
         return self._step(args, kwargs, update=False)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            end_trace_here()
-        flat = None
-        if self._transfer is not None and not (self._rest and _are_there(args) and _are_there(kwargs)):
-            flat = flattened((args, kwargs))
-            if not all(leaf.is_cuda for leaf in flat[1] if isinstance(leaf, Tensor)):
-                args, kwargs = self._moved_to_device(args, kwargs)
-                flat = flattened((args, kwargs))
-        return self._make(args, kwargs, update=update, flat=flat)
+        if torch.compiler.is_dynamo_compiling():  # a step inside of another one runs as it does alone
+            break_graph()
+        if self._transfer is not None and not (_are_there(args) and _are_there(kwargs)):
+            args, kwargs = self._moved_to_device(args, kwargs)
+        if self._by_hand is not None:
+            return self._by_hand(args, kwargs)
+        return self._make(args, kwargs, update=update)
+
+    def close(self) -> None:
+        """See `LossSteps.close`."""
+        super().close()
+        if self._by_hand is not None:
+            self._by_hand.close()
 
     def _moved_to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        device = self._program.device
         assert self._transfer is not None
-        return self._transfer(lambda: copied(_mover(device), (args, kwargs)))
+        return self._transfer(lambda: map_leaves(_mover(self._device), (args, kwargs)))
 
     def __enter__(self) -> GraphedStep:
         return self
@@ -175,10 +165,6 @@ def _check_manual(optimizer: Any, scaler: Any, max_grad_norm: float | None) -> N
         raise ValueError(
             "under manual_optimization=True step_fn scales and clips by itself: leave out scaler= and max_grad_norm="
         )
-
-
-def _as_set(optimizer: Any) -> OptimizerSet:
-    return optimizer if isinstance(optimizer, OptimizerSet) else OptimizerSet([optimizer])
 
 
 def _one(

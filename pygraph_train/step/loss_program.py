@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,21 +31,15 @@ from pygraph_train.optimizers.clipped import ClippedParameters
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.program import CLIPS_OTHERS, optimized
 from pygraph_train.optimizers.scaling import Scaling
-from pygraph_train.parallel.agreement import decline
-from pygraph_train.parallel.replicas import Replicas
-from pygraph_train.parallel.replication import RECORDER
-from pygraph_train.parallel.sharing import replication_of
-from pygraph_train.problems import Problem
+from pygraph_train.parallel.replication import replication_of
 from pygraph_train.report.announcements import NO_DEVICE, graphs_are_off, tell_once, tell_why_off
 from pygraph_train.report.step_report import StepReport
 from pygraph_train.step.after_first import AfterFirstStep
-from pygraph_train.step.flight import Replayed
-from pygraph_train.step.function_by_hand import FunctionByHand
 from pygraph_train.step.not_copied import NotCopied
-from pygraph_train.step.outputs import detached_results
-from pygraph_train.step.phase_runner import Runner, runner_for
+from pygraph_train.step.phase_runner import PhaseRunner, runner_for
 from pygraph_train.step.plan import PositionInAccumulation
-from pygraph_train.step.program import Call, StepOfLoss, plain_call
+from pygraph_train.step.program import Call, plain_call
+from pygraph_train.step.results import detached_results
 
 __all__ = ["LossProgram", "LossSteps"]
 
@@ -54,7 +48,7 @@ _all: weakref.WeakSet[LossSteps] = weakref.WeakSet()
 
 
 class LossSteps(NotCopied):
-    """Makes the steps of a `LossProgram` or of a `FunctionByHand`, from graphs where that changes nothing.
+    """Makes the steps of a `LossProgram`, from graphs where that changes nothing.
 
     Args:
         program: what a step is.
@@ -63,9 +57,13 @@ class LossSteps(NotCopied):
         why_off: why there is no engine, where the options ask for one.
     """
 
+    _runner: PhaseRunner | None = None
+    _after_first: AfterFirstStep | None = None
+    _rest: float = 0  # so many further steps are nothing but plain ones
+
     def __init__(
         self,
-        program: LossProgram | FunctionByHand,
+        program: LossProgram,
         config: PyGraphConfig,
         engine: Engine | None,
         why_off: str = NO_DEVICE,
@@ -73,28 +71,21 @@ class LossSteps(NotCopied):
         self._program = program
         self._report = surely(StepReport, SETTING_UP)
         self._boundary = Boundary(self._report.failed, self._let_go)
-        self._runner: Runner | None = None
         self._pending = False
         self._counted_elsewhere = False
         self._made = False
-        self._rest: float = 0  # so many further steps are nothing but plain ones
-        self._after_first: AfterFirstStep | None = None
         self._position = PositionInAccumulation()  # of the step before: most steps have the same
         _all.add(self)
         if engine is None:
             self._report.note(graphs_are_off("steps run as you wrote them"))
             tell_why_off(config, why_off)
-            if program.replication.group is not None:
-                decline(program.replication.group, "graphs are off there")
         else:
-            if isinstance(program.replication, Replicas):
-                program.replication.leave_default_stream()
             self._runner = arranged(
                 lambda: runner_for(program, config, engine, self._report), self._report.failed
             )
 
     @property
-    def program(self) -> LossProgram | FunctionByHand:
+    def program(self) -> LossProgram:
         """What a step is."""
         return self._program
 
@@ -116,14 +107,12 @@ class LossSteps(NotCopied):
         kwargs: dict[str, Any],
         *,
         update: bool,
-        flat: tuple[Any, list[Any]] | None = None,
     ) -> Any:
         """Make one step.
 
         Args:
             args, kwargs: what the function for the loss is called with.
             update: whether the optimizer steps; otherwise gradients are added up.
-            flat: structure and leaves of `(args, kwargs)`, where they are known.
         Returns:
             What that function returned, detached: tensors of their own.
         """
@@ -132,7 +121,7 @@ class LossSteps(NotCopied):
             return self._make_plainly(args, kwargs, update=update)
         counted = self._report.steps
         return self._boundary.make(
-            lambda: self._make_by_runner(args, kwargs, update, flat),
+            lambda: self._make_by_runner(args, kwargs, update),
             lambda: self._make_plainly(args, kwargs, update=update, counts=self._report.steps == counted),
         )
 
@@ -141,7 +130,6 @@ class LossSteps(NotCopied):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         update: bool,
-        flat: tuple[Any, list[Any]] | None,
     ) -> Any:
         program = self._program
         if self._after_first is not None:
@@ -149,9 +137,9 @@ class LossSteps(NotCopied):
         sync = program.replication.exchanges(update=update)
         update = update and program.optimizer is not None
         fresh = not self._pending
-        if program.optimizer is None and isinstance(program, LossProgram):
+        if program.optimizer is None:
             fresh = program.starts_fresh()
-        constants = program.constants() + program.replication.constants()
+        constants = program.constants()
         if self._position != (fresh, update, constants, sync):
             self._position = PositionInAccumulation(fresh, update, constants, sync)
         position = self._position
@@ -159,7 +147,7 @@ class LossSteps(NotCopied):
         if self._runner is None:
             self._report.step_began(elsewhere=self._counted_elsewhere)
             result = program.run(plain_call, args, kwargs, position, plain_update)
-            if self._made and program.replication.group is None:
+            if self._made and not program.replication.shared:
                 self._rest = math.inf
         else:
             step = self._runner.begin(position)
@@ -167,13 +155,7 @@ class LossSteps(NotCopied):
             def run(call: Call) -> Any:
                 return program.run(call, args, kwargs, position, step.update)
 
-            outcome = self._runner.make(step, args, kwargs, run, flat)
-            if isinstance(outcome, Replayed):
-                result = outcome.outputs
-                if update and not outcome.updated and isinstance(program, LossProgram):
-                    step.update(program.before_update(), (position.constants, program.constants()))
-            else:
-                result = outcome.result
+            result = self._runner.make(run)
             step.finish()
             if self._made and not step.replayed:
                 self._rest = self._runner.take_rest()
@@ -181,8 +163,7 @@ class LossSteps(NotCopied):
         self._pending = not update  # only now: a step that raised is not part of an accumulation
         if not self._made:
             self._made = True
-            stepped = program.optimizer if update and not program.by_hand else None
-            self._after_first = AfterFirstStep(result, stepped)
+            self._after_first = AfterFirstStep(result, program.optimizer if update else None)
         return result
 
     def _make_plainly(
@@ -198,8 +179,6 @@ class LossSteps(NotCopied):
                     self._report.step_began(elsewhere=self._counted_elsewhere)
             except Exception as error:
                 not_needed(error)
-        if isinstance(program, FunctionByHand):
-            return detached_results(program.function()(*args, **kwargs))
         optimizer = program.optimizer
         if optimizer is not None and not self._pending:
             optimizer.zero_grad()
@@ -243,12 +222,10 @@ def _updated_by(steps: LossSteps) -> set[int]:
     return set(map(id, optimized(steps.program.optimizer)))
 
 
-class LossProgram(StepOfLoss):
+class LossProgram:
     """`StepProgram` over a function that computes the loss, a model and an optimizer."""
 
-    recorder: str | tuple[str, ...] | None = RECORDER
-    empties_first: bool = True
-    detaches_results: bool = True
+    by_hand = differentiates = False
 
     def __init__(
         self,
@@ -274,29 +251,17 @@ class LossProgram(StepOfLoss):
         """Whether backward and update are those of torch: nothing is scaled or clipped."""
         return type(self) is LossProgram and self._max_grad_norm is None and not self.scaling.on
 
-    @property
-    def clips(self) -> bool:
-        """See `StepProgram`."""
-        return self._max_grad_norm is not None
-
     def function(self) -> Callable[..., Any]:
         return self._step_fn
-
-    def context(self) -> AbstractContextManager[Any]:
-        return self.replication.seen_through()
 
     def forward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         preparation = self._preparation
         if call is plain_call and (preparation is None or not preparation.active):
             executes(STEP)
             return self._loss_of(self._step_fn(*args, **kwargs))
-        with ExitStack() as around:
-            if preparation is not None:  # a step_fn that looks at its learning rate sees the Python number
-                around.enter_context(preparation.suspended())
-            if call is not plain_call:
-                around.enter_context(self.replication.around())
-            result = call(self._step_fn, args, kwargs)
-        return self._loss_of(result)
+        # a step_fn that looks at its learning rate sees the Python number
+        with nullcontext() if preparation is None else preparation.suspended():
+            return self._loss_of(call(self._step_fn, args, kwargs))
 
     def plain_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
         """As the user's loop makes it, while nothing is prepared. Hot path."""
@@ -333,7 +298,8 @@ class LossProgram(StepOfLoss):
         self.scaling.step()
 
     def exchanges(self) -> bool:
-        return self.replication.sharded and (self._max_grad_norm is not None or self.scaling.on)
+        sharded = self.replication.problem is not None
+        return sharded and (self._max_grad_norm is not None or self.scaling.on)
 
     def why_update_stays_outside(self, preparation: OptimizerPreparation) -> str | None:
         self._preparation = preparation
@@ -343,7 +309,7 @@ class LossProgram(StepOfLoss):
         if self._max_grad_norm is not None and self.optimizer is not None:
             if self._clipped is None:
                 # sharded models have other parameters in the middle of a step
-                fixed = self.replication.sharded
+                fixed = self.replication.problem is not None
                 self._clipped = ClippedParameters(self.model, self.optimizer, fixed=fixed)
             self._clipped.compare()
             if self._clipped.others():
@@ -358,9 +324,6 @@ class LossProgram(StepOfLoss):
         clipped.look()
         others = clipped.others()
         return ("clipped parameters", clipped.changes, others) if others or clipped.changes else ()
-
-    def acts_before_backward(self) -> Problem | None:
-        return None
 
     def acts_before_update(self) -> str | None:
         return None

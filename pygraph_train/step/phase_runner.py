@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from pygraph_train.boundary import STEP, Boundary, executes, once, quietly
 from pygraph_train.config import PyGraphConfig
@@ -16,27 +16,26 @@ from pygraph_train.graphs.engine import Engine
 from pygraph_train.optimizers.phase import OptimizerPhase
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.several import preparation_of
+from pygraph_train.plans import NOTHING, SEPARATE, Switch, graphs_apart
 from pygraph_train.problems import Problem
+from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.selection.arms import Plan, graphs_apart
-from pygraph_train.selection.controller import Switch
-from pygraph_train.step.flight import Ran, StepInFlight
+from pygraph_train.step.module_call import COMPILED_PART, compiled_part
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
-from pygraph_train.step.runner import StepRunner
 from pygraph_train.step.training_run import TrainingRun
-from pygraph_train.torch_private.stock_dynamo import CompiledFunction
-from pygraph_train.torch_private.tracing import why_no_traces
+from pygraph_train.step.trial import Trial
+from pygraph_train.torch_private.stock_dynamo import CompiledFunction, traces_of_others
 
-__all__ = ["Flight", "PhaseRunner", "Runner", "runner_for"]
+__all__ = ["NO_GRAPH", "PhaseRunner", "StepOfPhases", "runner_for", "why_no_phases", "why_update_is_plain"]
+
+R = TypeVar("R")
+
+_turn = threading.RLock()
 
 _HOPE = 40
 """Steps with reasons against graphs, and none with one, after which there is no hope."""
-
-_REPLAYS_BEFORE_TRIAL = 20
-_WINDOW = 6
-"""Steps with graphs, and then as many without, that are timed once."""
 
 _PATIENCE = 12
 """Steps without a graph and without a reason, after which one is given."""
@@ -44,8 +43,6 @@ _PATIENCE = 12
 
 class PhaseRunner:
     """Runs training steps; the forward, the backward and the update have graphs of their own.
-
-    It has the methods of `StepRunner`, and serves the same loops.
 
     Args:
         training: whose steps they are.
@@ -56,26 +53,29 @@ class PhaseRunner:
         self._training = training
         self._boundary = Boundary(self._training.note, lambda: self.stop(_TOO_OFTEN))
         self._told: list[Problem] = []  # of regions, while Dynamo traces or the step runs
-        self._regions = PhaseRegions(engine, config, self._tensors, self._told.append)
+        alone = not training.program.replication.shared
+        self._regions = PhaseRegions(
+            engine,
+            config,
+            self._tensors,
+            self._told.append,
+            delivers=alone,
+            leads=training.program.differentiates,
+        )
         self._compiled: CompiledFunction | None = None
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
         self._prepared = self.stopped = False
-        self._trial = _Trial(engine)
-        report.runs_with("{F} {B} {O}")
-        reason = self._why_none()
-        if reason is not None:
-            self.stop(reason)
-
-    def _why_none(self) -> Problem | None:
-        program = self._training.program
-        if program.replication.group is not None or program.replication.sharded:
-            return Problem("steps of several processes run without graphs on this torch")
-        if program.by_hand:
-            return why_no_traces() or Problem(
-                "a step that makes its backwards itself has no phases to replay"
-            )
-        return program.replication.problem
+        self._trial = Trial(engine, report.timed)
+        report.runs_with(SEPARATE)
+        if config.forward == "off":
+            report.note(FORWARD_IS_OFF)
+        for phase in ("backward", "optimizer"):
+            if getattr(config, phase) == "off":
+                report.note(f"{phase}='off' is set, so it runs without a graph")
+        self._why_plain = why_no_phases(training.program)
+        if self._why_plain is not None:
+            self._training.note(self._why_plain)
 
     def _tensors(self) -> list[Any]:
         model = self._training.program.model
@@ -88,27 +88,35 @@ class PhaseRunner:
         self._training.step_began()
         return StepOfPhases(self, position)
 
-    def make(
-        self,
-        step: Flight,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run: Callable[[Call], Any],
-        flat: Any = None,
-    ) -> Ran[Any]:
+    def make(self, run: Callable[[Call], R]) -> R:
         """Make the step: `run` is called once, with the way in which its function is called."""
-        regions = self._regions
-        regions.replays, regions.plain, regions.hooked = 0, 0, False
-        call = self._call if self._may_replay() else plain_call
-        if not self._prepared and self._training.step > self._training.config.warmup_steps:
-            self._prepare()
-        executes(STEP)
-        return Ran(run(call))
+        if not _turn.acquire(blocking=False):  # a recording changes what all threads see
+            self._training.note(_OTHER_THREAD)
+            return run(plain_call)
+        try:
+            regions = self._regions
+            regions.replays, regions.plain, regions.hooked = 0, 0, False
+            call = self._call if self._may_replay() else plain_call
+            if not self._prepared and self._training.step > self._training.config.warmup_steps:
+                self._prepare()
+            executes(STEP)
+            if self._training.step > 1:
+                return run(call)
+            before = traces_of_others()  # in the first step parts that the user compiled are traced
+            made = run(call)
+            if traces_of_others() != before:
+                self._why_plain = COMPILED_PART
+                self._training.note(COMPILED_PART)
+            return made
+        finally:
+            _turn.release()
 
     def _may_replay(self) -> bool:
         training = self._training
         if self.stopped or self._trial.without_graphs or training.config.forward == "off":
             return False  # eager kernels have no graph of a backward alone
+        if self._why_plain is not None:
+            return False
         if training.step == 1:  # in which caches of the user's code fill
             return False
         if uninitialized(training.program.model) is not None:
@@ -133,10 +141,10 @@ class PhaseRunner:
         if program.optimizer is None or self.stopped or training.config.optimizer == "off":
             return
         preparation = preparation_of(program.optimizer, training.engine)
-        reason = preparation.reason or program.why_update_stays_outside(preparation)
-        if reason is not None:
+        problem = why_update_is_plain(program, preparation)
+        if problem is not None:
             preparation.close()
-            training.note(Problem(f"the optimizer runs outside of the graph: {reason}"))
+            training.note(problem)
             return
         preparation.settle(training.engine)
         self._preparation = preparation
@@ -164,7 +172,8 @@ class PhaseRunner:
         if phase.replayed:
             step.update_replayed = True
             self._training.report.update_replayed()
-        for problem in filter(None, (phase.problem, phase.restless)):
+        restless = None if self._trial.without_graphs else phase.restless
+        for problem in filter(None, (phase.problem, restless)):
             self._training.note(problem)
         if phase.problem is not None:
             self._drop_update()
@@ -194,20 +203,19 @@ class PhaseRunner:
             record = CaptureRecord("{F} {B}", regions.seconds, -1, False, training.step)
             training.report.captured(record)
             regions.recorded, regions.seconds = 0, 0.0
-        if training.step == training.config.warmup_steps + _PATIENCE and not (
-            training.replays or training.reasons
-        ):
-            training.note(_NO_GRAPH)
+        silent = not training.replays and not training.reasons and training.config.forward != "off"
+        if silent and training.step == training.config.warmup_steps + _PATIENCE:
+            training.note(NO_GRAPH)
         if graphed:
-            training.replays += 1
-            training.clock.replayed(training.step)
-        elif training.step > 1 and not self._trial.without_graphs:
-            training.report.ran_without_graph(time.perf_counter() - step.began)
-
+            training.step_replayed()
+        else:
+            training.step_ran()
         if training.engine.name == "cuda" and not self.stopped:
             slower = self._trial.step_ended(graphed)
             if slower is not None:
+                before = graphs_apart(True, training.config.backward != "off", self._update_phase is not None)
                 self.stop(Problem(slower))
+                training.on_decision(Switch(training.step, NOTHING, before, slower))
 
     # -- what else loops ask -----------------------------------------------------------------------------
 
@@ -217,7 +225,7 @@ class PhaseRunner:
 
     def take_rest(self) -> float:
         """So many further steps are the loop's own. Those of several processes are not: they exchange gradients."""
-        return math.inf if self.stopped and self._training.program.replication.group is None else 0
+        return math.inf if self.stopped and not self._training.program.replication.shared else 0
 
     @property
     def hopeless(self) -> bool:
@@ -225,16 +233,12 @@ class PhaseRunner:
         run = self._training
         return run.step >= _HOPE and run.reasons > 0 and not run.replays
 
-    def share(self, flag: bool) -> list[bool] | None:
-        """Ranks exchange nothing here."""
-        return None
-
     def stop(self, problem: Problem) -> None:
         """Run every further step without a graph, and say why."""
         self.stopped = True
         self._regions.close()
         self._drop_update()
-        self._training.report.runs_with(Plan())
+        self._training.report.runs_with(NOTHING)
         self._training.note(problem)
 
     def close(self) -> None:
@@ -244,46 +248,27 @@ class PhaseRunner:
         let_go(self._training.engine)
 
 
-_NO_GRAPH = Problem(
+_OTHER_THREAD = Problem(
+    "another thread of this process was in its training step", fix="Start a process for each training"
+)
+
+
+def why_no_phases(program: StepProgram) -> Problem | None:
+    """Why forward and backward of such a step get no graphs."""
+    return program.replication.problem or compiled_part(program.model)
+
+
+def why_update_is_plain(program: StepProgram, preparation: OptimizerPreparation) -> Problem | None:
+    """Why the update of such a step gets no graph."""
+    reason = preparation.reason or program.why_update_stays_outside(preparation)
+    return None if reason is None else Problem(f"the optimizer runs outside of the graph: {reason}")
+
+
+NO_GRAPH = Problem(
     "Dynamo finds no graph of this step that serves the next one: it breaks the graph, or traces it anew in each step",
     fix="TORCH_LOGS=recompiles,graph_breaks says where. A list that the step appends to is a usual cause",
 )
 _TOO_OFTEN = Problem("pygraph-train has failed too often in this training")
-
-
-class _Trial:
-    """Finds out once whether steps are faster without their graphs.
-
-    Attributes:
-        without_graphs: whether the next step runs without graphs, to be timed.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.without_graphs = False
-        self._engine = engine
-        self._steps = 0
-        self._began = self._seconds = 0.0
-
-    def step_ended(self, replayed: bool) -> str | None:
-        """A step has ended. Returns why no further one is to have graphs, None while they may."""
-        if self._steps > _REPLAYS_BEFORE_TRIAL + 2 * _WINDOW or (not replayed and not self.without_graphs):
-            return None
-        self._steps += 1
-        place = self._steps - _REPLAYS_BEFORE_TRIAL
-        if place in (0, _WINDOW, _WINDOW + 1, 2 * _WINDOW + 1):
-            self._engine.synchronize()
-            now = time.perf_counter()
-            seconds, self._began = now - self._began, now
-            if place == _WINDOW:
-                self._seconds, self.without_graphs = seconds, True  # the first one without is not timed
-            elif place == 2 * _WINDOW + 1:
-                self.without_graphs = False
-                if seconds < 0.98 * self._seconds:
-                    return (
-                        f"steps are faster without graphs: {seconds / _WINDOW * 1e3:.2f} instead of "
-                        f"{self._seconds / _WINDOW * 1e3:.2f} ms"
-                    )
-        return None
 
 
 class StepOfPhases:
@@ -295,12 +280,11 @@ class StepOfPhases:
         update_replayed: whether the update did.
     """
 
-    __slots__ = ("_runner", "began", "given_up", "position", "replayed", "update_replayed")
+    __slots__ = ("_runner", "given_up", "position", "replayed", "update_replayed")
 
     def __init__(self, runner: PhaseRunner, position: PositionInAccumulation) -> None:
         self._runner, self.position = runner, position
         self.replayed = self.update_replayed = self.given_up = False
-        self.began = time.perf_counter()
 
     @property
     def graphs_update(self) -> bool:
@@ -319,23 +303,16 @@ class StepOfPhases:
         self._runner.finish(self)
 
 
-Runner = StepRunner | PhaseRunner
-Flight = StepInFlight | StepOfPhases
-
-
 def runner_for(
     program: StepProgram,
     config: PyGraphConfig,
     engine: Engine,
     report: StepReport,
-    steps_left: Callable[[], float | None] = lambda: None,
     *,
-    announce: Callable[[str], None] = lambda text: None,
     on_decision: Callable[[Switch], None] = lambda switch: None,
-) -> Runner:
-    """What makes the steps of a training: a `StepRunner` where Dynamo of this torch can be changed as it needs.
+) -> PhaseRunner:
+    """What makes the steps of a training.
 
-    Args: as the attributes of `TrainingRun`; training that does not end has no number of steps left.
+    Args: as the attributes of `TrainingRun`.
     """
-    kind = PhaseRunner
-    return kind(TrainingRun(program, config, engine, report, steps_left, announce, on_decision))
+    return PhaseRunner(TrainingRun(program, config, engine, report, on_decision))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,16 +12,12 @@ from pygraph_train.torch_private.names import TorchDispatchMode
 
 __all__ = [
     "abandon_pool",
-    "accumulators_of_other_streams",
     "begin_capture",
     "clear_cublas_workspaces",
     "cuda_graph_nodes",
     "current_cuda_stream",
     "driver_version",
     "expandable_segments",
-    "gradient_accumulators",
-    "told_as_capturing",
-    "told_whether_capturing",
 ]
 
 
@@ -65,50 +60,6 @@ def begin_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None) -> 
     """
     with _WithoutGeneratorState():
         graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-
-
-_is_capturing = torch.cuda.is_current_stream_capturing
-
-
-@contextmanager
-def told_as_capturing() -> Iterator[None]:
-    """Code that asks torch whether the current stream is capturing is told that it is (torch 2.11, 2.13)."""
-    stock = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = stock
-
-
-@contextmanager
-def told_whether_capturing() -> Iterator[None]:
-    """Inside of `told_as_capturing`: code is told the truth. Optimizers refuse to step in a capture. (2.11, 2.13)"""
-    told = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = _is_capturing
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = told
-
-
-def gradient_accumulators(leaves: Iterable[torch.Tensor]) -> list[Any]:
-    """What adds to the gradients of these tensors; of the current stream, where it did not exist yet. (2.11, 2.13)"""
-    wanted = [t for t in leaves if t.requires_grad and t.is_leaf and t.is_cuda]
-    return [torch.autograd.graph.get_gradient_edge(t).node for t in wanted]
-
-
-@contextmanager
-def accumulators_of_other_streams() -> Iterator[None]:
-    """Context without the warning that gradients are accumulated in another stream. (2.11, 2.13)"""
-    before = list(warnings.filters)
-    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-    ours = warnings.filters[0]
-    try:
-        yield
-    finally:
-        if ours not in before and ours in warnings.filters:  # the user's own changes stay
-            warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 def current_cuda_stream(device: int) -> int:

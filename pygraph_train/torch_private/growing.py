@@ -1,11 +1,15 @@
 """An extension of Dynamo: lists that grow from step to step stay out of the graph, and no guard looks at their length.
 
 Dynamo guards the length of each list that outlives a step, so `losses.append(loss)` would be traced anew in every step.
-It breaks the graph at such a list instead, and Python appends. (2.11 to 2.15)
+It breaks the graph at such a list instead, and Python appends. So it does at generators of `random`, of which it would
+draw once (2.11 to 2.14). A float64 of NumPy counts as the float that it is: Dynamo would make a tensor of it, whose
+type the loss would get. (2.11 to 2.15)
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,20 +39,28 @@ class Growing:
     @contextmanager
     def left_to_python(self) -> Iterator[None]:
         """Around a trace."""
+        from torch._dynamo.guards import GuardBuilder
         from torch._dynamo.variables import UserDefinedObjectVariable
-        from torch._dynamo.variables.builder import GuardBuilder, VariableBuilder
+        from torch._dynamo.variables.builder import VariableBuilder
 
-        table = VariableBuilder._type_dispatch()
-        stock = {kind: table[kind] for kind in (list, deque) if kind in table}
+        table: dict[Any, Any] = VariableBuilder._type_dispatch()
+        stock: dict[Any, Any] = {kind: table[kind] for kind in (list, deque) if kind in table}
 
-        def wrapped(builder: Any, value: Any) -> Any:
-            if not self.grows(value):
-                return stock[type(value)](builder, value)
+        def left(builder: Any, value: Any) -> Any:
             builder.install_guards(GuardBuilder.TYPE_MATCH)
             return UserDefinedObjectVariable(value, source=builder.source)
 
+        def wrapped(builder: Any, value: Any) -> Any:
+            return left(builder, value) if self.grows(value) else stock[type(value)](builder, value)
+
         table.update(dict.fromkeys(stock, wrapped))
+        table[random.Random] = left
+        if (numpy := sys.modules.get("numpy")) is not None:
+            table[numpy.float64] = lambda builder, value: builder.wrap_symfloat(float(value))
         try:
             yield
         finally:
             table.update(stock)
+            del table[random.Random]
+            if numpy is not None:
+                del table[numpy.float64]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,12 +16,10 @@ __all__ = [
     "count_optimizer_step",
     "fused_adagrad_on_cuda",
     "optimizer_private_attributes",
-    "optimizer_step_function",
     "optimizer_step_hook_tables",
     "optimizer_step_override",
     "put_scaler_notes_back",
     "restore_optimizer_private_attributes",
-    "runs_step_hooks",
     "scaler_methods",
     "scaler_notes",
     "scaler_tensors",
@@ -42,11 +39,6 @@ def optimizer_step_hook_tables(optimizer: torch.optim.Optimizer) -> tuple[Mappin
         optimizer._optimizer_step_post_hooks,
         module._global_optimizer_post_hooks,
     )
-
-
-def runs_step_hooks(optimizer: Any) -> bool:
-    """Whether it is an optimizer of its own, and no wrapper that lacks the tables (torch 2.11, 2.13)."""
-    return isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def optimizer_step_override(optimizer: torch.optim.Optimizer) -> Any:
@@ -78,19 +70,6 @@ def count_optimizer_step(optimizer: Any) -> None:
     step = vars(optimizer).get("step")
     if step is not None and getattr(step, "_wrapped_by_lr_sched", False):
         optimizer._opt_called = True
-
-
-def optimizer_step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The function that `step()` of its class runs between the hooks of the optimizer (torch 2.11, 2.13)."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "__code__", None) is _hooked_step() else step
-
-
-@functools.cache
-def _hooked_step() -> types.CodeType:
-    hooked: Any = torch.optim.Optimizer.profile_hook_step(_hooked_step)
-    code: types.CodeType = hooked.__code__
-    return code
 
 
 _OPTIMIZER_ATTRIBUTES = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")

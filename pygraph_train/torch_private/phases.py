@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,19 @@ from torch import Tensor
 __all__ = [
     "HigherOrderOperator",
     "accumulation_hooks_of",
+    "accumulation_of",
     "add_all",
     "at_end_of_backward",
+    "aten",
+    "autocast_now",
     "hooks_of",
     "inductor",
+    "is_asked_for",
+    "is_static",
     "present_backward",
+    "reaches",
+    "restoring_modes",
+    "set_grad_mode",
 ]
 
 HigherOrderOperator: Any = torch._ops.HigherOrderOperator
@@ -28,9 +36,46 @@ accumulation_hooks_of: Callable[[Tensor], Any] = operator.attrgetter("_post_accu
 """Hooks that run when a leaf has got its gradient; None or empty without any. (2.11 to 2.15)"""
 
 
+set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+"""What graphs of Dynamo call where a step switches gradients off and on. (2.11 to 2.15)"""
+
+
 def add_all(sums: Sequence[Tensor], more: Sequence[Tensor]) -> None:
     """Add to each of these in place. (2.11 to 2.15)"""
     torch._foreach_add_(list(sums), list(more))
+
+
+def restoring_modes(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph of Dynamo's that leaves no mode behind where an operation of it fails.
+
+    Nodes of the graph begin and end `no_grad`, autocast and the choice of attention's kernels. (2.11 to 2.15)
+    """
+    sdp = torch.backends.cuda
+    kinds = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+
+    def nesting() -> int:
+        torch.autocast_increment_nesting()
+        return int(torch.autocast_decrement_nesting())
+
+    def running(*given: Any) -> Any:
+        gradients, depth = torch.is_grad_enabled(), nesting()
+        casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+        attention = [getattr(sdp, f"{kind}_enabled")() for kind in kinds]
+        try:
+            return run(*given)
+        except BaseException:
+            torch._C._set_grad_enabled(gradients)
+            while nesting() > depth:
+                torch.autocast_decrement_nesting()
+                torch.clear_autocast_cache()
+            for device, enabled, dtype in casts:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+            for kind, enabled in zip(kinds, attention, strict=True):
+                getattr(sdp, f"enable_{kind}")(enabled)
+            raise
+
+    return running
 
 
 def present_backward() -> int:
@@ -38,13 +83,88 @@ def present_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def accumulation_of(leaf: Tensor) -> Any:
+    """The node that adds to the gradient of a leaf. (2.11 to 2.15)"""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def reaches(node: Any, *, asked: bool = False) -> bool:
+    """Whether the present backward runs this node: `autograd.grad` and `backward(inputs=...)` run a part of the graph.
+
+    Args:
+        node: of the graph.
+        asked: the answer for a leaf that `autograd.grad` was asked for. (2.11 to 2.15)
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return asked
+
+
+def is_asked_for(tensor: Tensor) -> bool:
+    """Whether somebody wants the gradient of this result itself, as it is seen in a backward. (2.11 to 2.15)
+
+    Hooks that Fabric registers on results do not count: they look where a backward comes from.
+    """
+    hooks = [getattr(hook, "func", hook) for hook in (hooks_of(tensor) or {}).values()]
+    if tensor.retains_grad or any(not hook.__module__.startswith("lightning.") for hook in hooks):
+        return True
+    node = tensor.grad_fn
+    if node is None or not reaches(node):
+        return False
+    return not any(reaches(behind, asked=True) for behind, _ in node.next_functions if behind is not None)
+
+
+def autocast_now(device: str) -> torch.dtype | None:
+    """What operations of this kind of device compute in under the present autocast, None without one."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have `call` called when the present backward has ended without an exception. (2.11 to 2.15)"""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
-def inductor(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+def is_static(tensor: Tensor) -> bool:
+    """Whether Dynamo has found a tensor in a module, or was told that it keeps its address. (2.11 to 2.15)"""
+    return hasattr(tensor, "_dynamo_static_input_type")
+
+
+def inductor(
+    gm: torch.fx.GraphModule, examples: Sequence[Any], settings: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """A graph of Dynamo's with Inductor's kernels. (2.11 to 2.15)"""
-    compiler: Any = torch._dynamo.lookup_backend("inductor")  # type: ignore[attr-defined]
-    compiled: Callable[..., Any] = compiler(gm, list(examples))
-    return compiled
+    return _compiled("inductor", gm, examples, config_patches=dict(settings or {}))
+
+
+def aten(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    """A graph of Dynamo's as AOTAutograd makes it, with the kernels of eager PyTorch. (2.11 to 2.15)"""
+    return _compiled("aot_eager_default_partitioner", gm, examples)
+
+
+def _compiled(
+    name: str, gm: torch.fx.GraphModule, examples: Sequence[Any], **options: Any
+) -> Callable[..., Any]:
+    """By a backend of torch, with backwards that leave alone what was saved for them."""
+    compiler: Any = torch._dynamo.lookup_backend(name)  # type: ignore[attr-defined]
+    with torch._functorch.config.patch(donated_buffer=False):
+        compiled = compiler(gm, list(examples), **options)
+
+    def run(*given: Any) -> Any:
+        made = compiled(*given)
+        for output in made:
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                _say_nothing_is_donated(output.grad_fn)
+        return made
+
+    return run
+
+
+def _say_nothing_is_donated(node: Any) -> None:
+    """AOTAutograd takes buffers that it was not to look for as donated, and refuses `retain_graph`."""
+    while node is not None:
+        metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+        if metadata is not None:
+            metadata.bw_donated_idxs = []
+            return
+        node = next((further for further, _ in node.next_functions), None)

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import types
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train.boundary import quietly
 from pygraph_train.torch_private.growing import Growing
 
-__all__ = ["CompiledFunction", "untraced"]
+__all__ = [
+    "CompiledFunction",
+    "CompiledModule",
+    "break_graph",
+    "call_of",
+    "compiled_by_user",
+    "left_to_python",
+    "plain_call",
+    "set_call_of",
+    "traces_of_others",
+    "untraced",
+    "without_advice",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,7 +40,11 @@ _SETTINGS: dict[str, Any] = {
     "specialize_float": False,
     "allow_unspec_int_on_nn_module": True,
     "allow_rnn": True,
+    "optimize_ddp": False,  # gradients are exchanged by hooks of autograd, as in plain training
     "trace_numpy": False,  # NumPy computes in other types than its imitation in torch
+    # requires_grad_(), `p.data = p.data[:n]`, and new methods and attributes of a class change no dict of a module
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "use_recursive_dict_tags_for_guards": False,
     "enable_dynamo_decompositions": False,  # `a.add_(b, alpha=c)` is rounded once, not twice
 }
 
@@ -43,28 +63,47 @@ def untraced(fn: F) -> F:
         finally:
             torch._C._dynamo.eval_frame.set_eval_frame(before)
 
-    _outside.add(outside.__code__)
+    _wrappers.add(outside.__code__)  # type: ignore[attr-defined]
     return outside  # type: ignore[return-value]
 
 
-_outside: set[types.CodeType] = set()
+def left_to_python(method: F) -> F:
+    """`method`, which is called by traced frames: Dynamo traces neither it nor what it calls. (2.11 to 2.15)"""
+    _left.add(method.__code__)  # type: ignore[attr-defined]
+    return method
+
+
+def break_graph() -> None:
+    """Have Dynamo, which traces the caller, end its graph here. (2.11 to 2.15)"""
+    torch._dynamo.graph_break()
+
+
+_wrappers: set[types.CodeType] = set()
+_left: set[types.CodeType] = set()
 
 
 @functools.cache
-def _skip_outside() -> None:
-    """Have Dynamo leave the wrappers of `untraced` to Python; they have their code in common."""
+def _tell_dynamo() -> None:
+    """Have Dynamo leave all of these to Python, before anything is compiled: its import takes a second."""
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
     from torch._dynamo.eval_frame import skip_code
+    from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
 
-    for code in _outside:
+    for code in _wrappers:
         skip_code(code)
+    for code in _left:
+        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 
 _MOST_ANEW = 8
 """So often a function whose step raised while it was traced is traced as if it were another one."""
 
 
-def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with code of its own: Dynamo never looks again at code that failed in a trace, on a bad batch as well."""
+def _copied(fn: Callable[..., Any]) -> Any:
+    """A function with code of its own.
+
+    Dynamo never looks again at code that failed in a trace, on a bad batch as well, or that many models have shared.
+    """
     if isinstance(fn, types.MethodType):
         return types.MethodType(_copied(fn.__func__), fn.__self__)
     if not isinstance(fn, types.FunctionType):
@@ -76,12 +115,21 @@ def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+def _held_weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that does not keep its owner: Dynamo keeps all backends."""
+    method = isinstance(backend, types.MethodType)
+    found: Any = weakref.WeakMethod(backend) if method else weakref.ref(backend)
+    return lambda gm, examples: found()(gm, examples)
+
+
 class _Here(threading.local):
-    """Of this thread: the functions of ours that are called, and what a trace in the present call has set."""
+    """Of this thread: the functions of ours that are called, what a trace in the present call has set, and traces of
+    what the user compiled."""
 
     def __init__(self) -> None:
         self.called: list[CompiledFunction] = []
         self.settings: ExitStack | None = None
+        self.others = 0
 
 
 _here = _Here()
@@ -89,13 +137,39 @@ _here = _Here()
 
 def _trace_begins(*_: Any) -> None:
     """A trace begins in this thread: if a function of ours is called, it gets our settings until the call ends."""
-    if _here.called and _here.settings is None:
+    if not _here.called:
+        _here.others += 1
+    elif _here.settings is None:
         import torch._dynamo.config as config
 
         known = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
         _here.settings = settings = ExitStack()
         settings.enter_context(config.patch(known))
+        quietly(lambda: settings.enter_context(without_advice()))
         quietly(lambda: settings.enter_context(_here.called[-1].growing.left_to_python()))
+
+
+_ADVICE = "Dynamo does not know how to trace|Dynamo detected a call to a `functools.lru_cache`"
+_LOGGERS = ("torch._dynamo.convert_frame", "torch._dynamo.variables.tensor", "torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Around a trace: Dynamo tells a loop that never asked for it neither of graph breaks nor of operations that fail.
+
+    Who asks for its logs gets all of them.
+    """
+    loggers = [log for name in _LOGGERS if not (log := logging.getLogger(name)).isEnabledFor(logging.DEBUG)]
+    before = [log.disabled for log in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ADVICE)
+        for log in loggers:
+            log.disabled = True
+        try:
+            yield
+        finally:
+            for log, disabled in zip(loggers, before, strict=True):
+                log.disabled = disabled
 
 
 def _listen() -> None:
@@ -106,35 +180,104 @@ def _listen() -> None:
         callback_handler.register_start_callback(_trace_begins)
 
 
+def traces_of_others() -> int:
+    """How often Dynamo has traced in this thread what the user compiled, as far as it was listened to."""
+    _listen()
+    return _here.others
+
+
 class CompiledFunction:
     """A function that `torch.compile` has prepared.
 
     Args:
         fn: the user's.
-        backend: gets each graph.
+        backend: gets each graph. It is not kept alive.
+        **options: further ones of `torch.compile`.
     """
 
-    def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> None:
         self.fn = fn
         self.growing = Growing()
-        self._backend, self._anew = backend, 0
-        _skip_outside()
-        self._compiled = torch.compile(fn, backend=backend)
+        self._backend, self._options, self._anew = _held_weakly(backend), options, 0
+        quietly(_tell_dynamo)
+        self._compile(_copied(fn))
+
+    def _compile(self, fn: Callable[..., Any]) -> None:
+        self._compiled: Callable[..., Any] = torch.compile(fn, backend=self._backend, **self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it. Hot path."""
         _listen()
         here = _here
         here.called.append(self)
+        graded = torch.is_grad_enabled()
         try:
             return self._compiled(*args, **kwargs)
         except BaseException:
+            torch.set_grad_enabled(graded)  # a graph that switches it and raises leaves it switched
             if here.settings is not None and self._anew < _MOST_ANEW:
                 self._anew += 1
-                self._compiled = torch.compile(_copied(self.fn), backend=self._backend)
+                self._compile(_copied(self.fn))
             raise
         finally:
             here.called.pop()
             if here.settings is not None and not here.called:
                 settings, here.settings = here.settings, None
                 settings.close()
+
+
+class CompiledModule(CompiledFunction):
+    """Hooks and forward of modules, with a code object of its own: Dynamo counts traces for each code object.
+
+    It is called with the module, its arguments and its keyword arguments. Inside of DistributedDataParallel its graph
+    is not split by buckets, which Dynamo refuses for small ones. (2.11 to 2.15)
+
+    Args:
+        backend, **options: see `CompiledFunction`.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it. Hot path."""
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is None:
+            return super().__call__(*args, **kwargs)
+        DistributedDataParallel._active_ddp_module = None
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            DistributedDataParallel._active_ddp_module = wrapper
+
+    def __init__(self, backend: Callable[..., Any], **options: Any) -> None:
+        super().__init__(plain_call, backend, **options)
+
+    def _compile(self, fn: Callable[..., Any]) -> None:
+        weakref.finalize(self, _forget, fn.__code__).atexit = False
+        super()._compile(fn)
+
+
+def plain_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run hooks and forward of a module. (2.11 to 2.15)"""
+    return module._call_impl(*args, **kwargs)
+
+
+def _forget(code: types.CodeType) -> None:
+    """Release what Dynamo holds for a code object. (2.11 to 2.15)"""
+    torch._C._dynamo.eval_frame.reset_code(code)
+
+
+def call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What a call of `module` runs instead of its hooks and forward, as `Module.compile` sets it. (2.11 to 2.15)"""
+    return module._compiled_call_impl
+
+
+def set_call_of(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have calls of `module` run `call`; None undoes it. (2.11 to 2.15)"""
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)  # the class has None
+    else:
+        module.__dict__["_compiled_call_impl"] = call
+
+
+def compiled_by_user(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` made it of another module, or prepared its calls. (2.11 to 2.15)"""
+    return isinstance(module, torch._dynamo.OptimizedModule) or call_of(module) is not None

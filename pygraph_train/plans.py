@@ -1,0 +1,60 @@
+"""Phases and plans: what of a step runs from a graph. All of it is data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+__all__ = ["NOTHING", "SEPARATE", "Phase", "Plan", "Switch", "graphs_apart"]
+
+
+class Phase(str, Enum):
+    """A part of a training step. Clipping and the scaler's update belong to the optimizer phase."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    OPTIMIZER = "O"
+
+    __hash__ = str.__hash__  # that of `Enum` is written in Python, and each step is counted by its plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which phases run from a graph of their own.
+
+    Prints as `{F} {B} {O}` (each has a graph), `{F} {B} O` (the optimizer runs without one), `F B O` (no graph).
+    """
+
+    graphs: tuple[Phase, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join(f"{{{p.value}}}" if p in self.graphs else p.value for p in Phase)
+
+
+@cache
+def graphs_apart(forward: bool, backward: bool, optimizer: bool) -> Plan:
+    """The plan in which each of these phases has a graph of its own."""
+    kept = zip(Phase, (forward, backward, optimizer), strict=True)
+    return Plan(tuple(phase for phase, graphed in kept if graphed))
+
+
+NOTHING = graphs_apart(False, False, False)
+SEPARATE = graphs_apart(True, True, True)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A decision.
+
+    Attributes:
+        step: steps made before it.
+        plan: what runs from now on.
+        before: what ran before.
+        why: one sentence.
+    """
+
+    step: int
+    plan: Plan
+    before: Plan
+    why: str

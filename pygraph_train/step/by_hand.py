@@ -1,0 +1,108 @@
+"""Steps whose function makes its backwards and updates itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pygraph_train.boundary import arranged
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.patches import standing_in
+from pygraph_train.step.loop import Loop
+from pygraph_train.step.results import detached_results
+
+__all__ = ["StepsByHand", "called_parts"]
+
+
+class StepsByHand:
+    """Calls a function as it is written; its modules and its optimizers have graphs of their own.
+
+    Args:
+        fn: makes a whole training step.
+        model: holds all modules of the step.
+        optimizers: all that the function steps.
+        device: of the model.
+        config: options.
+
+    Attributes:
+        loop: of which each call is a step.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
+        config: PyGraphConfig,
+    ) -> None:
+        self._fn, self._optimizers = fn, optimizers
+        self.loop = Loop(config, device)
+        self._graphs: list[OptimizerGraph] = []
+        arranged(lambda: self._take(model), self.loop.report.failed)
+
+    def _take(self, model: nn.Module) -> None:
+        loop = self.loop
+        if not loop.active:
+            return
+        for module in called_parts(model):
+            loop.take_module(module)
+        for optimizer in self._optimizers:
+            graph = loop.take_optimizer(optimizer)
+            if graph is not None:
+                self._graphs.append(graph)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make one step."""
+        with standing_in([(graph.optimizer, "step", self._stepping(graph)) for graph in self._graphs]):
+            result = self._fn(*args, **kwargs)
+        self.loop.step_ended()
+        return detached_results(result)
+
+    def _stepping(self, graph: OptimizerGraph) -> Callable[..., Any]:
+        """In the place of an optimizer's `step`, which is there again while a step is made."""
+        optimizer, loop = graph.optimizer, self.loop
+        stock, own = optimizer.step, vars(optimizer).get("step")
+
+        def step(closure: Any = None) -> Any:
+            if closure is not None:
+                return stock(closure)
+            routed = vars(optimizer).pop("step")
+            if own is not None:
+                vars(optimizer)["step"] = own
+            try:
+                return loop.update(graph, stock)
+            finally:
+                vars(optimizer)["step"] = routed
+
+        return step
+
+    def close(self) -> None:
+        """Release all graphs."""
+        self._graphs.clear()
+        self.loop.release()
+
+
+def called_parts(module: nn.Module, base: type[nn.Module] = nn.Module) -> Iterator[nn.Module]:
+    """What a step may call: the module, where it has a forward, and its parts. Nested calls are one region.
+
+    Args:
+        module: holds all modules of the step.
+        base: a class that has no forward of its own to call.
+    """
+    if type(module).forward is not base.forward:
+        yield module
+    yield from _parts(module)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules directly inside of one that hold parameters, and those inside of lists and dicts of modules."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:  # nobody calls a list or a dict
+            yield from _parts(child)
+        elif any(True for _ in child.parameters()):
+            yield child

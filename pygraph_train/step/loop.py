@@ -1,0 +1,382 @@
+"""A training loop that the user wrote: forwards and backwards of its modules, and steps of its optimizers, from graphs.
+
+What loops of Accelerate, Fabric, the transformers Trainer and manual optimization share. Nothing here knows them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pygraph_train.boundary import SETTING_UP, Boundary, arranged, done, once, quietly, surely
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.graphs import Engine, make_engine
+from pygraph_train.graphs.devices import let_go
+from pygraph_train.optimizers.graph import OptimizerGraph
+from pygraph_train.parallel.replication import replication_of
+from pygraph_train.plans import graphs_apart
+from pygraph_train.problems import Problem, PyGraphError
+from pygraph_train.report.announcements import (
+    FORWARD_IS_OFF,
+    NO_DEVICE,
+    graphs_are_off,
+    switched_off,
+    tell_why_off,
+)
+from pygraph_train.report.loop_report import LoopReport
+from pygraph_train.report.step_report import CaptureRecord, Fallback
+from pygraph_train.step.living import Living
+from pygraph_train.step.module_call import ModuleCall, compiled_part
+from pygraph_train.step.rounds import Rounds
+from pygraph_train.step.trial import Trial
+
+__all__ = ["Loop"]
+
+log = logging.getLogger("pygraph_train")
+
+
+_PATIENCE = 20
+"""Steps without a graph of forward and backward, and without a reason, after which one is given."""
+
+_HOPE = 60
+"""Steps in which modules were called and no graph came, after which no further call is looked at."""
+
+
+class Loop:
+    """Everything that was taken over from one loop, and given back by `release`.
+
+    Modules and optimizers go when the loop's owner lets go of them, as those of each fold do in a cross-validation:
+    they hold what was made for them.
+
+    Args:
+        config: options.
+        device: of the models.
+        refused: why nothing of this loop can be graphed, None when nothing speaks against it.
+
+    Attributes:
+        over: whether nothing of this loop can have a graph any more.
+
+    Raises:
+        ValueError: the engine asked for cannot work on that device.
+    """
+
+    def __init__(self, config: PyGraphConfig, device: torch.device, refused: Problem | None = None) -> None:
+        self.config = config
+        self.report = surely(LoopReport, SETTING_UP)
+        self.boundary = Boundary(self._failed, self.release)
+        self._taken: Living[nn.Module] = Living()
+        self._calls: Living[ModuleCall] = Living()
+        self._optimizers: Living[OptimizerGraph] = Living()
+        self._rounds = Rounds(self._optimizers)
+        self._kept: list[OptimizerGraph] = []  # those that their optimizers cannot hold
+        self._engine: Engine | None = None
+        self._trial: Trial | None = None
+        self._steps = self._silent = 0
+        self._last: float | None = None
+        self._replayed: list[bool] = []  # for each update of the present step
+        self.over = False
+        self._counts_steps, self._within = True, False
+        self.active = False
+        self.why_off = NO_DEVICE  # where there is no engine
+        if switched_off() or config.engine == "off":
+            self.report.note(graphs_are_off("training runs as you wrote it"))
+            tell_why_off(config)
+            return
+        if arranged(lambda: self._start(config, device, refused), self._failed) is None:
+            self.active, self._engine = False, None
+
+    def _start(self, config: PyGraphConfig, device: torch.device, refused: Problem | None) -> bool:
+        self._engine = make_engine(config.engine, device)
+        if self._engine is None:
+            self.report.note(NO_DEVICE)
+            tell_why_off(config)
+            return True
+        if refused is not None:
+            self.refuse(refused.reason, refused.fix)
+            if config.on_failure == "raise":
+                raise PyGraphError(str(refused))
+            self._engine = None
+            self.why_off = str(refused)
+            return True
+        self.active = True
+        self.report.began(self._engine.name)
+        if self._engine.name == "cuda":
+            self._trial = Trial(self._engine, self.report.timed)
+        return True
+
+    # -- taking over --------------------------------------------------------------------------------
+
+    def take_module(
+        self,
+        module: nn.Module,
+        *,
+        within: nn.Module | None = None,
+        compiled: bool = False,
+        **compile_options: Any,
+    ) -> None:
+        """Run forward and backward of a module from graphs, where nothing speaks against it.
+
+        Args:
+            module: whose calls are taken over.
+            within: what holds it, if that is a wrapper for several processes.
+            compiled: whether Inductor's kernels were asked for.
+            **compile_options: further arguments of `torch.compile`.
+        """
+        arranged(lambda: self._take_module(module, within or module, compiled, compile_options), self._failed)
+
+    def _take_module(
+        self, module: nn.Module, wrapper: nn.Module, compiled: bool, options: dict[str, Any]
+    ) -> None:
+        engine, config = self._engine, self.config
+        if isinstance(
+            module, DistributedDataParallel
+        ):  # its forward exchanges buffers, and calls the module inside
+            module = module.module
+        if not self.active or engine is None or any(taken is module for taken in self._taken):
+            return
+        replication = replication_of(wrapper)
+        problem = replication.problem or compiled_part(module)
+        if config.forward == "off":
+            self.report.note(FORWARD_IS_OFF)
+        elif problem is not None:
+            self.refuse(problem.reason, problem.fix)
+        else:
+            self.over = False
+            if compiled:
+                config = dataclasses.replace(config, compile=True)
+            self._taken.add(module)
+            given = module, engine, config, self.boundary, self._tell
+            self._calls.add(ModuleCall(*given, delivers=not replication.shared, **options))
+
+    def take_optimizer(
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
+    ) -> OptimizerGraph | None:
+        """A graph for the optimizer's step; None where graphs are off."""
+        if self._engine is None:
+            return None
+        engine = self._engine
+        return arranged(lambda: self._take_optimizer(optimizer, engine, scaler), self._failed)
+
+    def _take_optimizer(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, scaler: torch.amp.GradScaler | None
+    ) -> OptimizerGraph:
+        graph = self._graph_of(optimizer, engine, scaler)
+        self._rounds.begin_anew()
+        self._optimizers.add(graph)
+        self.over = False
+        return graph
+
+    def _graph_of(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, scaler: torch.amp.GradScaler | None
+    ) -> OptimizerGraph:
+        graph = OptimizerGraph(optimizer, engine, self.config, self.report, scaler)
+        if not graph.lives_with_its_optimizer():
+            self._kept.append(graph)
+        return graph
+
+    def take_other_optimizer(
+        self,
+        graph: OptimizerGraph,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> OptimizerGraph | None:
+        """Another optimizer takes the place of the one that a graph is for. Where graphs are off, there is none."""
+        if self._engine is None or graph not in self._optimizers:
+            return None
+        graph.close()
+        self._kept = [kept for kept in self._kept if kept is not graph]
+        other = self._graph_of(optimizer, self._engine, scaler)
+        self._rounds.begin_anew()
+        self._optimizers.replace(graph, other)
+        self.over = False
+        return other
+
+    def give_up_optimizer(self, optimizer: torch.optim.Optimizer, to: object) -> None:
+        """Something else graphs this optimizer's step from now on. It exists for as long as the optimizer does."""
+        self._rounds.begin_anew()
+        for graph in self._optimizers:
+            if graph.optimizer is optimizer:
+                graph.suspend(to)
+
+    def take_back_optimizer(self, optimizer: torch.optim.Optimizer, giver: object) -> None:
+        """One that graphed it does so no longer; the loop does again where no other one is left."""
+        self._rounds.begin_anew()
+        for graph in self._optimizers:
+            if graph.optimizer is optimizer:
+                graph.resume(giver)
+
+    def refuse(self, reason: str, fix: str = "") -> None:
+        """Note why something runs without a graph."""
+        self.report.fell_back(Fallback(reason, None, fix, self._steps))
+
+    def release(self) -> None:
+        """Give modules and optimizers back as they were, and release all graphs. The report stays."""
+        engine = self._engine
+        quietly(*[call.remove for call in self._calls], *[graph.close for graph in self._optimizers])
+        if engine is not None:
+            quietly(lambda: let_go(engine))
+        quietly(self._taken.clear, self._calls.clear, self._optimizers.clear)
+        self._kept.clear()
+        self._last = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, modules run as they are, and steps are counted elsewhere: something else traces or captures them."""
+        before, self._counts_steps = self._counts_steps, False
+        calls = [(call, call.paused) for call in self._calls]
+        for call, _ in calls:
+            call.paused = True
+        try:
+            yield
+        finally:
+            self._counts_steps = before
+            for call, was_paused in calls:
+                call.paused = was_paused
+
+    # -- while training -----------------------------------------------------------------------------
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Around a call that is one training step, or one micro-batch of it."""
+        before, self._within = self._within, True
+        try:
+            yield
+        finally:
+            self._within = before
+        if self.active:
+            self.step_ended()
+
+    def step(self, graph: OptimizerGraph | None, body: Callable[[], None], constants: Any = ()) -> None:
+        """Make the step of one optimizer, and count it: one round of all optimizers is one training step."""
+        if graph is None:
+            return body()
+        if self.over:
+            return self._step(graph, body, constants)
+        made = once(body)
+        self.boundary.make(lambda: self._step(graph, made, constants), made)
+
+    def _step(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
+        if self.over:
+            body()
+            if self._rounds.ends_with(graph):
+                self._steps += 1
+                self.report.step_began()
+            return
+        self.update(graph, body, constants)
+        done(None)
+        if self._counts_steps and not self._within and self._rounds.ends_with(graph):
+            self.step_ended()
+
+    def update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any = ()) -> None:
+        """Make the step of one optimizer, in a training step that ends with `step_ended`."""
+        made = once(body)
+        self.boundary.make(lambda: self._update(graph, made, constants), made)
+
+    def _update(self, graph: OptimizerGraph, body: Callable[[], None], constants: Any) -> None:
+        graph.run(body, constants)
+        if self._counts_steps and not graph.suspended:
+            self._replayed.append(graph.replayed)
+
+    def step_ended(self) -> None:
+        """Count a training step, in which any number of optimizers made any number of steps.
+
+        While no optimizer was taken over nobody knows whether the step made an update.
+        """
+        self.boundary.make(self._end_step, lambda: None)
+
+    def _end_step(self) -> None:
+        replayed, self._replayed = self._replayed, []
+        updated = bool(replayed) or not self._optimizers
+        self._count(all(replayed) and bool(replayed), updated)
+
+    def _count(self, updates: bool, updated: bool) -> None:
+        """Count a training step.
+
+        Args:
+            updates: whether it had updates, and all of them were replayed.
+            updated: whether it had updates, as far as one knows.
+        """
+        report, now, config = self.report, time.perf_counter(), self.config
+        self._steps += 1
+        report.step_began()
+        regions = [call.regions for call in self._calls]
+        replays, plain = sum(r.replays for r in regions), sum(r.plain for r in regions)
+        graphed = replays > 0 and not plain
+        for r in regions:
+            r.replays = r.plain = 0
+            if r.recorded:
+                report.captured(CaptureRecord("{F} {B}", r.seconds, -1, False, self._steps))
+                r.recorded, r.seconds = 0, 0.0
+        report.step_ended(
+            graphs_apart(graphed, graphed and config.backward != "off", updates), updated=updated
+        )
+        if regions and self._trial is not None:
+            self._try(self._trial, graphed)
+        self._silent = 0 if replays or not regions else self._silent + 1
+        if self._silent == _PATIENCE + config.warmup_steps and not report.fallbacks:
+            self._break_silence(called=plain > 0)
+        elif self._silent >= _HOPE and plain:
+            self._remove_modules()
+        if not graphed or updates != updated:
+            self._last = None
+            return
+        interval = None if self._last is None else now - self._last
+        report.replayed(self._steps, since_start=now - report.started, interval=interval)
+        self._last = now
+
+    def _try(self, trial: Trial, graphed: bool) -> None:
+        """Time steps with graphs of forward and backward, and without them, once."""
+        before = trial.without_graphs
+        slower = trial.step_ended(graphed)
+        if trial.without_graphs != before:
+            for call in self._calls:
+                call.paused = trial.without_graphs
+        if slower is not None:
+            self._tell(Problem(slower))
+            self._remove_modules()
+
+    def _remove_modules(self) -> None:
+        """Modules run as they are from now on."""
+        for call in self._calls:
+            call.remove()
+        self._calls.clear()
+        graphs = self._optimizers
+        self.over = bool(graphs) and all(g.over and not g.suspended for g in graphs)
+
+    def _break_silence(self, *, called: bool) -> None:
+        """No graph of forward and backward came for a long time, and nothing has said why."""
+        names = ", ".join(call.name for call in self._calls)
+        if called:
+            self._tell(
+                Problem(
+                    f"{names}: Dynamo finds no graph that serves the next call: it breaks the graph, or traces it anew "
+                    "in each step",
+                    fix="TORCH_LOGS=recompiles,graph_breaks says where",
+                )
+            )
+        else:
+            self._tell(
+                Problem(
+                    f"forward and backward get no graphs: in {self._silent} steps the loop did not call {names} with "
+                    "gradients",
+                    fix="Call the module itself, as in module(x), instead of a method of the module",
+                )
+            )
+
+    def _failed(self, problem: Problem) -> None:
+        """The library has failed in itself."""
+        self.refuse(problem.reason, problem.fix)
+
+    def _tell(self, problem: Problem) -> None:
+        if self.report.fell_back(Fallback(problem.reason, problem.where, problem.fix, self._steps)):
+            log.info("pygraph: %s", problem)
+        if self.config.on_failure == "raise":
+            raise PyGraphError(str(problem))

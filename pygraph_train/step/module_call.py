@@ -1,0 +1,139 @@
+"""Calls of a module in a loop that the user wrote: its graphs are replayed, forward and backward each in its time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pygraph_train.boundary import FORWARD, Boundary, done, executes, quietly
+from pygraph_train.config import PyGraphConfig
+from pygraph_train.core.region import PhaseRegions
+from pygraph_train.graphs.engine import Engine
+from pygraph_train.problems import Problem
+from pygraph_train.step.outside import around_the_step, uninitialized
+from pygraph_train.torch_private.autograd import is_transformed
+from pygraph_train.torch_private.stock_dynamo import (
+    CompiledModule,
+    call_of,
+    compiled_by_user,
+    plain_call,
+    set_call_of,
+    traces_of_others,
+)
+
+__all__ = ["COMPILED_PART", "ModuleCall", "compiled_part"]
+
+COMPILED_PART = Problem(
+    "a part of the model is compiled by torch.compile, and graphs would hold other kernels than it has",
+    fix="Pass the model without torch.compile, and compile=True to pygraph-train: graphs hold Inductor's kernels then",
+)
+
+
+def compiled_part(module: nn.Module) -> Problem | None:
+    """Why a module that the user compiled, or a part of it, has no graphs."""
+    if any(compiled_by_user(m) and not isinstance(call_of(m), ModuleCall) for m in module.modules()):
+        return COMPILED_PART
+    return None
+
+
+class ModuleCall:
+    """Calls a module through `torch.compile` while gradients are wanted, and as it is otherwise.
+
+    The module stays the object that the user made, and holds this object: both go when nobody else needs the module.
+
+    Args:
+        module: called like this from now on, until `remove`.
+        engine: where graphs are made.
+        config: options.
+        boundary: of the loop.
+        tell: called with each reason against a graph.
+        delivers: see `PhaseRegions`.
+        **compile_options: further arguments of `torch.compile`.
+
+    Attributes:
+        regions: the graphs.
+        paused: whether calls run the module as it is for now.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Engine,
+        config: PyGraphConfig,
+        boundary: Boundary,
+        tell: Callable[[Problem], object],
+        *,
+        delivers: bool = True,
+        **compile_options: Any,
+    ) -> None:
+        self._module = module
+        self._boundary, self._tell = boundary, tell
+        known = weakref.ref(module)  # graphs are held by Dynamo, and must not hold the module
+        self.regions = PhaseRegions(
+            engine, config, lambda: _tensors(known()), tell, delivers=delivers, leads=True
+        )
+        self._compiled = CompiledModule(self.regions, **compile_options)
+        self._called = self._initialized = self.paused = False
+        set_call_of(module, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module. Hot path."""
+        if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return plain_call(self._module, args, kwargs)
+        return self._boundary.make(self._make, self._plainly, args, kwargs)
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call, in which caches of the user's code fill, and parts that the user compiled are traced."""
+        before, self._called = traces_of_others(), True
+        made = done(self._plainly(args, kwargs))
+        if traces_of_others() != before:
+            self._tell(COMPILED_PART)
+            self.remove()
+        return made
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._called:
+            return self._first(args, kwargs)
+        if not self._may_replay():
+            return done(self._plainly(args, kwargs))
+        executes(FORWARD)
+        return done(self._compiled(self._module, args, kwargs))
+
+    def _may_replay(self) -> bool:
+        if not self._initialized:
+            self._initialized = uninitialized(self._module) is None
+        if not self._initialized or is_transformed():
+            return False
+        problem = next(around_the_step(), None)
+        if problem is not None:
+            self._tell(problem)
+        return problem is None
+
+    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.regions.plain += 1
+        executes(FORWARD)
+        return plain_call(self._module, args, kwargs)
+
+    @property
+    def called(self) -> bool:
+        """Whether the module was called while gradients were wanted."""
+        return self._called
+
+    @property
+    def name(self) -> str:
+        """Of the module's class."""
+        return type(self._module).__name__
+
+    def remove(self) -> None:
+        """Release all graphs, and give the module back as it was."""
+        quietly(self.regions.close)
+        if call_of(self._module) is self:
+            set_call_of(self._module, None)
+
+
+def _tensors(module: nn.Module | None) -> list[Tensor]:
+    return [] if module is None else [*module.parameters(), *module.buffers()]
