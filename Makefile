@@ -70,7 +70,8 @@ missing-names: $(READY) ## train without each private name of torch in turn, whi
 docs: $(DOCS_VENV)/.installed ## the site of the documents, in build/site (fails on a warning)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
-gpu-test: $(READY) ## the tests that need a CUDA device
+gpu-test: $(READY) ## the contract with CUDA graphs, and the tests that need a GPU
+	PYGRAPH_CONTRACT_DEVICE=cuda $(PY) -m pytest -m "not slow" tests/contract --ignore tests/contract/test_two_ranks.py $(ARGS)
 	$(PY) -m pytest tests/gpu $(ARGS)
 
 hunt: $(READY) ## thousands of generated training runs, with and without the library (ARGS="--cases 5000 --seed 1")

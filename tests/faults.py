@@ -7,26 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from pygraph_train.gradients import of_steps
-from pygraph_train.gradients.of_steps import Gradients
+from pygraph_train.core import node
+from pygraph_train.core.node import Delivery
+from pygraph_train.core.numbers import Numbers
+from pygraph_train.core.recording import RecordedRegion
+from pygraph_train.core.region import PhaseRegion
 from pygraph_train.graphs.cuda import CudaEngine
-from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph, is_capturing
+from pygraph_train.graphs.emulated import EmulatedEngine, EmulatedGraph
 from pygraph_train.graphs.engine import CaptureError
 from pygraph_train.optimizers import preparation
 from pygraph_train.optimizers.numbers import LiveNumbers, NumberPlace
 from pygraph_train.optimizers.preparation import OptimizerPreparation
-from pygraph_train.regions.region_capture import RegionCapture
-from pygraph_train.step import capturing, lookup, variants
-from pygraph_train.step.inputs import StaticInputs
-from pygraph_train.step.outputs import Outputs
-from pygraph_train.step.rebinding import Moves
-from pygraph_train.tracing import watch
-from pygraph_train.tracing.host_draws import Ahead
-from pygraph_train.tracing.looking_ahead import LookingAhead
-from pygraph_train.tracing.stillness import _Way
-from pygraph_train.tracing.trace import Trace
-from pygraph_train.tracing.watch import ModuleWatch
+from pygraph_train.putting_back import ScratchState
 from pygraph_train.verification import Fingerprint, PlainRuns
 
 __all__ = ["FAULTS", "Plant", "nothing_compares_equal", "nothing_is_captured", "replays_are_wrong"]
@@ -55,20 +49,19 @@ def nothing_compares_equal(patch: pytest.MonkeyPatch) -> None:
 
 
 def replays_are_wrong(patch: pytest.MonkeyPatch) -> None:
-    """Let replays of whole steps compute with another first row than that of the batch, from the first one on."""
-    replay = EmulatedGraph.replay
-    load, filled = StaticInputs.load, []
+    """Let replays of forwards compute with another first row than that of the batch, from the first one on."""
+    replay, load, filled = EmulatedGraph.replay, RecordedRegion._load, []
 
-    def noting(self: StaticInputs, leaves: Sequence[Any]) -> None:
-        load(self, leaves)
-        filled[:] = [tensor for tensor in self.tensors if tensor.is_floating_point()]
+    def noting(self: RecordedRegion, given: Sequence[Any]) -> None:
+        load(self, given)
+        filled[:] = [target for target in self._targets if target.is_floating_point()]
 
     def wrong(self: EmulatedGraph) -> None:
-        for tensor in filled:
-            tensor[0].mul_(2.0)
+        for target in filled:
+            target.detach()[0].mul_(2.0)
         replay(self)
 
-    patch.setattr(StaticInputs, "load", noting)
+    patch.setattr(RecordedRegion, "_load", noting)
     patch.setattr(EmulatedGraph, "replay", wrong)
 
 
@@ -77,60 +70,54 @@ def _constant(owner: Any, name: str, value: Any) -> Plant:
     return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: value)
 
 
-def _everywhere(name: str, value: Any, *modules: Any) -> Plant:
-    """The same, for a function that several modules have imported."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        for module in modules:
-            _constant(module, name, value)(patch)
-
-    return plant
-
-
 def _forgets_the_last_tensor(patch: pytest.MonkeyPatch) -> None:
-    def load(self: StaticInputs, leaves: Sequence[Any]) -> None:
-        for tensor, index in list(zip(self.tensors, self._index, strict=True))[:-1]:
-            tensor.copy_(leaves[index])
+    def load(self: RecordedRegion, given: Sequence[Any]) -> None:
+        for i in self._moving[:-1] if self.generation else self._moving:
+            self._static[i].data.copy_(given[i].detach())
 
-    patch.setattr(StaticInputs, "load", load)
+    patch.setattr(RecordedRegion, "_load", load)
 
 
 def _results_in_the_memory_of_the_graph(patch: pytest.MonkeyPatch) -> None:
-    call = Outputs.__call__
+    forward = RecordedRegion.replay_forward
 
-    def without_copies(self: Outputs, leaves: Sequence[Any]) -> Any:
+    def without_copies(self: RecordedRegion, given: Sequence[Any], token: Any) -> tuple[Any, ...]:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(torch.Tensor, "clone", torch.Tensor.detach)
-            return call(self, leaves)
+            return forward(self, given, token)
 
-    patch.setattr(Outputs, "__call__", without_copies)
+    patch.setattr(RecordedRegion, "replay_forward", without_copies)
 
 
 def _absent_gradients_are_zero(patch: pytest.MonkeyPatch) -> None:
-    after = Gradients.after_replay
+    deliver = Delivery._deliver
 
-    def with_zeros(self: Gradients) -> None:
-        after(self)
-        for p in self.parameters:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    def with_zeros(self: Delivery, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+        pairs = zip(parameters, found, strict=True)
+        deliver(self, parameters, [torch.zeros_like(p) if g is None else g for p, g in pairs])
 
-    patch.setattr(Gradients, "after_replay", with_zeros)
+    patch.setattr(Delivery, "_deliver", with_zeros)
 
 
 def _memory_of_parameters_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("pygraph_train.tracing.trace.writes_to_inputs", lambda graph: [])
-    patch.setattr(Moves, "found", lambda self: [])
+    """A parameter whose memory was replaced is taken for the one that was recorded."""
+
+    def objects(self: PhaseRegion, given: Sequence[Any]) -> list[Any]:
+        return [id(given[i]) for i in self._positions]
+
+    patch.setattr(PhaseRegion, "_identity", objects)
 
 
-def _gradients_pile_up_in_graphs(patch: pytest.MonkeyPatch) -> None:
-    """A replay adds to the gradients that the replay before it left."""
+def _inputs_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PhaseRegion, "_identity", lambda self, given: [0 for _ in self._positions])
 
-    def empty(self: Gradients) -> None:
-        for p in self.emptied:
-            if not is_capturing():
-                p.grad = torch.zeros_like(p)
 
-    patch.setattr(Gradients, "empty", empty)
+def _a_backward_overwrites_what_was_delivered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Delivery, "make_way", lambda *args: None)
+
+
+def _gradients_are_not_added_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(node, "add_all", lambda sums, more: None)
 
 
 def _hyperparameters_stay(patch: pytest.MonkeyPatch) -> None:
@@ -143,44 +130,47 @@ def _hyperparameters_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveNumbers, "value", first)
 
 
-def _modules_are_never_looked_at(patch: pytest.MonkeyPatch) -> None:
-    _constant(ModuleWatch, "unchanged", True)(patch)
-    _constant(ModuleWatch, "unchanged_in_still_modules", True)(patch)
+def _numbers_of_the_call_before(patch: pytest.MonkeyPatch) -> None:
+    inputs = Numbers.inputs
+
+    def late(self: Numbers, given: Sequence[Any]) -> Any:
+        now = inputs(self, given)
+        before = vars(self).get("before", now)
+        vars(self)["before"] = now
+        numbers = len(self._slots)
+        kept = len(now[0]) - numbers
+        return [*now[0][:kept], *before[0][kept:]], now[1]
+
+    patch.setattr(Numbers, "inputs", late)
 
 
-def _reads_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    look = LookingAhead.look
-
-    def late(self: LookingAhead, *args: Any) -> Ahead:
-        ahead = look(self, *args)
-        before = vars(self).get("before", ahead)
-        vars(self)["before"] = ahead
-        return before if self.reads else ahead
-
-    patch.setattr(LookingAhead, "look", late)
+def _pending_forwards_share_a_recording(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecordedRegion, "free", property(lambda self: True))
+    patch.setattr(RecordedRegion, "generation", property(lambda self: 1, lambda self, value: None))
 
 
 FAULTS: dict[str, Plant] = {
-    "guards always hold": _constant(Trace, "holds", True),
     "the last tensor of a batch is not copied": _forgets_the_last_tensor,
-    "inputs of regions are not copied": _constant(RegionCapture, "_fill_buffers", None),
-    "learning rates are not copied to the device": _constant(OptimizerPreparation, "sync", None),
-    "gradients pile up in graphs": _gradients_pile_up_in_graphs,
-    "parameters are never looked for elsewhere": _everywhere("same_memory", True, lookup, capturing),
-    "objects are never told apart": _everywhere("identities", b"", of_steps, preparation, variants),
-    "inputs of regions are never looked for elsewhere": _constant(RegionCapture, "fits", True),
-    "modules are never looked at": _modules_are_never_looked_at,
-    "modules are always still": _constant(_Way, "is_as_it_was", True),
+    "numbers are those of the call before": _numbers_of_the_call_before,
+    "parameters and buffers are never looked for elsewhere": _inputs_are_not_looked_at,
+    "`.data = ...` is not noticed": _memory_of_parameters_is_not_looked_at,
+    "batches that a step changes are not written back": lambda patch: patch.setattr(
+        RecordedRegion, "_written_back", property(lambda self: [], lambda self, value: None)
+    ),
+    "a recording leaves its traces": _constant(ScratchState, "restore", None),
     "results are overwritten by the next replay": _results_in_the_memory_of_the_graph,
+    "pending forwards share a recording": _pending_forwards_share_a_recording,
+    "a backward overwrites gradients that were delivered": _a_backward_overwrites_what_was_delivered,
+    "gradients of several backwards are not added up": _gradients_are_not_added_up,
+    "absent gradients are zero": _absent_gradients_are_zero,
+    "hooks on gradients are not noticed": lambda patch: patch.setattr(
+        PhaseRegion, "_delivered_now", lambda self, given: self._delivered
+    ),
+    "learning rates are not copied to the device": _constant(OptimizerPreparation, "sync", None),
+    "objects of the optimizer are never told apart": lambda patch: patch.setattr(
+        preparation, "identities", lambda objects: b""
+    ),
     "other hyperparameters are baked in": _constant(OptimizerPreparation, "hyperparameters", ()),
     "replays keep the hyperparameters of their capture": _hyperparameters_stay,
     "any difference of a replay counts as noise": _constant(PlainRuns, "refuse", None),
-    "absent gradients are zero": _absent_gradients_are_zero,
-    "`.data = ...` in a step is not noticed": _memory_of_parameters_is_not_looked_at,
-    "shapes and strides of parameters are not looked at": _constant(
-        watch, "tensor_looks", lambda *tensors: True
-    ),
-    "a capture that fails loses gradients": _constant(Gradients, "restore", None),
-    "reads ahead are those of the step before": _reads_of_the_step_before,
-    "hooks on gradients are not noticed": _everywhere("hooked", False, lookup, capturing),
 }

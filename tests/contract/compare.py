@@ -32,13 +32,11 @@ from torch import Tensor, nn
 
 from pygraph_train import GraphedStep, PyGraphConfig, backend
 
-__all__ = ["WHOLE_STEPS", "Run", "compare", "same_as_plain", "whole_steps_only"]
+from .models import DEVICE
 
-WHOLE_STEPS = torch.__version__.startswith(("2.11.", "2.13."))
-"""Whether the library follows training steps on this torch. Where it does not, forward and backward have graphs only
-in what the user compiled with the backend: replays are asked for there, and everything trains the same everywhere."""
+__all__ = ["Run", "compare", "same_as_plain"]
 
-whole_steps_only = pytest.mark.skipif(not WHOLE_STEPS, reason="on this torch no training step is followed")
+ENGINE = "emulated" if DEVICE == "cpu" else "cuda"
 
 
 def same_as_plain(
@@ -104,10 +102,9 @@ def compare(
         assert any(counts.values()) or ours.gives_reasons(), f"nothing says why no graph ran\n{ours}"
         return counts
     assert replays is not None, "say how many steps have to run from graphs at least, or why none has to"
-    if WHOLE_STEPS or not ours.has_steps():
-        least = {"F": replays, "B": replays, "O": replays if updates is None else updates}
-        missing = {phase: count for phase, count in counts.items() if count < least[phase]}
-        assert not missing, f"from graphs ran {missing}, not {least}\n{ours}"
+    least = {"F": replays, "B": replays, "O": replays if updates is None else updates}
+    missing = {phase: count for phase, count in counts.items() if count < least[phase]}
+    assert not missing, f"from graphs ran {missing}, not {least}\n{ours}"
     return counts
 
 
@@ -123,7 +120,7 @@ class Run:
 
     def __init__(self, name: str, folder: Path | None, config: Mapping[str, Any]) -> None:
         self.ours = name == "ours"
-        self.config = PyGraphConfig(**{"engine": "emulated", "warmup_steps": 2, **config})
+        self.config = PyGraphConfig(**{"engine": ENGINE, "warmup_steps": 2, **config})
         self._folder = None if folder is None else folder / name
         self.seen: list[tuple[str, Any]] = []
         self._watched: list[Any] = []
@@ -194,10 +191,6 @@ class Run:
         """Count what a report tells at the end of the run."""
         self._reports.append(report)
 
-    def has_steps(self) -> bool:
-        """Whether reports are of training steps, and not of the backend alone."""
-        return any("phases_from_graphs" in told for told in self.told)
-
     def from_graphs(self) -> dict[str, int]:
         """Of how many steps a phase ran from graphs; of a compiled model alone, how often."""
         counts = dict.fromkeys("FBO", 0)
@@ -213,7 +206,7 @@ class Run:
     def gives_reasons(self) -> bool:
         """Whether reports say why something did not run from graphs."""
         return any(
-            told.get("fallbacks") or told.get("notes") or any(r["reason"] for r in told["regions"])
+            told.get("fallbacks") or told.get("notes") or any(r["reason"] for r in told.get("regions", ()))
             for told in self.told
         )
 
@@ -222,7 +215,7 @@ class Run:
         lines = []
         for told in self.told:
             lines += [f"{key}: {told[key]}" for key in ("headline", "fallbacks", "notes") if key in told]
-            lines += [f"{r['name']}: {r['replays']} replays {r['reason']}" for r in told["regions"]]
+            lines += [f"{r['name']}: {r['replays']} replays {r['reason']}" for r in told.get("regions", ())]
         return "\n".join(lines)
 
     def at_end(self, close: Callable[[], None]) -> None:
@@ -256,7 +249,8 @@ class Run:
             return model
         if backend.report not in self._reports:
             self.reports(backend.report)
-        warm_up = {"engine": "emulated", "warmup_runs": 1}
+        # on a GPU the kernels of Inductor have other bits
+        warm_up = {"engine": ENGINE, "warmup_runs": 1, "compile": DEVICE == "cpu"}
         return torch.compile(model, backend="pygraph", options={**warm_up, **options})
 
 

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from .models import DEVICE
+
 torch.set_num_threads(1)  # threads that wait for each other take longer than these models
+
+
+@pytest.fixture(autouse=True)
+def _tensors_are_made_on_the_device() -> Iterator[None]:
+    if DEVICE == "cpu":
+        yield
+        return
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from .compare import Run
+from .models import DEVICE
 
 __all__ = [
     "Listed",
@@ -23,6 +24,9 @@ __all__ = [
     "sentences",
     "trainer",
 ]
+
+ACCELERATOR = "cpu" if DEVICE == "cpu" else "gpu"
+"""For Lightning."""
 
 
 class Listed(Dataset):
@@ -66,7 +70,7 @@ def fit(
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    machine = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "max_epochs": 1}
+    machine = {"accelerator": ACCELERATOR, "devices": 1, "num_sanity_val_steps": 0, "max_epochs": 1}
     made = pl.Trainer(**{**quiet, **machine, "log_every_n_steps": 5, **options}, callbacks=callbacks)
     unsafe = {"weights_only": False} if ckpt_path else {}
     made.fit(module, train, validation, ckpt_path=ckpt_path, **unsafe)
@@ -168,8 +172,8 @@ def accelerator(run: Run, **options: Any) -> Any:
 
     forget_accelerators()
     if not run.ours:
-        return accelerate.Accelerator(cpu=True, **options)
-    made = Accelerator(cpu=True, plugins=[PyGraph(run.config)], **options)
+        return accelerate.Accelerator(cpu=DEVICE == "cpu", **options)
+    made = Accelerator(cpu=DEVICE == "cpu", plugins=[PyGraph(run.config)], **options)
     run.reports(made.pygraph.report)
     return made
 
@@ -185,7 +189,7 @@ def fabric(run: Run, **options: Any) -> Any:
 
     from pygraph_train import PyGraphFabric
 
-    made = Fabric(accelerator="cpu", **{"devices": 1, **options})
+    made = Fabric(accelerator=ACCELERATOR, **{"devices": 1, **options})
     if run.ours:
         ours = PyGraphFabric(run.config).attach(made)
         made.pygraph = ours
@@ -244,7 +248,12 @@ def trainer(run: Run, way: str, *, model: nn.Module | None = None, base: Any = N
     from pygraph_train import PyGraphTrainer, PyGraphTrainerCallback
 
     usual = {"per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3, "report_to": []}
-    quiet = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "optim": "adamw_torch_fused"}
+    quiet = {
+        "use_cpu": DEVICE == "cpu",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "optim": "adamw_torch_fused",
+    }
     data, callbacks = options.pop("data", None) or sentences(), options.pop("callbacks", [])
     resume = options.pop("resume", None)
     forget_accelerators()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-__all__ = ["Net", "adamw", "batches", "cross_entropy", "loss_of", "sgd"]
+__all__ = ["DEVICE", "Net", "adamw", "batches", "cross_entropy", "loss_of", "sgd"]
+
+
+DEVICE = os.environ.get("PYGRAPH_CONTRACT_DEVICE", "cpu")
+"""Where the contract trains: with "cuda" graphs are CUDA graphs (`make gpu-test`)."""
 
 
 class Net(nn.Module):
@@ -28,11 +33,13 @@ class Net(nn.Module):
 
 def batches(count: int = 24, size: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     """Inputs (size, 6) and classes (size,), the same in every run; they leave the default random state alone."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
-        for _ in range(count)
-    ]
+    generator = torch.Generator("cpu").manual_seed(seed)
+
+    def made() -> tuple[Tensor, Tensor]:
+        x = torch.randn(size, 6, generator=generator, device="cpu")
+        return x.to(DEVICE), torch.randint(0, 3, (size,), generator=generator, device="cpu").to(DEVICE)
+
+    return [made() for _ in range(count)]
 
 
 def loss_of(model: nn.Module) -> Callable[[Any], Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib
 import os
 from typing import Any
@@ -167,20 +166,6 @@ def fewer_batches_on_one_rank(run: Run, rank: int) -> None:
             step(batch)
 
 
-def a_rank_ends(run: Run, rank: int) -> None:
-    model, data = replicated(run, rank)
-    step = run.step(loss_of(model), model=model, optimizer=sgd(model))
-    for number, batch in enumerate(data):
-        if run.ours and rank == 1 and number == 20:
-            os._exit(3)
-        step(batch)
-
-
-def options_differ(run: Run, rank: int) -> None:
-    run.config = dataclasses.replace(run.config, warmup_steps=3 + rank)
-    replicas(run, rank)
-
-
 def reduced_in_the_plain_run_only(run: Run, rank: int) -> None:
     model, data = replicated(run, rank)
     trained = model.module if run.ours else model
@@ -272,6 +257,31 @@ def a_lightning_trainer(run: Run, rank: int, *, shard: bool = False, **options: 
     machine = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
     data = {"train": loader(batches(16, seed=rank)), "validation": loader(batches(2, seed=rank))}
     fit(run, Logging(), max_epochs=2, logger=memory_logger()(), **data, **machine, **options)
+
+
+def a_lightning_trainer_by_hand(run: Run, rank: int) -> None:
+    """The module itself can be called, too."""
+    from .frameworks import fit, loader
+    from .lightning_module import Module
+
+    class ByHand(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = cross_entropy(self(batch[0]) if batch_idx % 5 == 4 else self.net(batch[0]), batch[1])
+            self.manual_backward(loss)
+            optimizer.step()
+            return loss.detach()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    machine = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    fit(run, ByHand(), loader(batches(32, seed=rank)), **machine)
 
 
 def an_accelerator(run: Run, rank: int, *, whole: bool) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from .compare import Run, same_as_plain
+from .compare import Run, compare, same_as_plain
 from .frameworks import accelerator, graphed_step, loader
 from .models import Net, adamw, batches, cross_entropy
 
@@ -26,7 +26,9 @@ def prepared(run: Run, accelerator: Any, steps: int = 24, **net: Any) -> tuple[A
     return made
 
 
-@pytest.mark.notices("inputs of regions are not copied")
+@pytest.mark.notices(
+    "the last tensor of a batch is not copied", "learning rates are not copied to the device"
+)
 @same_as_plain(replays=12)
 def test_a_stock_loop(run: Run) -> None:
     accelerate = accelerator(run)
@@ -147,3 +149,85 @@ def test_training_resumes_from_a_saved_state(run: Run) -> None:
         if number == 25:
             accelerate.load_state(str(run.folder / "saved"))
     run.note("saved weights", accelerate.get_state_dict(model))
+
+
+def of_inputs(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    """As an adversarial batch is made: no parameter gets a gradient."""
+    points = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(points).square().mean(), points)
+    return loss + 0.1 * slope.sign().mean()
+
+
+def of_parameters(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    """As two losses are balanced."""
+    last = list(model.parameters())[-1]
+    found = torch.autograd.grad(loss, [last], retain_graph=True)
+    return loss * (1 + found[0].norm())
+
+
+def in_place(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    loss *= 2
+    return loss
+
+
+@pytest.mark.parametrize("begins", [0, 14])
+@pytest.mark.parametrize("ask", [of_inputs, of_parameters, in_place])
+@pytest.mark.quick
+def test_a_loop_that_asks_for_gradients_itself(ask: Any, begins: int) -> None:
+    def training(run: Run) -> None:
+        accelerate = accelerator(run)
+        model, optimizer, data, _ = prepared(run, accelerate, dropout=0.0)
+        for number, (x, y) in enumerate(run.each(data)):
+            loss = cross_entropy(model(x), y)
+            if number >= begins:
+                loss = ask(model, x, loss)
+            accelerate.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compare(training, replays=12, updates=8)
+
+
+@same_as_plain(replays=12)
+def test_a_backward_outside_of_the_autocast_of_its_forward(run: Run) -> None:
+    class Exact(nn.Module):
+        """Computes its last layer in float32."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            with torch.autocast("cpu", enabled=False):
+                return self.last(h.float())
+
+    accelerate, model = accelerator(run), Exact()
+    model, optimizer = accelerate.prepare(model, adamw(model))
+    run.watch(model, optimizer)
+    for x, y in run.each(batches()):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        accelerate.backward(cross_entropy(out, y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@same_as_plain(refused="one graph has no gradient of a result from which another one is computed")
+def test_the_gradient_of_a_hidden_state(run: Run) -> None:
+    class Hidden(Net):
+        def forward(self, x: Tensor) -> Any:
+            hidden = self.first(x)
+            return hidden, self.second(torch.tanh(hidden))
+
+    accelerate, model = accelerator(run), Hidden()
+    model, optimizer = accelerate.prepare(model, adamw(model))
+    run.watch(model, optimizer)
+    for x, y in run.each(batches()):
+        hidden, out = model(x)
+        loss = cross_entropy(out, y)
+        (found,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        run.note("gradient", found)
+        accelerate.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pygraph_train
+from pygraph_train.graphs.emulated import EmulatedEngine
 
 from .compare import Run, same_as_plain
 from .models import Net, adamw, batches, cross_entropy
 
 
-@pytest.mark.notices("inputs of regions are not copied")
+@pytest.mark.notices("the last tensor of a batch is not copied")
 @same_as_plain(replays=12, updates=0)
 def test_a_loop(run: Run) -> None:
     model = Net()
@@ -79,6 +80,74 @@ def test_a_second_backward_is_an_error_unless_the_graph_is_kept(run: Run) -> Non
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(torch.tanh(self.linear(x)))
+
+
+@same_as_plain(replays=36, updates=0)
+def test_blocks_of_one_class_are_compiled_one_by_one(run: Run) -> None:
+    """Dynamo has one graph for all of them."""
+    blocks = [Block() for _ in range(3)]
+    model = nn.Sequential(nn.Linear(6, 6), *map(run.compile, blocks), nn.Linear(6, 3))
+    optimizer = adamw(model)
+    for x, y in run.each(batches(16)):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        run.note("loss", loss)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@same_as_plain(replays=20, updates=0)
+def test_backwards_in_the_order_of_their_forwards(
+    run: Run, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved for the second one must be there after the first one, and after a prediction."""
+    monkeypatch.setattr(EmulatedEngine, "overwrites", True)
+    model = Net(dropout=0.0)
+    compiled = run.compile(model, compile=compile)
+    for x, y in run.each(batches(16)):
+        losses = [cross_entropy(compiled(x), y), cross_entropy(compiled(x * 2), y)]
+        with torch.no_grad():
+            run.note("prediction", compiled(x))
+        for loss in losses:
+            loss.backward(retain_graph=True)
+        losses[0].backward()
+
+
+@same_as_plain(replays=12, updates=0)
+def test_gradients_of_some_parameters_alone(run: Run) -> None:
+    model = Net()
+    optimizer, compiled = adamw(model), run.compile(model)
+    for number, (x, y) in enumerate(run.each(batches(16))):
+        optimizer.zero_grad()
+        inputs = list(model.second.parameters()) if number % 3 == 2 else None
+        cross_entropy(compiled(x), y).backward(inputs=inputs)
+        optimizer.step()
+
+
+@same_as_plain(refused="AOTAutograd cannot compile it")
+def test_what_cannot_be_compiled_runs_as_it_is(run: Run) -> None:
+    class Power(Net):
+        exponent = 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.sigmoid() ** self.exponent)
+
+    model = Power()
+    compiled = run.compile(model)
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        for number, (x, y) in enumerate(run.each(batches(8))):
+            model.exponent = 2 + number % 3
+            cross_entropy(compiled(x), y).backward()
 
 
 def test_a_wrong_option_is_named_at_once() -> None:

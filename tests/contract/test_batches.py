@@ -111,6 +111,7 @@ def test_a_graph_network_over_objects_with_edges(run: Run) -> None:
         run.note("written", data.hidden)
 
 
+@pytest.mark.notices("batches that a step changes are not written back")
 @same_as_plain(replays=12)
 def test_a_batch_is_changed_in_place_by_the_step(run: Run) -> None:
     """The caller sees it changed; a dict loses what the step takes out of it."""

@@ -10,7 +10,7 @@ import torch
 
 from tests.faults import nothing_is_captured
 
-from .compare import Run, compare, whole_steps_only
+from .compare import Run, compare
 from .models import Net, adamw, batches, cross_entropy, loss_of
 
 pytestmark = pytest.mark.passes_without_graphs("it is about runs without graphs, or with differences")
@@ -30,7 +30,7 @@ def compiled(run: Run) -> None:
         cross_entropy(call(x), y).backward()
 
 
-@pytest.mark.parametrize("training", [pytest.param(graphed, marks=whole_steps_only), compiled])
+@pytest.mark.parametrize("training", [graphed, compiled])
 @pytest.mark.quick
 def test_a_test_that_asks_for_replays_notices_when_captures_fail(
     training: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch

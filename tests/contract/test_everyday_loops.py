@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from .compare import Run, compare
-from .models import batches
+from .models import DEVICE, batches
 
 LOOPS: list[Any] = []
 
@@ -146,7 +146,7 @@ def accumulation(it: Loop) -> None:
 
 @loop(12)
 def a_scaler_with_clipping(it: Loop) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=5)
     for x, y in it.data:
         it.optimizer.zero_grad()
         loss = it.loss(x, y)
@@ -261,7 +261,7 @@ def a_gan_that_freezes_its_judge(it: Loop) -> None:
         it.note(loss, other)
 
 
-@loop(12, notices="inputs of regions are never looked for elsewhere")
+@loop(12, notices="`.data = ...` is not noticed")
 def parameters_get_other_memory(it: Loop) -> None:
     """As a model that is moved away for an evaluation and back."""
     for number, (x, y) in enumerate(it.data):

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from .compare import Run, same_as_plain
-from .models import Net, adamw, batches, cross_entropy, loss_of
+from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of
 
 
 def trains(run: Run, model: nn.Module, step_fn: Any = None, count: int = 24, optimizer: Any = adamw) -> None:
@@ -74,6 +74,7 @@ def test_reentrant_checkpointing(run: Run) -> None:
     trains(run, nn.Sequential(nn.Linear(6, 8), Checkpointed(inner, True), nn.Linear(8, 3)))
 
 
+@pytest.mark.notices("pending forwards share a recording")
 @same_as_plain(replays=12)
 def test_two_forwards_before_a_backward(run: Run) -> None:
     """Contrastive: the same model over two views of a batch, with other dropout masks and BatchNorm twice."""
@@ -164,7 +165,7 @@ def test_mixed_precision_in_the_step(run: Run) -> None:
     model = Net()
 
     def step_fn(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             out = model(x)
         return cross_entropy(out.float(), y)
 

@@ -16,7 +16,7 @@ pl = pytest.importorskip("lightning.pytorch")
 from .lightning_module import Module  # noqa: E402
 
 
-@pytest.mark.notices("the last tensor of a batch is not copied", "gradients pile up in graphs")
+@pytest.mark.notices("the last tensor of a batch is not copied", "a recording leaves its traces")
 @same_as_plain(replays=15)
 def test_a_fit(run: Run) -> None:
     fit(run, Module(), loader(batches(12)), max_epochs=2)

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from .compare import Run, same_as_plain
 from .frameworks import fit, loader, memory_logger
-from .models import Net, adamw, batches, loss_of, sgd
+from .models import DEVICE, Net, adamw, batches, loss_of, sgd
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from .lightning_module import Module  # noqa: E402
 
 
-@pytest.mark.notices("objects are never told apart")
+@pytest.mark.notices("objects of the optimizer are never told apart")
 @same_as_plain(replays=15)
 def test_a_checkpoint_of_model_and_optimizer_is_loaded_in_mid_run(run: Run) -> None:
     model = Net()
@@ -139,8 +139,8 @@ def test_schedulers_of_a_trainer(run: Run, name: str) -> None:
 
 @same_as_plain(replays=12)
 def test_a_scaler_of_a_trainer_skips_updates_with_overflow(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=4)
-    fit(run, Module(), loader(batches(30)), plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**126, growth_interval=4)
+    fit(run, Module(), loader(batches(30)), plugins=[MixedPrecision("16-mixed", DEVICE, scaler)])
     run.note("scaler", scaler)
 
 

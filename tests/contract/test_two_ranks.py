@@ -22,14 +22,13 @@ def ranks() -> Iterator[Ranks]:
 
 
 def trained(ranks: Ranks, name: str, **expected: Any) -> None:
-    """Each rank compares its own training; both replay forward and backward in the same steps."""
-    found = ranks.run("tests.contract.ranks_trainings:trained", timeout=100.0, training=name, **expected)
-    assert found[0]["F"] == found[1]["F"] and found[0]["B"] == found[1]["B"], found
+    """Each rank compares its own training. No graph holds a collective, so ranks need not replay the same steps."""
+    ranks.run("tests.contract.ranks_trainings:trained", timeout=100.0, training=name, **expected)
 
 
 REPLICAS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "clipped, with a schedule": ({"clip": 0.5, "schedule": True}, {"replays": 15}),
-    "accumulated, and state is loaded": ({"accumulate": 3, "loads": True}, {"replays": 12, "updates": 4}),
+    "accumulated, and state is loaded": ({"accumulate": 3, "loads": True}, {"replays": 12, "updates": 2}),
     "views of buckets": ({"gradient_as_bucket_view": True}, {"replays": 15}),
     "many buckets": ({"bucket_cap_mb": 0.0002}, {"replays": 15}),
     "in bf16": ({"bf16": True}, {"replays": 15}),
@@ -37,16 +36,7 @@ REPLICAS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 }
 
 
-READS = "the capture reads a tensor on the host, and runs without a graph; the cause is not known"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(name == "static", strict=True, reason=READS))
-        for name in REPLICAS
-    ],
-)
+@pytest.mark.parametrize("name", REPLICAS)
 @pytest.mark.slow_after(2)
 def test_replicas(ranks: Ranks, name: str) -> None:
     options, expected = REPLICAS[name]
@@ -81,60 +71,47 @@ def test_graphs_go_on_after(ranks: Ranks, trap: str) -> None:
 
 @pytest.mark.parametrize("trap", ["a_host_read_on_one_rank", "fewer_batches_on_one_rank"])
 @pytest.mark.quick
-def test_graphs_end_for_both_with(ranks: Ranks, trap: str) -> None:
-    trained(ranks, trap, refused="what one rank cannot do none does")
+def test_training_goes_on_with(ranks: Ranks, trap: str) -> None:
+    trained(ranks, trap, refused="one rank has no graphs, or few steps")
 
 
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("how", ["no memory for captures", "comparisons fail", "graphs are off"])
 @pytest.mark.slow_after(3)
-def test_what_one_rank_cannot_do_none_does(ranks: Ranks, how: str, shard: bool) -> None:
+def test_one_rank_trains_without_graphs(ranks: Ranks, how: str, shard: bool) -> None:
     options = {"how": how, "shard": shard}
-    trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot")
+    trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot replay")
 
 
 @pytest.mark.parametrize("how", ["no memory for captures", "comparisons fail"])
 @pytest.mark.slow
-def test_what_one_rank_cannot_do_between_updates_none_does(ranks: Ranks, how: str) -> None:
+def test_one_rank_trains_without_graphs_between_updates(ranks: Ranks, how: str) -> None:
     options = {"how": how, "shard": False, "accumulate": 2}
-    trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot")
+    trained(ranks, "a_loop_that_fails_on_one_rank", options=options, refused="one rank cannot replay")
 
 
-@pytest.mark.slow
-def test_ranks_with_different_options_are_told_at_the_start(ranks: Ranks) -> None:
-    name = "tests.contract.ranks_trainings:trained"
-    for kind, told in ranks.answers(name, training="options_differ", replays=0):
-        assert kind == "raised" and "warmup_steps: 3 on rank 0, 4 on rank 1" in told, told
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends_is_named_by_the_other(ranks: Ranks) -> None:
-    name = "tests.contract.ranks_trainings:trained"
-    found = ranks.answers(name, training="a_rank_ends", replays=0, timeout=60.0)
-    assert found[0][0] == "raised" and "rank 1 ended before step 21" in found[0][1], found
-
-
-SHARDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "clipped, with a schedule": ({"clip": 0.5, "schedule": True}, {"replays": 15}),
-    "accumulated in bf16": ({"accumulate": 2, "bf16": True}, {"replays": 12, "updates": 5}),
-    "another shape on one rank": ({"trap": "another shape"}, {"replays": 12}),
-    "a counter on one rank": (
-        {"trap": "a counter", "reshard": False},
-        {"refused": "writes to Python behind FSDP's hooks have no graph"},
-    ),
+SHARDS: dict[str, dict[str, Any]] = {
+    "clipped, with a schedule": {"clip": 0.5, "schedule": True},
+    "accumulated in bf16": {"accumulate": 2, "bf16": True},
+    "another shape on one rank": {"trap": "another shape"},
+    "a counter on one rank": {"trap": "a counter", "reshard": False},
 }
 
 
 @pytest.mark.parametrize("name", SHARDS)
 @pytest.mark.slow_after(2)
 def test_shards(ranks: Ranks, name: str) -> None:
-    options, expected = SHARDS[name]
-    trained(ranks, "shards", options=options, **expected)
+    trained(ranks, "shards", options=SHARDS[name], refused="no graph holds a part of a parameter")
 
 
 def test_a_lightning_trainer(ranks: Ranks) -> None:
     pytest.importorskip("lightning.pytorch")
     trained(ranks, "a_lightning_trainer", replays=12)
+
+
+def test_a_lightning_trainer_by_hand(ranks: Ranks) -> None:
+    pytest.importorskip("lightning.pytorch")
+    trained(ranks, "a_lightning_trainer_by_hand", replays=12)
 
 
 @pytest.mark.slow
@@ -147,7 +124,7 @@ def test_a_lightning_trainer_that_accumulates_and_clips(ranks: Ranks) -> None:
 @pytest.mark.slow
 def test_a_lightning_trainer_with_shards(ranks: Ranks) -> None:
     pytest.importorskip("lightning.pytorch")
-    trained(ranks, "a_lightning_trainer", options={"shard": True}, replays=12)
+    trained(ranks, "a_lightning_trainer", options={"shard": True}, refused="parameters are sharded")
 
 
 def test_a_graphed_step_of_accelerate(ranks: Ranks) -> None:
@@ -158,4 +135,4 @@ def test_a_graphed_step_of_accelerate(ranks: Ranks) -> None:
 @pytest.mark.slow
 def test_a_stock_loop_of_accelerate(ranks: Ranks) -> None:
     pytest.importorskip("accelerate")
-    trained(ranks, "an_accelerator", options={"whole": False}, replays=0)
+    trained(ranks, "an_accelerator", options={"whole": False}, replays=12)

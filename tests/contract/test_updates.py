@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from .compare import Run, same_as_plain
-from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
+from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of, sgd
 
 SCHEDULES: dict[str, Any] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 5, 0.5),
@@ -50,7 +50,7 @@ def test_a_plateau_lowers_the_learning_rate(run: Run) -> None:
         run.note("rate", optimizer.param_groups[0]["lr"])
 
 
-@pytest.mark.notices("a capture that fails loses gradients")
+@pytest.mark.notices("gradients of several backwards are not added up")
 @same_as_plain(replays=20, updates=6)
 def test_gradients_are_accumulated(run: Run) -> None:
     """The last group is a ragged one, and gradients are read between."""
@@ -72,7 +72,7 @@ def test_gradients_are_clipped(run: Run) -> None:
 @same_as_plain(replays=12, updates=0)
 def test_a_scaler_skips_updates_with_overflow(run: Run) -> None:
     model = Net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**14, growth_interval=4)
 
     def step_fn(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return cross_entropy(model(x), y) * weight
