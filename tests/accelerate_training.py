@@ -17,7 +17,7 @@ from training import Net, differs, frozen
 
 import pygraph_train.backend as backend
 from pygraph_train import Accelerator, PyGraph
-from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.report.loop_report import LoopReport
 
 NEVER = 10**6  # warm-up steps: compiled as with graphs, but no graph is ever made
 

@@ -13,8 +13,6 @@ import torch._dynamo.config
 import torch._dynamo.guards
 import torch._dynamo.utils
 
-from pygraph_train.torch_private.switches import settled_switches
-
 
 def pytest_configure() -> None:
     """A tenth of the time of the tests went into what none of them looks at."""
@@ -36,7 +34,14 @@ def pytest_configure() -> None:
 
 def _settings() -> tuple[object, ...]:
     return (
-        *settled_switches(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),

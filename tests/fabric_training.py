@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import Diary, Net, batches, differs
 
 from pygraph_train import PyGraphFabric, backend
-from pygraph_train.integrations.loop_report import LoopReport
+from pygraph_train.report.loop_report import LoopReport
 
 NEVER = 10**6  # warm-up steps: compiled as with graphs, but no graph is ever made
 

@@ -262,14 +262,14 @@ def compare(plain: Fit, graphed: Fit) -> None:
         assert difference is None, f"{name}{difference}\n{graphed.report}"
 
 
-def replayed(fits: tuple[Fit, Fit] | Fit, *, least: int = 20, plan: str = "{F B O}") -> StepReport:
+def replayed(fits: tuple[Fit, Fit] | Fit, *, least: int = 20, plan: str = "{F} {B} {O}") -> StepReport:
     """Assert that a test which claims parity really replayed."""
     report = (fits if isinstance(fits, Fit) else fits[1]).report
     assert report is not None
     assert report.steps_replayed >= least, (
         f"only {report.steps_replayed} of {report.steps} replayed\n{report}"
     )
-    assert report.plan == plan, str(report)
+    assert report.running_plan == plan, str(report)
     return report
 
 

@@ -16,13 +16,12 @@ import torch
 from accelerate import Accelerator as Stock
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from tests.ranks_sharded import Net as ShardedNet
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from pygraph_train import Accelerator, PyGraph
-from tests.ranks_sharded import Net as ShardedNet
-from tests.ranks_sharded import local_state
 from tests.ranks_training import SIZES, STEPS, Net, batches, device_of, state_of
 from tests.replays import text_of
 
@@ -138,7 +137,7 @@ def _train(
             accelerator.load_state(f"{folder}/{graphed}")
         losses.append(run(x, y).detach().clone())
     assert isinstance(model, FSDPModule) == shards
-    state = local_state(model) if shards else state_of(model)
+    state = state_of(model)
     report = plugin.report() if graphed else None
     assert report is None or stock or f"of {steps} training steps" in str(report), report
     if graphed:

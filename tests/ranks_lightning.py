@@ -125,7 +125,7 @@ def same(
         lambda: make(**module_options),
         (lambda: [Freezing()]) if freezes else (lambda: ()),
         replays=replays,
-        plan=options.pop("plan", "{F B O}"),
+        plan=options.pop("plan", "{F} {B} {O}"),
         config={**on_gpu, **options.pop("config", {})},
         **{"devices": 2, "strategy": strategy, "max_epochs": 8, "logger": MemoryLogger(), **options},
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
@@ -17,9 +16,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from pygraph_train import GraphedStep, PyGraphConfig
-from pygraph_train.parallel import agreement
-from pygraph_train.torch_private.distributed import rebuild_reducer
-from tests import ranks_traps
 from tests.replays import text_of
 
 __all__ = [
@@ -29,7 +25,6 @@ __all__ = [
     "graphed_step",
     "hooked",
     "joined",
-    "on_two_machines",
     "scaled",
 ]
 
@@ -67,7 +62,8 @@ def device_of(rank: int) -> torch.device:
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
-    return [t.detach().clone() for t in model.state_dict().values()]
+    """Of a sharded tensor, the part that this rank holds."""
+    return [getattr(t, "_local_tensor", t).detach().clone() for t in model.state_dict().values()]
 
 
 SIZES: dict[str, Callable[[int, int], int]] = {
@@ -89,16 +85,15 @@ def graphed_step(
     steps: int = STEPS,
     ddp: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
-    trap: str = "",
     calls: int = 1,
     hook: str = "",
 ) -> dict[str, Any]:
     """Train with a plain loop and with `GraphedStep`, and compare every loss and the final state."""
     plain_losses, plain = _train(
-        rank, None, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap, calls, hook
+        rank, None, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, calls, hook
     )
     losses, state, report = _train(
-        rank, True, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, trap, calls, hook
+        rank, True, sizes, accumulate, clip, bf16, optimizer, schedule, steps, ddp, config, calls, hook
     )
     return {
         "losses": all(map(torch.equal, plain_losses, losses)) and len(losses) == len(plain_losses),
@@ -122,7 +117,6 @@ def _train(
     steps: int,
     ddp: dict[str, Any] | None,
     config: dict[str, Any] | None,
-    trap: str,
     calls: int,
     hook: str,
 ) -> Any:
@@ -149,42 +143,32 @@ def _train(
             out = model.module(x) if calls == 0 else model(x)
             return F.cross_entropy((out + model(-x) if calls == 2 else out).float(), y)
 
-    if trap in ranks_traps.LOSSES and (rank == 1 or trap == "a branch"):
-        loss_of = ranks_traps.LOSSES[trap](loss_of, model)
     if graphed is None:
-        with ranks_traps.trap(trap if trap == "a branch" else "", rank, model) as before:
-            for i, (x, y) in enumerate(batches(rank, steps, SIZES[sizes])):
-                before(i)
-                update = (i + 1) % accumulate == 0
-                if i % accumulate == 0:
-                    optimizer.zero_grad()
-                with contextlib.nullcontext() if update else model.no_sync():
-                    loss = loss_of(x, y)
-                    loss.backward()
-                losses.append(loss.detach())
-                if update:
-                    if clip is not None:
-                        nn.utils.clip_grad_norm_(model.parameters(), clip)
-                    optimizer.step()
-                    if scheduler is not None:
-                        scheduler.step()
+        for i, (x, y) in enumerate(batches(rank, steps, SIZES[sizes])):
+            update = (i + 1) % accumulate == 0
+            if i % accumulate == 0:
+                optimizer.zero_grad()
+            with contextlib.nullcontext() if update else model.no_sync():
+                loss = loss_of(x, y)
+                loss.backward()
+            losses.append(loss.detach())
+            if update:
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
         return losses, state_of(model)
     options = {"engine": "auto" if device_of(rank).type == "cuda" else "emulated", **(config or {})}
-    if trap == "options differ" and rank == 1:
-        options["warmup_steps"] = 4
-    if hook:
-        rebuild_reducer(model)  # as `GraphedStep` does on a GPU
-    with ranks_traps.trap(trap, rank, model) as before:
-        settings = PyGraphConfig(**options)
-        step = GraphedStep(loss_of, model=model, optimizer=optimizer, max_grad_norm=clip, config=settings)
-        for i, (x, y) in enumerate(batches(rank, steps, SIZES[sizes])):
-            before(i)
-            update = (i + 1) % accumulate == 0
-            losses.append(step(x, y) if update else step.accumulate(x, y))
-            if update and scheduler is not None:
-                scheduler.step()
-        report = step.report()
-        step.close()
+    settings = PyGraphConfig(**options)
+    step = GraphedStep(loss_of, model=model, optimizer=optimizer, max_grad_norm=clip, config=settings)
+    for i, (x, y) in enumerate(batches(rank, steps, SIZES[sizes])):
+        update = (i + 1) % accumulate == 0
+        losses.append(step(x, y) if update else step.accumulate(x, y))
+        if update and scheduler is not None:
+            scheduler.step()
+    report = step.report()
+    step.close()
     return losses, state_of(model), report
 
 
@@ -362,9 +346,3 @@ def joined(rank: int) -> dict[str, Any]:
         step.close()
         ends.append(state_of(model))
     return {"state": all(map(torch.equal, *ends)), "report": report}
-
-
-def on_two_machines(rank: int, **options: Any) -> dict[str, Any]:
-    """As `graphed_step`, for ranks that share no memory: they vote through the store of the process group."""
-    with mock.patch.object(agreement, "_machine", return_value=f"machine {rank}"):
-        return graphed_step(rank, **options)

@@ -14,13 +14,9 @@ def text_of(report: StepReport) -> str:
     return " ".join(str(report.verbose()).split())
 
 
-def runs_of_graphs(report: Any) -> int:
-    """Of whole steps, of regions and of updates, also in the steps that a loop graphed as a whole."""
-    count = report.optimizer_steps_replayed + sum(region.replays for region in report.regions())
-    whole_steps = getattr(report, "whole_steps", None)
-    if whole_steps is None:
-        return count + report.steps_replayed
-    return count + sum(map(runs_of_graphs, whole_steps.values()))
+def runs_of_graphs(report: StepReport) -> int:
+    """Steps whose forward and backward came from graphs, and updates that did."""
+    return report.phases_from_graphs["B"] + sum(part.optimizer_steps_replayed for part in report.parts())
 
 
 def regions_ran(least: int, refused: str | None = None) -> None:
@@ -38,8 +34,7 @@ def regions_ran(least: int, refused: str | None = None) -> None:
 
 def reasons(report: StepReport) -> str:
     """Everything that a report says about what is not replayed."""
-    told = [f"{f.reason} {f.fix}" for f in report.fallbacks] + report.notes + [report.why_nothing or ""]
-    told += [region.reason for region in report.regions()]
+    told = [f"{f.reason} {f.fix}" for f in report.fallbacks] + report.notes
     for step in getattr(report, "whole_steps", {}).values():
         told.append(reasons(step))
     return "\n".join(told)
@@ -56,9 +51,9 @@ def enough(
 
     Args:
         reports: of everything that was trained with the library.
-        replays: the least number of runs of graphs. Where `plan` puts forward and backward into one graph,
-            whole steps of the last report are counted, and nothing else.
-        plan: what the last report has to end with.
+        replays: the least number of runs of graphs. Where `plan` has graphs of forward and backward, steps of the
+            last report are counted, and nothing else.
+        plan: what the last step of the last report has to run from.
         refused: where nothing may be replayed, a part of the reason that the report gives.
         never: why nothing is replayed, where the report need not say so.
     """
@@ -71,5 +66,4 @@ def enough(
     else:
         assert replays, "say how often graphs have to run, or why they cannot"
         assert count >= replays, f"graphs ran {count} times, not {replays}\n{told}"
-    last = getattr(reports[-1], "present_plan", lambda: reports[-1].plan)  # a loop has one at any time
-    assert plan is None or last() == plan, told
+    assert plan is None or reports[-1].running_plan == plan, told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import linecache
-import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -89,26 +88,6 @@ def line_of(where: str) -> str:
     return linecache.getline(file, int(line))
 
 
-@pytest.mark.parametrize("ask", [penalty, gradient, retained, hooked])
-def test_what_the_first_step_asks_for_it_gets_in_every_step(ask: Ask) -> None:
-    report = both(lambda s: script(s, ask, 0, []), replays=8)
-    assert report.present_plan() == "F B {O}" and report.optimizer_steps_replayed >= 10, str(report)
-    (row,) = report.fallbacks
-    assert "# asked" in line_of(str(row.where)), row
-
-
-@pytest.mark.parametrize("ask", [retained, hooked])
-def test_what_a_late_step_asks_for_in_vain_has_a_sentence_and_a_line(ask: Ask) -> None:
-    plugin = PyGraph(engine="emulated", warmup_steps=2)
-    with pytest.raises(
-        RuntimeError, match=r"Features .*and its compiled code .*Ask for this gradient in the first step"
-    ) as e:
-        run(lambda s: script(s, ask, 20, []), plugin)
-    assert plugin.report().steps_replayed >= 10
-    (where,) = re.findall(r"\((/[^()]*:\d+)\)", str(e.value))
-    assert "# asked" in line_of(where)
-
-
 def test_whoever_looks_for_it_does_not_hold_the_memory_of_steps() -> None:
     plugin, kept = PyGraph(engine="emulated", warmup_steps=2), []
     gc.collect()
@@ -143,7 +122,7 @@ def test_a_weight_that_balances_two_losses_is_asked_for_late(begins: int, model:
             s.write("loss", loss)
         s.write_state(made, optimizer)
 
-    report = both(balanced, replays=100, plan="{F} {B} {O}")
+    report = both(balanced, replays=71, plan="{F} {B} {O}")
     assert not report.fallbacks, str(report)
 
 
@@ -195,7 +174,7 @@ def test_transforms_of_a_model_are_those_of_eager_kernels(look: Any, begins: int
             s.write("loss", loss)
         s.write_state(model, optimizer)
 
-    report = both(looked, replays=60, plan="{F} {B} {O}")
+    report = both(looked, replays=42, plan="{F} {B} {O}")
     assert not report.fallbacks, str(report)
 
 

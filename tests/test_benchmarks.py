@@ -14,8 +14,6 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 from benchmarks import known_issues
-from benchmarks.fallback_loops import LOOPS
-from benchmarks.fallback_states import STATES
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,29 +97,6 @@ def test_host_cost(tmp_path):
     assert all(us > 0 for us in row["parts_us"].values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", LOOPS)
-def test_fallback_cost(loop, tmp_path):
-    pytest.importorskip("accelerate")
-    pytest.importorskip("transformers")
-    options = ("--windows", "1", "--steps", "5", "--states", "refused", "--loops", loop)
-    record = run("benchmarks.fallback_cost", tmp_path / "fallback.json", *options)
-    assert record["timing_claim"] is False
-    (row,) = record["rows"]
-    assert row["error"] is None and row["ratio"] > 0 and row["plan"] == "F B O", row
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("state", [name for name in STATES if name != "refused"])
-def test_fallback_cost_in_other_states(state, tmp_path):
-    loop = "accelerate-loop" if STATES[state].apart else "graphed-step"
-    options = ("--windows", "1", "--steps", "5", "--states", state, "--loops", loop)
-    record = run("benchmarks.fallback_cost", tmp_path / "fallback.json", *options)
-    (row,) = record["rows"]
-    plan = "F B {O}" if state == "update-alone" else "F B O"
-    assert row["error"] is None and row["plan"] == plan and row["more_us"], row
-
-
 def test_whole_run(tmp_path):
     options = ("--models", "mlp", "--arms", "defaults,eager", "--steps", "40", "--plain-steps", "20")
     record = run("benchmarks.whole_run", tmp_path / "whole.json", *options)
@@ -160,18 +135,6 @@ def test_accelerate_step(tmp_path):
     assert loop["report"]["steps_replayed"] > 0
     assert whole["report"]["whole_steps"]["step"]["steps_replayed"] > 0
     assert loop["first_losses"] == eager["first_losses"] == whole["first_losses"]
-
-
-@pytest.mark.slow
-def test_phase_switching(tmp_path):
-    options = ("--cases", "models,metric,hostread", "--models", "mlp", "--timed", "3", "--timeout-s", "0")
-    record = run("benchmarks.phase_switching", tmp_path / "phases.json", *options)
-    assert record["timing_claim"] is False
-    assert all(row["error"] is None for row in record["rows"]), record["rows"]
-    plans = {row["case"]: row["plan"] for row in record["rows"] if "plan" in row}
-    assert plans == {"models: mlp": "{F B O}", "metric": "{F B O}", "hostread": "{F} {B} {O}"}
-    correct = {c["claim"]: c["met"] for c in record["claims"]}
-    assert correct["plan"] and correct["largest loss difference"]
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import io
 import warnings
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -13,18 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from replays import text_of
 from test_other_optimizers import Lion
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import CONFIG, Diary, Net, adam, adamw, batches, both, loss_of, replayed, sgd
 
 from pygraph_train import GraphedStep
-from pygraph_train.graphs.emulated import EmulatedEngine
 
 OPTIMIZERS = pytest.mark.parametrize(
     ("make_optimizer", "plan"),
-    [(adamw, "{F B O}"), (sgd, "{F B O}"), (adam, "{F B} O")],
+    [(adamw, "{F} {B} {O}"), (sgd, "{F} {B} {O}"), (adam, "{F} {B} O")],
     ids=["adamw", "sgd", "adam"],
 )
 
@@ -122,7 +118,7 @@ def test_a_learning_rate_may_become_a_tensor_and_a_number_again():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, replays=90, plan="{F B O}")
+    both(script, replays=90, plan="{F} {B} {O}")
 
 
 def test_a_scheduler_fills_a_learning_rate_tensor_that_was_replaced():
@@ -140,7 +136,7 @@ def test_a_scheduler_fills_a_learning_rate_tensor_that_was_replaced():
             scheduler.step()
             diary.write_state(model, optimizer)
 
-    both(script, replays=50, plan="{F B O}")
+    both(script, replays=50, plan="{F} {B} {O}")
 
 
 NUMPY = {
@@ -181,22 +177,7 @@ def test_hyperparameters_of_numpy_stay_what_they_are(name, limit):
 
     report = both(script, replays=25)
     assert report.steps_replayed >= 25, str(report)
-    assert (report.plan == "{F B O}") == (name not in ("rmsprop", "lion")), str(report)
-
-
-def test_sparse_gradients_are_named():
-    def script(diary: Diary) -> None:
-        table = nn.Embedding(4, 6, sparse=True)
-        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
-        step = diary.step(lambda b: (table(b[1]) * b[0]).pow(2).mean(), model=table, optimizer=optimizer)
-        for batch in batches(30):
-            diary.write("loss", step(batch))
-            diary.write("weight", table.weight)
-
-    report = both(script, replays=15)
-    assert report.steps_replayed == 0, str(report)
-    assert any("sparse, as Embedding(sparse=True)" in f.reason for f in report.fallbacks), str(report)
-    assert not any("not implemented" in str(f) for f in report.fallbacks), str(report)
+    assert (report.running_plan == "{F} {B} {O}") == (name not in ("rmsprop", "lion")), str(report)
 
 
 @pytest.mark.notices("learning rates are not copied to the device")
@@ -228,27 +209,7 @@ def test_scheduler_per_epoch_with_a_smaller_last_batch(make_optimizer, plan):
             scheduler.step()
             diary.write_state(model, optimizer)
 
-    report = both(script, replays=50, plan=plan)
-    assert len(report.captures) == 2  # one for each size, and not again and again
-
-
-def test_one_cycle_with_cycling_betas_takes_the_optimizer_out_of_graphs_that_bake_numbers_in(monkeypatch):
-    monkeypatch.setattr(EmulatedEngine, "rewrites_numbers", False)
-
-    def script(diary: Diary) -> None:
-        model = Net()
-        optimizer = adamw(model)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)
-        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-        for batch in batches(50):
-            diary.write("loss", step(batch))
-            scheduler.step()
-            diary.write_state(model, optimizer)
-
-    report = both(script, replays=15, plan="{F B} O")
-    assert any("hyperparameter" in f.reason and "OneCycleLR" in f.reason for f in report.fallbacks)
-    assert [(row.phases, row.kept) for row in report.phases()] == [("F B", True), ("O", False)]
-    assert len(report.captures) <= 6
+    both(script, replays=50, plan=plan)
 
 
 @OPTIMIZERS
@@ -282,7 +243,7 @@ def test_other_hyperparameters_changed_in_mid_run():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, replays=25, plan="{F B O}")
+    both(script, replays=25, plan="{F} {B} {O}")
 
 
 def test_parameter_group_added_in_mid_run():
@@ -300,11 +261,11 @@ def test_parameter_group_added_in_mid_run():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, replays=25, plan="{F B O}")
+    both(script, replays=25, plan="{F} {B} {O}")
 
 
 @pytest.mark.parametrize("change", ["joins", "leaves"])
-@pytest.mark.parametrize("fused", [True, False], ids=["{F B O}", "{F B} O"])
+@pytest.mark.parametrize("fused", [True, False], ids=["{F} {B} {O}", "{F} {B} O"])
 def test_parameters_that_join_or_leave_the_optimizer_in_mid_run(change, fused):
     """Gradients of others add up from step to step; those of the optimizer's parameters are emptied."""
 
@@ -323,7 +284,7 @@ def test_parameters_that_join_or_leave_the_optimizer_in_mid_run(change, fused):
             diary.write("loss", step(batch))
             diary.write_state(model)
 
-    both(script, replays=20, plan="{F B O}" if fused else "{F B} O")
+    both(script, replays=20, plan="{F} {B} {O}" if fused else "{F} {B} O")
 
 
 # -- gradients -----------------------------------------------------------------------------------------
@@ -344,12 +305,10 @@ def test_gradient_accumulation_with_a_ragged_group(make_optimizer, plan, clip):
                 diary.write("loss", (step if last else step.accumulate)(batch))
                 diary.write_state(model, optimizer)
 
-    report = both(script, replays=60, plan=plan)
-    assert len(report.captures) == 3
+    both(script, replays=60, plan=plan)
 
 
-@pytest.mark.parametrize("plan", ["{F B O}", "{F B} {O}"])
-def test_clipping_sums_up_the_norm_in_the_order_of_the_model(plan):
+def test_clipping_sums_up_the_norm_in_the_order_of_the_model():
     def script(diary: Diary) -> None:
         model = Net()
         decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -361,11 +320,7 @@ def test_clipping_sums_up_the_norm_in_the_order_of_the_model(plan):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, fuse="off" if plan == "{F B} {O}" else "auto", replays=40)
-    if plan == "{F B O}":
-        replayed(report, least=50)
-    else:
-        assert report.optimizer_steps_replayed >= 40, str(report)
+    replayed(both(script, replays=50), least=50)
 
 
 @pytest.mark.parametrize("emptied", ["before each step", "never"])
@@ -406,7 +361,7 @@ def test_accumulation_with_micro_batches_that_are_not_replayed():
                 diary.write("loss", (step if index == 3 else step.accumulate)(batch))
                 diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 def test_gradients_emptied_or_changed_in_the_middle_of_an_accumulation():
@@ -429,7 +384,7 @@ def test_gradients_emptied_or_changed_in_the_middle_of_an_accumulation():
                 if group == 19 and index == 1:
                     model.second.weight.grad.mul_(3)
 
-    both(script, replays=40, plan="{F B O}")
+    both(script, replays=40, plan="{F} {B} {O}")
 
 
 def test_zero_grad_by_the_user_and_gradients_read_after_the_step():
@@ -443,7 +398,7 @@ def test_zero_grad_by_the_user_and_gradients_read_after_the_step():
             optimizer.zero_grad(set_to_none=index % 2 == 0)
             diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 @pytest.mark.parametrize("emptied", ["never", "always", "at times"])
@@ -458,7 +413,7 @@ def test_parameters_outside_of_the_optimizer_keep_accumulating(emptied):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, replays=25, plan="{F B O}")
+    both(script, replays=25, plan="{F} {B} {O}")
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -504,7 +459,7 @@ def test_layers_frozen_from_the_start_and_unfrozen_later():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, replays=25, plan="{F B O}")
+    both(script, replays=25, plan="{F} {B} {O}")
 
 
 # -- addresses -------------------------------------------------------------------------------------------
@@ -581,111 +536,7 @@ def test_tensors_replaced_in_mid_run(change):
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F B O}")
-
-
-def _swapped(model: nn.Module) -> None:
-    torch.utils.swap_tensors(model.first.weight, nn.Parameter(torch.full_like(model.first.weight, 0.1)))
-
-
-def _converted(model: nn.Module) -> None:
-    model.to(torch.float64)
-    model.to(torch.float32)
-
-
-def _loaded(model: nn.Module) -> None:
-    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
-
-
-@pytest.mark.parametrize(
-    ("change", "config"),
-    [
-        pytest.param(_swapped, {}, marks=ELSEWHERE),
-        pytest.param(_converted, {}, marks=ELSEWHERE),
-        (_loaded, {}),
-        (_swapped, {"fuse": "off"}),
-    ],
-    ids=["swapped", "converted", "loaded", "swapped in regions"],
-)
-def test_tensors_swapped_in_mid_run(change, config):
-    def script(diary: Diary) -> None:
-        model = Net()
-        optimizer = sgd(model, momentum=0)
-        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-        for index, batch in enumerate(batches(40)):
-            if index == 20:
-                torch.__future__.set_swap_module_params_on_conversion(True)
-                try:
-                    change(model)
-                finally:
-                    torch.__future__.set_swap_module_params_on_conversion(False)
-            diary.write("loss", step(batch))
-            diary.write_state(model, optimizer)
-
-    report = both(script, **config, replays=25)
-    if not config:
-        replayed(report, least=25)
-
-
-def _changed_after_a_refused_trace(make: Any, change: Any, index: int) -> Any:
-    """A script whose step is refused, and that changes the model before the step with this index.
-
-    Garbage is not collected: a trace that was given up is in reference cycles, and whatever it holds stays.
-    """
-
-    def script(diary: Diary) -> None:
-        model = make()
-        optimizer = sgd(model, momentum=0)
-        loss_of_model = loss_of(model)
-
-        def refused(batch: Any) -> Tensor:
-            loss = loss_of_model(batch)
-            print(loss.item(), file=io.StringIO())
-            return loss
-
-        step = diary.step(refused, model=model, optimizer=optimizer)
-        gc.collect()
-        gc.disable()
-        try:
-            for number, batch in enumerate(batches(12)):
-                if number == index:
-                    change(model)
-                diary.write("loss", step(batch))
-                diary.write_state(model, optimizer)
-        finally:
-            gc.enable()
-
-    return script
-
-
-@pytest.mark.parametrize("index", [1, 9])
-def test_tensors_swapped_after_a_refused_trace(index):
-    report = both(_changed_after_a_refused_trace(Net, _swapped, index), replays=3)
-    assert report.steps_replayed == 0, str(report)
-
-
-class Shifted(Net):
-    """A parameter that works with any shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.linspace(0.5, 1.0, 20))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.shift.mean()
-
-
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize("index", [1, 2, 3, 9])
-def test_a_parameter_gets_another_shape_after_a_refused_trace(index):
-    """An error of the trace could hold the autograd graph of a step, which expects the shape of before."""
-
-    def cut(model: Any) -> None:
-        model.shift.data = model.shift.data[:10]
-        model.shift.grad = None
-
-    report = both(_changed_after_a_refused_trace(Shifted, cut, index), replays=2)
-    assert report.steps_replayed == 0, str(report)
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 class Square(Net):
@@ -733,7 +584,7 @@ def test_a_tensor_attribute_replaced_on_every_step():
             diary.write("loss", step(batch))
         diary.write_state(model, optimizer)
 
-    report = both(script, replays=25, plan="{F B O}")
+    report = both(script, replays=25, plan="{F} {B} {O}")
     assert len(report.captures) <= 3
     assert not report.fallbacks, str(report)
 
@@ -762,7 +613,7 @@ def test_tied_weights():
             diary.write("loss", step(ids))
             diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 def test_embedding_that_renormalises_its_weight_in_forward():
@@ -775,7 +626,7 @@ def test_embedding_that_renormalises_its_weight_in_forward():
             diary.write("loss", step(ids))
             diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 # -- around the step ---------------------------------------------------------------------------------------
@@ -803,7 +654,7 @@ def test_validation_and_ema_between_steps():
             diary.write_state(model, optimizer)
             diary.write_state(average)
 
-    both(script, replays=30, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 @pytest.mark.notices("guards always hold")
@@ -817,7 +668,7 @@ def test_training_in_eval_mode_for_a_while():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, replays=35, plan="{F B O}")
+    both(script, replays=35, plan="{F} {B} {O}")
 
 
 def test_model_used_and_differentiated_between_steps():
@@ -833,7 +684,7 @@ def test_model_used_and_differentiated_between_steps():
             penalty.backward()  # adds to p.grad, which the next step empties
             diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 def test_two_steps_over_one_model():
@@ -860,7 +711,7 @@ def test_two_steps_over_one_model():
         if diary.graphed:
             assert fool.report().steps_replayed >= 10, str(fool.report())
 
-    both(script, replays=30, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 def test_two_steps_where_one_model_is_outside():
@@ -875,7 +726,7 @@ def test_two_steps_where_one_model_is_outside():
             diary.write_state(generator, optimizer)
             diary.write_state(critic)
 
-    both(script, replays=20, plan="{F B O}")
+    both(script, replays=20, plan="{F} {B} {O}")
 
 
 # -- numeric formats ---------------------------------------------------------------------------------------
@@ -950,7 +801,7 @@ def test_grad_scaler_skips_steps_with_overflow(dtype, clip):
             diary.write("scaler", scaler.state_dict())
             diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 @pytest.mark.parametrize("fuse", ["auto", "off"])
@@ -990,7 +841,7 @@ def test_scaler_with_an_optimizer_that_reads_overflow_on_the_host():
             diary.write("scaler", scaler.state_dict())
             diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F B} O")
+    both(script, replays=30, plan="{F} {B} O")
 
 
 @pytest.mark.notices("guards always hold")
@@ -1004,7 +855,7 @@ def test_autocast_around_the_step():
                 diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    both(script, replays=35, plan="{F B O}")
+    both(script, replays=35, plan="{F} {B} {O}")
 
 
 # -- batches -------------------------------------------------------------------------------------------------
@@ -1066,7 +917,7 @@ def test_batches_of_all_kinds(pack, x, y):
             diary.write("loss", step(pack(xs, ys, index)))
             diary.write_state(model, optimizer)
 
-    both(script, replays=28, plan="{F B O}")
+    both(script, replays=28, plan="{F} {B} {O}")
 
 
 def test_keyword_arguments_and_unread_tensors():
@@ -1082,7 +933,7 @@ def test_keyword_arguments_and_unread_tensors():
             diary.write("out", step(x=x, y=y, extra=torch.tensor([index])))
         diary.write_state(model, optimizer)
 
-    both(script, replays=30, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 @pytest.mark.notices("guards always hold")
@@ -1097,8 +948,7 @@ def test_a_number_that_the_step_reads_and_that_changes_once_in_a_while():
             diary.write("loss", step(batch, 1.0 if index % 40 < 20 else 0.5))
             diary.write_state(model, optimizer)
 
-    report = both(script, replays=45, plan="{F B O}")
-    assert len(report.captures) == 2
+    both(script, replays=45, plan="{F} {B} {O}")
 
 
 def test_same_tensor_twice_and_views_of_one_tensor_in_a_batch():
@@ -1115,7 +965,7 @@ def test_same_tensor_twice_and_views_of_one_tensor_in_a_batch():
             diary.write("loss", step(x, other, y))
             diary.write_state(model, optimizer)
 
-    both(script, replays=35, plan="{F B O}")
+    both(script, replays=35, plan="{F} {B} {O}")
 
 
 def test_two_alternating_lengths():
@@ -1127,37 +977,7 @@ def test_two_alternating_lengths():
             diary.write("loss", step(batches(1, size=4 + 4 * (index % 2))[0]))
             diary.write_state(model, optimizer)
 
-    report = both(script, replays=30, plan="{F B O}")
-    assert len(report.captures) == 2
-
-
-def test_shapes_that_never_come_back_are_not_captured():
-    def script(diary: Diary) -> None:
-        model = Net()
-        optimizer = adamw(model)
-        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-        for index in range(60):
-            diary.write("loss", step(batches(1, size=2 + index)[0]))
-            diary.write_state(model, optimizer)
-
-    report = both(script, never="every shape is there once")
-    assert report.captures == []
-
-
-def test_more_shapes_than_max_signatures():
-    def script(diary: Diary) -> None:
-        model = Net()
-        optimizer = adamw(model)
-        step = diary.step(loss_of(model), model=model, optimizer=optimizer)
-        for index in range(120):
-            diary.write("loss", step(batches(1, size=2 + index % 5)[0]))
-        for _ in range(30):
-            diary.write("loss", step(batches(1, size=20)[0]))
-        diary.write_state(model, optimizer)
-
-    report = both(script, max_signatures=2, replays=50, plan="{F B O}")
-    assert sum(capture.plan == "{F B O}" for capture in report.captures) <= 4
-    assert any("max_signatures" in f.fix for f in report.fallbacks)
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 # -- outputs -------------------------------------------------------------------------------------------------
@@ -1189,24 +1009,7 @@ def test_outputs_kept_over_many_steps_keep_their_values():
                 t.requires_grad for out in kept for t in (out["loss"], out["logits"], out["more"][0])
             )
 
-    both(script, replays=30, plan="{F B O}")
-
-
-def test_inputs_passed_through_to_the_output():
-    def script(diary: Diary) -> None:
-        model = Net()
-        optimizer = adamw(model)
-
-        def step_fn(batch: Any, idx: int, name: str) -> dict[str, Any]:
-            loss = loss_of(model)(batch)
-            return {"loss": loss, "x": batch[0], "part": batch[0][:2], "idx": idx, "name": name}
-
-        step = diary.step(step_fn, model=model, optimizer=optimizer)
-        for index, batch in enumerate(batches(60)):
-            diary.write("out", step(batch, 100_000 + index // 30, "ab"[index // 30]))
-        diary.write_state(model, optimizer)
-
-    both(script, replays=40, plan="{F B O}")
+    both(script, replays=30, plan="{F} {B} {O}")
 
 
 @pytest.mark.slow_after(3)
@@ -1242,69 +1045,6 @@ def test_a_python_value_passed_through_is_never_stale(values, through):
     both(script, replays=25)
 
 
-def test_an_output_that_is_a_parameter_stays_the_parameter():
-    def script(diary: Diary) -> None:
-        model = Net()
-        optimizer = adamw(model)
-        step = diary.step(
-            lambda batch: {
-                "loss": loss_of(model)(batch),
-                "w": model.first.weight,
-                "b": model.norm.running_mean[:2],
-            },
-            model=model,
-            optimizer=optimizer,
-        )
-        kept = [step(batch) for batch in batches(36)]
-        diary.write("outputs", kept)
-
-    both(script, replays=30, plan="{F B O}")
-
-
-def test_results_that_share_memory_still_do():
-    def script(diary: Diary) -> None:
-        model = Net()
-
-        def step_fn(batch: Any) -> dict[str, Any]:
-            hidden = model.first(batch[0]).detach()
-            loss = loss_of(model)(batch)
-            return {
-                "loss": loss,
-                "again": loss,
-                "part": batch[0][1:3, ::2],
-                "hidden": hidden,
-                "row": hidden[1],
-                "flat": hidden.view(-1),
-                "shape": batch[0].shape,
-            }
-
-        step = diary.step(step_fn, model=model, optimizer=sgd(model))
-        for batch in batches(30):
-            result = step(batch)
-            result["part"].add_(1)
-            result["row"].zero_()
-            result["again"].add_(1)
-            diary.write("batch", batch)
-            diary.write("result", {**result, "shape": tuple(result["shape"])})
-            assert type(result["shape"]) is torch.Size
-
-    both(script, replays=20, plan="{F B O}")
-
-
-def test_a_batch_at_an_odd_address_is_added_up_as_in_plain_training():
-    def script(diary: Diary) -> None:
-        model = Net(dropout=0.0)
-        step = diary.step(loss_of(model), model=model, optimizer=sgd(model))
-        generator = torch.Generator().manual_seed(1)
-        for index in range(48):
-            odd = index % 2
-            x = torch.randn(8 * 6 + odd, generator=generator)[odd:].view(8, 6)
-            diary.write("loss", step((x, torch.randint(0, 3, (8,), generator=generator))))
-            diary.write_state(model)
-
-    both(script, replays=20, plan="{F B O}")
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("given", ["hidden", "batch"])
 @pytest.mark.parametrize("reads", [False, True])
@@ -1329,73 +1069,10 @@ def test_a_checkpointed_block_with_batch_norm(reentrant: bool, given: str, reads
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    if reads or (reentrant and given == "batch"):
-        both(script, replays=45)
-    else:  # the emulation cannot replay that a checkpoint sets the random state
-        report = both(script, replays=10)
-        assert "the random state was set or used outside of tensor operations" in text_of(report)
-
-
-class Reentrant(nn.Module):
-    """A checkpoint that adds to gradients by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.block, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.again(torch.tanh(self.first(x))))  # type: ignore[no-any-return]
-
-    def again(self, hidden: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda h: torch.tanh(self.block(h)), hidden, use_reentrant=True)  # type: ignore[no-any-return]
-
-
-def _once(model: Reentrant, x: torch.Tensor) -> torch.Tensor:
-    return model(x)  # type: ignore[no-any-return]
-
-
-def _in_two_checkpoints(model: Reentrant, x: torch.Tensor) -> torch.Tensor:
-    return model(x) + model(x * 0.5)  # type: ignore[no-any-return]
-
-
-def _beside_the_checkpoint(model: Reentrant, x: torch.Tensor) -> torch.Tensor:
-    hidden = torch.tanh(model.first(x))
-    return model.last(model.again(model.block(hidden)) + model.block(hidden * 2))  # type: ignore[no-any-return]
-
-
-def _in_two_functions(model: Reentrant, x: torch.Tensor) -> torch.Tensor:
-    out = model(x)
-    print(out.mean().item(), file=io.StringIO())
-    return out + model(x * 0.5)  # type: ignore[no-any-return]
-
-
-@pytest.mark.slow_after(2)
-@pytest.mark.parametrize(
-    "forward",
-    [_once, _in_two_checkpoints, _beside_the_checkpoint, _in_two_functions],
-    ids=lambda f: f.__name__,
-)
-def test_a_reentrant_checkpoint_adds_to_gradients_when_it_does_without_a_graph(forward: Any):
-    def script(diary: Diary) -> None:
-        model = Reentrant()
-        optimizer = sgd(model)
-
-        def step_fn(batch: Any) -> torch.Tensor:
-            return nn.functional.cross_entropy(forward(model, batch[0]), batch[1])
-
-        step = diary.step(step_fn, model=model, optimizer=optimizer)
-        for index, batch in enumerate(batches(60)):
-            diary.write("loss", (step if index % 3 == 2 else step.accumulate)(batch))
-            diary.write_state(model, optimizer)
-
-    report = both(script, replays=15)
-    if forward is _once:
-        replayed(report, least=15)
+    if reentrant and given == "batch":
+        both(script, replays=40)
     else:
-        assert not report.steps_replayed and any(r.replays for r in report.regions()), str(report)
-    if forward is _in_two_checkpoints:
-        assert "use_reentrant" in text_of(report), str(report)
+        both(script, replays=15)  # of the update: the checkpoint draws random numbers
 
 
 def test_a_checkpointed_batch_norm_whose_backward_has_a_graph_of_its_own():
@@ -1413,11 +1090,7 @@ def test_a_checkpointed_batch_norm_whose_backward_has_a_graph_of_its_own():
             diary.write("loss", step(batch))
             diary.write_state(model, optimizer)
 
-    report = both(script, fuse="off", backward="off", replays=20)
-    assert report.optimizer_steps_replayed >= 20, str(report)
-    assert any("a checkpoint changes tensors" in fallback.reason for fallback in report.fallbacks), str(
-        report
-    )
+    both(script, fuse="off", backward="off", replays=17)
 
 
 def test_an_error_in_a_replay_leaves_no_gradients_of_the_step_before():
@@ -1432,7 +1105,7 @@ def test_an_error_in_a_replay_leaves_no_gradients_of_the_step_before():
                 diary.write("error", str(error))
             diary.write_state(model, optimizer)
 
-    both(script, replays=20, plan="{F B O}")
+    both(script, replays=20, plan="{F} {B} {O}")
 
 
 def test_step_fn_that_returns_its_learning_rate_sees_the_scheduled_number() -> None:

@@ -32,7 +32,6 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     TQDMProgressBar,
 )
 from lightning_training import Data, Fit, MemoryLogger, Module, emulated, fit, loader, parity  # noqa: E402
-from replays import text_of  # noqa: E402
 from test_lightning_callback import contents, without_paths  # noqa: E402
 from training import differs, frozen  # noqa: E402
 
@@ -87,7 +86,7 @@ def averaged(callback: Any) -> Any:
 def test_exponential_moving_average(options: dict[str, Any]) -> None:
     assert EMAWeightAveraging is not None
     make = lambda: [EMAWeightAveraging(decay=0.9, **options)]  # noqa: E731
-    trained(make, averaged, validate=True, replays=36, plan="{F B O}")
+    trained(make, averaged, validate=True, replays=36, plan="{F} {B} {O}")
 
 
 @averages
@@ -98,7 +97,7 @@ def test_average_of_the_weights_of_some_steps() -> None:
         def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
             return epoch_idx is not None or (step_idx is not None and step_idx % 5 == 4)
 
-    trained(lambda: [Every()], averaged, validate=True, replays=36, plan="{F B O}")
+    trained(lambda: [Every()], averaged, validate=True, replays=36, plan="{F} {B} {O}")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -111,7 +110,7 @@ def test_stochastic_weight_averaging(optimizer: str, options: dict[str, Any]) ->
         return [callback.n_averaged, callback._average_model.state_dict()]
 
     make_module = lambda: Module(optimizer, "epoch")  # noqa: E731
-    trained(swa, weights, make_module, max_epochs=6, replays=40, plan="{F B O}", **options)
+    trained(swa, weights, make_module, max_epochs=6, replays=40, plan="{F} {B} {O}", **options)
 
 
 # -- what trains -------------------------------------------------------------------------------------------
@@ -131,7 +130,7 @@ class WithBackbone(Module):
 
 def test_layers_are_unfrozen_and_replayed_again() -> None:
     make = lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=3, verbose=False)]  # noqa: E731
-    fits = trained(make, make_module=WithBackbone, max_epochs=6, replays=50, plan="{F B O}")
+    fits = trained(make, make_module=WithBackbone, max_epochs=6, replays=50, plan="{F} {B} {O}")
     report = fits[1].report
     assert report is not None and max(c.step for c in report.captures) > 33
     assert len(fits[1].trainer.optimizers[0].param_groups) == 2
@@ -148,7 +147,7 @@ def test_layers_are_unfrozen_one_after_the_other() -> None:
             if epoch == 4:
                 self.unfreeze_and_add_param_group(pl_module.net.first, optimizer)
 
-    trained(lambda: [OneByOne()], make_module=WithBackbone, max_epochs=7, replays=50, plan="{F B O}")
+    trained(lambda: [OneByOne()], make_module=WithBackbone, max_epochs=7, replays=50, plan="{F} {B} {O}")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_layers_are_unfrozen_one_after_the_other() -> None:
 def test_pruned_layers(options: dict[str, Any]) -> None:
     """Torch masks weights in a hook, which stores the masked weight in an attribute on every step."""
     callbacks = lambda: [ModelPruning(amount=0.2, **options)]  # noqa: E731
-    fits = trained(callbacks, max_epochs=6, replays=40, plan="{F B O}")
+    fits = trained(callbacks, max_epochs=6, replays=40, plan="{F} {B} {O}")
     zeros = [(p == 0).sum() for name, p in fits[1].module.named_parameters() if "weight" in name]
     assert sum(zeros) > 40
 
@@ -183,25 +182,11 @@ class Manual(WithBackbone):
         return loss
 
 
-def test_pruned_layers_under_manual_optimization_run_as_they_are() -> None:
-    make = lambda: [ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.2)]  # noqa: E731
-    fits = trained(make, make_module=Manual, max_epochs=6, replays=40, config={"fuse": "off"})
-    report = fits[1].report
-    assert report is not None and report.optimizer_steps_replayed > 40, str(report)
-    assert any("it stores an activation" in f.reason for f in report.fallbacks), str(report)
-
-
 MANUAL: dict[str, tuple[Callable[[], pl.Callback], Callable[[Any], Any]]] = {
     "averages": (lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=3), lambda c: c.n_averaged),
     "unfreezes": (lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=3), lambda c: c.state_dict()),
     "monitors": (lambda: LearningRateMonitor("step"), lambda c: c.lrs),
 }
-
-
-def test_layers_that_are_pruned_after_whole_steps_by_hand() -> None:
-    make = lambda: [ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.2)]  # noqa: E731
-    fits = trained(make, make_module=Manual, max_epochs=6, replays=7)
-    assert "is written by the step" in text_of(fits[1].report) and "graphed step" in str(fits[1].report)
 
 
 @pytest.mark.parametrize("fuse", ["auto", "off"])
@@ -226,7 +211,9 @@ def test_other_callbacks_under_manual_optimization(what: str, fuse: str) -> None
 )
 def test_accumulation_that_changes_between_epochs(numbers: dict[int, int], epochs: int, replays: int) -> None:
     make = lambda: [GradientAccumulationScheduler(numbers)]  # noqa: E731
-    trained(make, lambda callback: callback.scheduling, max_epochs=epochs, replays=replays, plan="{F B O}")
+    trained(
+        make, lambda callback: callback.scheduling, max_epochs=epochs, replays=replays, plan="{F} {B} {O}"
+    )
 
 
 # -- when training ends ------------------------------------------------------------------------------------
@@ -235,7 +222,9 @@ def test_accumulation_that_changes_between_epochs(numbers: dict[int, int], epoch
 @pytest.mark.parametrize("monitor", ["loss_epoch", "val_loss"])
 def test_early_stopping_stops_at_the_same_step(monitor: str) -> None:
     make = lambda: [EarlyStopping(monitor, patience=1, min_delta=0.05)]  # noqa: E731
-    plain, graphed = trained(make, max_epochs=30, validate=monitor == "val_loss", replays=20, plan="{F B O}")
+    plain, graphed = trained(
+        make, max_epochs=30, validate=monitor == "val_loss", replays=20, plan="{F} {B} {O}"
+    )
     assert plain.trainer.global_step == graphed.trainer.global_step < 30 * 11
 
 
@@ -255,7 +244,7 @@ def test_early_stopping_at_a_loss_that_is_not_finite() -> None:
                 self.broken.fill_(float("nan"))
 
     make = lambda: [EarlyStopping("all of it", patience=9)]  # noqa: E731
-    plain, graphed = trained(make, make_module=Breaks, max_epochs=9, replays=36, plan="{F B O}")
+    plain, graphed = trained(make, make_module=Breaks, max_epochs=9, replays=36, plan="{F} {B} {O}")
     assert plain.trainer.global_step == graphed.trainer.global_step == 44
 
 
@@ -280,7 +269,7 @@ def test_a_timer_stops_at_the_same_step(interval: str) -> None:
             GradientAccumulationScheduler({0: 1, 2: 2}),
         ]
 
-    plain, graphed = trained(timed, max_epochs=20, replays=20, plan="{F B O}")
+    plain, graphed = trained(timed, max_epochs=20, replays=20, plan="{F} {B} {O}")
     assert plain.trainer.global_step == graphed.trainer.global_step == (31 if interval == "step" else 34)
 
 
@@ -289,7 +278,7 @@ def test_a_timer_stops_at_the_same_step(interval: str) -> None:
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_progress_bars_are_shown_and_not_stale(bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(lambda: [bar()], enable_progress_bar=True, replays=20, plan="{F B O}")
+    trained(lambda: [bar()], enable_progress_bar=True, replays=20, plan="{F} {B} {O}")
     assert "loss_step" in capsys.readouterr().out + capsys.readouterr().err
 
 
@@ -302,7 +291,7 @@ def test_learning_rate_monitor(interval: str) -> None:
         logger=MemoryLogger(),
         log_every_n_steps=1,
         replays=36,
-        plan="{F B O}",
+        plan="{F} {B} {O}",
     )
 
 
@@ -316,7 +305,11 @@ def test_device_stats_are_read_before_and_after_each_step(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(CPUAccelerator, "get_device_stats", stats)
     _, graphed = trained(
-        lambda: [DeviceStatsMonitor()], logger=MemoryLogger(), log_every_n_steps=1, replays=36, plan="{F B O}"
+        lambda: [DeviceStatsMonitor()],
+        logger=MemoryLogger(),
+        log_every_n_steps=1,
+        replays=36,
+        plan="{F} {B} {O}",
     )
     assert read == 2 * 88
     assert any("DeviceStatsMonitor.on_train_batch_end/a number" in str(entry) for entry in graphed.entries)
@@ -359,7 +352,7 @@ def test_a_learning_rate_is_found(finder: type[LearningRateFinder], tmp_path: Pa
         max_epochs=6,
         default_root_dir=tmp_path,
         replays=36,
-        plan="{F B O}",
+        plan="{F} {B} {O}",
     )
     assert plain.module.lr == graphed.module.lr != 1e-2
 
@@ -398,7 +391,7 @@ def test_a_batch_size_is_found(finder: type[BatchSizeFinder], tmp_path: Path) ->
         max_epochs=12,
         default_root_dir=tmp_path,
         replays=20,
-        plan="{F B O}",
+        plan="{F} {B} {O}",
     )
     assert plain.trainer.datamodule.batch_size == graphed.trainer.datamodule.batch_size > 2
 
@@ -423,7 +416,7 @@ def test_checkpoints_of_steps_are_the_same(tmp_path: Path) -> None:
             *averages,
         ]
 
-    trained(checkpoints, lambda callback: None, enable_checkpointing=True, replays=36, plan="{F B O}")
+    trained(checkpoints, lambda callback: None, enable_checkpointing=True, replays=36, plan="{F} {B} {O}")
     expected, theirs = [without_paths(contents(folder), folder) for folder in folders]
     assert len(expected) > 10
     difference = differs(frozen(expected), frozen(theirs))

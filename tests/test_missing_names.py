@@ -18,30 +18,18 @@ from replays import text_of
 from torch import nn
 from training import Net, batches, both, loss_of, sgd
 
-from pygraph_train import GraphedStep, explain
+from pygraph_train import GraphedStep
 from pygraph_train.diagnosis.doctor import check
 from pygraph_train.graphs import make_engine
 from pygraph_train.torch_private import names
 from pygraph_train.torch_private.names import MissingName, private
-from pygraph_train.torch_private.tracing import why_no_traces
-
-NOT_LISTED = {
-    "torch._dynamo.variables.EnumVariable": "of 2.11 alone",
-    "torch._dynamo.variables.tensor.SymNodeVariable.richcompare_impl": "of 2.13 alone",
-    "torch._dynamo.variables.user_defined.UserDefinedClassVariable.var_getattr": "mended for 2.11 alone",
-    "torch._functorch._aot_autograd.runtime_wrappers.maybe_mark_dynamic_helper": "of 2.11 alone",
-    "torch._inductor.virtualized.V.graph.get_numel": "V has attributes while Inductor compiles",
-}
-"""Names that the list leaves out, with the reason."""
 
 
 @pytest.mark.quick
 def test_the_list_has_each_private_name_that_the_sources_use() -> None:
     listed = {name for entry in names.NAMES for name in entry}
     read = set(longest(used()))
-    assert read - listed == set(NOT_LISTED), (
-        "add what is new to names.py, and drop what is gone from NOT_LISTED"
-    )
+    assert not read - listed, "add them to names.py"
     of_objects = {
         "torch.Tensor._version",
         "torch.nn.Module._call_impl",
@@ -55,7 +43,7 @@ def test_the_list_has_each_private_name_that_the_sources_use() -> None:
 def test_training_goes_on_without_any_of_the_names() -> None:
     """A sample; `make missing-names` tries all."""
     everywhere = ["torch._C._storage_Use_Count", "torch._subclasses.fake_tensor.FakeTensor"]
-    sample = [*everywhere, *longest(used())[3::60]]
+    sample = [*everywhere, *longest(used())[3::20]]
     run = subprocess.run(
         [sys.executable, "-m", "tests.missing_names", "--json", *sample],
         capture_output=True,
@@ -67,8 +55,7 @@ def test_training_goes_on_without_any_of_the_names() -> None:
     rows = json.loads(run.stdout.splitlines()[-1]) if run.stdout else pytest.fail(run.stderr[-3000:])
     assert [row["name"] for row in rows] == ["", *sample]
     assert [row for row in rows if not row["good"]] == []
-    known = why_no_traces() is None
-    assert (rows[0]["steps"] > 5) is known, "nothing was missing"
+    assert rows[0]["steps"] > 5, "nothing was missing"
     assert rows[1]["steps"] == rows[2]["steps"] == 0, "all graphs need these"
 
 
@@ -80,17 +67,12 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         module, _, last = name.rpartition(".")
         listed = (*names.NAMES, names.Names("a test", off, f"{module}: {last}"))
         monkeypatch.setattr(names, "NAMES", listed)
-        monkeypatch.setattr("pygraph_train.diagnosis.doctor.NAMES", listed)
-        forget()
-
-    def forget() -> None:
         names.lacking.cache_clear()
-        why_no_traces.cache_clear()
 
-    forget()
+    names.lacking.cache_clear()
     yield lacks  # type: ignore[misc]
     monkeypatch.undo()
-    forget()
+    names.lacking.cache_clear()
 
 
 def script(diary: Any) -> None:
@@ -102,16 +84,6 @@ def script(diary: Any) -> None:
     diary.write_state(model, optimizer)
 
 
-def test_each_phase_has_a_graph_where_dynamo_lacks_a_name(missing: Any, caplog: Any) -> None:
-    missing("torch._dynamo.guards.no_such_guard", names.FORWARD_AND_BACKWARD)
-    with caplog.at_level(logging.WARNING, "pygraph_train"):
-        report = both(script, replays=5)
-    said = f"torch {torch.__version__} lacks torch._dynamo.guards.no_such_guard"
-    assert report.plan == "{F} {B} {O}" and report.steps_replayed >= 5
-    assert said not in text_of(report) and not report.fallbacks
-    assert [record.getMessage().startswith(f"pygraph: {said}") for record in caplog.records] == [True]
-
-
 def test_all_is_plain_where_torch_lacks_what_every_graph_needs(missing: Any, caplog: Any) -> None:
     missing("torch._C._no_such_name", names.GRAPHS)
     said = f"torch {torch.__version__} lacks torch._C._no_such_name"
@@ -121,23 +93,9 @@ def test_all_is_plain_where_torch_lacks_what_every_graph_needs(missing: Any, cap
     assert [record.getMessage().startswith(f"pygraph: {said}") for record in caplog.records] == [True]
 
 
-def test_explain_blames_no_step_for_what_torch_lacks(missing: Any) -> None:
-    missing("torch._dynamo.guards.no_such_guard", names.FORWARD_AND_BACKWARD)
-    model = Net()
-
-    def reads(batch: Any) -> torch.Tensor:
-        loss = loss_of(model)(batch)
-        print(loss.item())
-        return loss
-
-    found = explain(reads, batches(1)[0], model=model, optimizer=sgd(model))
-    assert [obstacle.where for obstacle in found.obstacles] == [None]
-    assert "no_such_guard" in str(found) and "The step itself was not looked at" in str(found)
-
-
 @pytest.mark.passes_without_graphs("it captures nothing")
 def test_doctor_lists_what_torch_lacks(missing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing("torch._dynamo.guards.no_such_guard", names.FORWARD_AND_BACKWARD)
+    missing("torch._dynamo.guards.no_such_guard", names.GROWING)
     found = check()
     assert dict(found.facts)["torch that was tried"] == ", ".join(names.TRIED)
     assert any("torch lacks torch._dynamo.guards.no_such_guard" in sentence for sentence in found.lacks)

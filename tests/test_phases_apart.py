@@ -1,4 +1,4 @@
-"""Steps whose forward, backward and update are replayed one by one: the rule on torch 2.12, 2.14 and 2.15."""
+"""Steps whose forward, backward and update are replayed one by one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ from torch.nn.functional import cross_entropy
 from training import Net, batches, differs, frozen, loss_of
 
 from pygraph_train import GraphedStep, PyGraphConfig
-from pygraph_train.step import phase_runner
-from pygraph_train.step.phase_runner import PhaseRunner
 
 pytestmark = pytest.mark.quick
 
 STEPS = 24
-
-
-@pytest.fixture(autouse=True)
-def phases_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase_runner, "StepRunner", PhaseRunner)
 
 
 Make = Callable[[nn.Module], Callable[..., Any]]

@@ -13,25 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-from test_report_decides_nothing import HostRead
 from torch import nn
 from torch.utils.data import DataLoader
 from training import Net, adam, adamw, batches, loss_of
 
-import pygraph_train.backend as backend
 from pygraph_train import GraphedStep, PyGraphConfig, StepReport
+from pygraph_train.plans import NOTHING, SEPARATE, graphs_apart
 from pygraph_train.report import step_report, table
 from pygraph_train.report.headline import Headline
 from pygraph_train.report.printing import shortened
 from pygraph_train.report.progress import Progress
 from pygraph_train.report.step_report import CaptureRecord, Fallback
-from pygraph_train.selection.arms import FORWARD_BACKWARD, NOTHING, OPTIMIZER, SPLIT, WHOLE, Arm
-from pygraph_train.selection.controller import Controller, Switch
 from tests.ranks import pair_of_ranks
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "report.md").read_text(encoding="utf-8")
 
 EMULATED = {"engine": "emulated", "warmup_steps": 2}
+
+FORWARD_BACKWARD, OPTIMIZER = graphs_apart(True, True, False), graphs_apart(False, False, True)
 
 
 class Sparse(Net):
@@ -48,16 +47,15 @@ class Sparse(Net):
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch.compiler.reset()
-    backend.reset()
     yield
     torch.compiler.reset()
 
 
-def trained(model: nn.Module, optimizer: Any = adamw, steps: int = 40, **config: Any) -> StepReport:
+def trained(model: nn.Module, made: Any = adamw, steps: int = 40, **config: Any) -> StepReport:
     step = GraphedStep(
         loss_of(model),
         model=model,
-        optimizer=optimizer(model),
+        optimizer=made(model),
         config=PyGraphConfig(**{**EMULATED, **config}),
     )
     for batch in batches(steps):
@@ -84,94 +82,40 @@ def accelerated() -> StepReport:
     return plugin.report()
 
 
-def by_hand() -> StepReport:
-    """Lightning's manual optimization."""
-    pytest.importorskip("lightning")
-    from lightning_training import emulated, fit
-    from test_lightning_manual import Wgan
-
-    report = fit([emulated()], module=Wgan()).report
-    assert report is not None
-    return report
-
-
-def in_stock_steps(steps: int) -> StepReport:
-    """A `GraphedStep` of another loop: it is given up, and the loop goes on."""
-    pytest.importorskip("lightning")
-    from lightning.fabric import Fabric
-
-    from pygraph_train import PyGraphFabric
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    pygraph = PyGraphFabric(**EMULATED).attach(fabric)  # type: ignore[arg-type]
-    plain = Net()
-    model, optimizer = fabric.setup(plain, adamw(plain))
-    seen: list[int] = []
-
-    def loss(batch: Any) -> Any:
-        seen.append(len(seen))
-        return loss_of(model)(batch)
-
-    step = pygraph.graphed_step(loss, model=model, optimizer=optimizer)
-    for batch in batches(steps):
-        step(batch)
-    report = pygraph.report()
-    pygraph.detach()
-    return report
-
-
 KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
-    "whole steps": (
+    "steps with a graph for each phase": (
         lambda: trained(Net()),
-        r"36 of 40 training steps \(90%\) ran from graphs, as plan {F B O} on the emulated engine. "
+        r"35 of 40 training steps \(88%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. "
         r"Nothing stands in the way of more.",
     ),
     "an optimizer that torch cannot capture": (
         lambda: trained(Net(), adam),
-        r"Forward and backward ran from graphs in 36 of 40 training steps \(90%\), the optimizer in none, as plan "
-        r"{F B} O on the emulated engine. In the way of more: the optimizer runs outside of the graph: Adam's CPU "
+        r"Forward and backward ran from graphs in 38 of 40 training steps \(95%\), the optimizer in none, as plan "
+        r"{F} {B} O on the emulated engine. In the way of more: the optimizer runs outside of the graph: Adam's CPU "
         r"kernels .*",
     ),
-    "regions, with a reason": (
-        lambda: trained(HostRead(), steps=60),
-        r"\d\d of 60 training steps \(\d\d%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. In the way "
-        r"of one graph for the whole step: the value of a tensor is read on the host, .* "
-        r"\(\S*test_report_decides_nothing.py:\d+\). Compute the result with tensors \(torch.where\), or move the "
-        r"decision out of the step.",
+    "an optimizer that is left out": (
+        lambda: trained(Net(), optimizer="off"),
+        r"Forward and backward ran from graphs in 38 of 40 training steps \(95%\), the optimizer in none, as plan "
+        r"{F} {B} O on the emulated engine. optimizer='off' is set, so it runs without a graph.",
     ),
-    "the optimizer alone": (
-        lambda: trained(Net(), forward="off", backward="off"),
-        r"The optimizer ran from graphs in 3\d of 40 training steps \(\d\d%\), forward and backward in none, as plan "
-        r"F B {O} on the emulated engine. In the way of more: forward='off', backward='off' is set, so .*",
-    ),
-    "everything fell back": (
-        lambda: trained(Sparse(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), forward="off"),
-        r"None of the 40 training steps ran from graphs. In the way of more: forward=.off. is set, so .*",
+    "a layer that no graph holds": (
+        lambda: trained(Sparse(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
+        r"None of the 40 training steps ran from graphs. In the way of more: a part of the step runs without a graph: "
+        r"a tensor of layout torch.sparse_coo cannot be recorded by the CPU emulation \(\S*training.py:\d+\).",
     ),
     "a stock loop": (
         accelerated,
-        r"84 of 90 training steps \(93%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. Nothing stands "
-        r"in the way of more.",
-    ),
-    "manual optimization": (
-        by_hand,
-        r"Forward and backward ran from graphs in \d\d of 44 training steps \(\d\d%\), the optimizer in \d\d of 44, "
-        r"as plan {F} {B} {O} on the emulated engine. In the way of one graph for the whole step: batch_idx is no "
-        r"longer \d: the step depends on Python state that changes \(.*test_lightning_manual.py:\d+\). "
-        r"Keep values that change in tensors, or outside of the step.",
-    ),
-    "a step of a loop that was given up": (
-        lambda: in_stock_steps(80),
-        r"\d\d of 80 training steps \(\d\d%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. In the way "
-        r"of one graph for the whole step: seen is written by the step, .*",
+        r"\d\d of 90 training steps \(9\d%\) ran from graphs, as plan {F} {B} {O} on the emulated engine. Nothing "
+        r"stands in the way of more.",
     ),
     "graphs off": (
         lambda: trained(Net(), engine="off"),
         r"None of the 40 training steps ran from graphs. Graphs are off: steps run as you wrote them.",
     ),
     "too few steps": (
-        lambda: trained(Net(), steps=3),
-        r"None of the 3 training steps ran from graphs. Graphs begin after a warm-up, and it has not ended.",
+        lambda: trained(Net(), steps=2),
+        r"None of the 2 training steps ran from graphs. Graphs begin after a warm-up, and it has not ended.",
     ),
     "no steps": (StepReport, r"No training step was counted."),
 }
@@ -227,44 +171,44 @@ def test_the_report_of_one_of_two_processes() -> None:
     for rank in found:
         told = " ".join(rank["printed"].split())
         assert re.match(
-            r"pygraph-train: \d\d of 32 training steps \(\d\d%\) ran from graphs, as plan {F B O} on", told
+            r"pygraph-train: \d\d of 32 training steps \(\d\d%\) ran from graphs, as plan {F} {B} {O} on",
+            told,
         ), told
 
 
-def test_one_figure_means_the_same_whatever_shares_a_graph() -> None:
-    for plan in (WHOLE, SPLIT):
-        report = StepReport(engine="emulated")
-        for index in range(8):
-            report.step_began()
-            update = index % 2 == 1
-            report.step_ended(FORWARD_BACKWARD if index < 2 or not update else plan, updated=update)
-        assert report.steps_from_graphs == 7, "four micro-batches, and three of four updates"
-        assert dict(report.rows())["from graphs"] == (
-            "all phases in 7 of 8 steps (forward 8, backward 8, optimizer 3 of 4)"
-        )
-        assert report.to_dict()["phases_from_graphs"] == {"F": 8, "B": 8, "O": 3}
-        assert report.running_plan == str(plan)
+def test_micro_batches_count_as_steps_without_an_optimizer() -> None:
+    report = StepReport(engine="emulated")
+    for index in range(8):
+        report.step_began()
+        update = index % 2 == 1
+        report.step_ended(FORWARD_BACKWARD if index < 2 or not update else SEPARATE, updated=update)
+    assert report.steps_from_graphs == 7, "four micro-batches, and three of four updates"
+    assert dict(report.rows())["from graphs"] == (
+        "all phases in 7 of 8 steps (forward 8, backward 8, optimizer 3 of 4)"
+    )
+    assert report.to_dict()["phases_from_graphs"] == {"F": 8, "B": 8, "O": 3}
+    assert report.running_plan == str(SEPARATE)
 
 
-def test_the_plan_is_the_one_that_runs_and_not_the_one_that_was_chosen() -> None:
-    report = StepReport(engine="emulated", plan="{F B O}")
-    for plan in [*[WHOLE] * 30, NOTHING, *[WHOLE] * 3]:
+def test_the_plan_is_the_one_that_runs_and_not_the_one_that_is_meant_to() -> None:
+    report = StepReport(engine="emulated", plan="{F} {B} {O}")
+    for plan in [*[SEPARATE] * 30, NOTHING, *[SEPARATE] * 3]:
         report.step_began()
         report.step_ended(plan, updated=True)
-    assert dict(report.rows())["plan"].startswith("{F B O} "), "a step in between changes nothing"
+    assert dict(report.rows())["plan"].startswith("{F} {B} {O} "), "a step in between changes nothing"
     for _ in range(12):
         report.step_began()
         report.step_ended(OPTIMIZER, updated=True)
-    assert dict(report.rows())["plan"].startswith("F B {O} ") and report.plan == "{F B O}"
+    assert dict(report.rows())["plan"].startswith("F B {O} ") and report.running_plan == "{F} {B} {O}"
 
 
 def test_parts_of_a_loop_are_one_sum() -> None:
     first, second = Progress(steps=10, elsewhere=4), Progress(steps=4)
     for _ in range(6):
-        first.step_ended(WHOLE, updated=True)
+        first.step_ended(SEPARATE, updated=True)
     second.step_ended(NOTHING, updated=True)
     both = Progress.of([first, second])
-    assert (both.made, both.from_graphs, both.plan) == (10, 6, WHOLE)
+    assert (both.made, both.from_graphs, both.plan) == (10, 6, SEPARATE)
 
 
 def test_the_reason_of_the_phase_without_a_graph_is_named_first() -> None:
@@ -287,57 +231,6 @@ def test_names_of_code_keep_their_letters() -> None:
     report = StepReport(engine="emulated", steps=1)
     report.fell_back(Fallback("it is not supported", "a.py:1", "fully_shard of torch can be in a graph", 1))
     assert report.headline().endswith("it is not supported (a.py:1). fully_shard of torch can be in a graph.")
-
-
-def test_plans_that_were_not_tried_are_one_row() -> None:
-    report = StepReport(engine="cuda", steps=3)
-    controller = Controller([Arm(WHOLE), Arm(NOTHING), Arm(SPLIT), Arm(OPTIMIZER)])
-    for arm, why in ((NOTHING, "at least 9 ms"), (SPLIT, "at least 9 ms"), (OPTIMIZER, "at least 8 ms")):
-        controller.verdicts[Arm(arm)] = f"not tried: {why}"
-    report.compares(controller)
-    (row,) = [text for name, text in report.rows(verbose=True) if name.startswith("plan") and "tried" in name]
-    assert row == "F B O, {F B} {O}: at least 9 ms\nF B {O}: at least 8 ms"
-
-
-def test_a_plan_that_is_only_tried_is_not_called_the_fastest() -> None:
-    report = StepReport(engine="cuda", steps=20)
-    controller = Controller([Arm(WHOLE), Arm(NOTHING)])
-    report.compares(controller)
-    for _ in range(20):
-        report.progress().step_ended(NOTHING, updated=True)
-    assert report.headline().endswith("Plans are being compared, and {F B O} is the fastest so far.")
-    controller.settled = True
-    assert report.headline().endswith("this plan was found to be the fastest.")
-
-
-def test_where_a_graph_was_no_faster_nothing_else_is_the_reason() -> None:
-    report = StepReport(engine="cuda", steps=40)
-    report.note(
-        "runs of a step without a graph differ among themselves, and replays as much: gradient 0 differs"
-    )
-    report.ran_without_graph(7.5e-3)
-    controller = Controller([Arm(WHOLE), Arm(NOTHING)])
-    report.compares(controller)
-    for plan in (WHOLE, NOTHING):
-        for _ in range(20):
-            report.progress().step_ended(plan, updated=True)
-            if plan is WHOLE:
-                report.replayed(1, since_start=0.0, interval=8.78e-3)
-    controller.times[Arm(WHOLE)] = 8.78e-3
-    ran = "20 of 40 training steps (50%) ran from graphs, and the latest ones run without a graph. "
-    assert report.headline() == ran + "Plans are being compared, and {F B O} is the fastest so far."
-    controller.best, controller.settled = Arm(NOTHING), True
-    controller.verdicts[Arm(NOTHING)] = "kept: 7.51 ms against 8.78 ms of {F B O}"
-    assert report.headline() == f"{ran}Plan F B O was kept: 7.51 ms against 8.78 ms of {{F B O}}."
-    assert report.ms_with_graph is None and report.speedup is None
-
-
-@pytest.mark.passes_without_graphs("it looks at the time of steps that run as they are")
-def test_a_step_without_a_graph_is_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = trained(HostRead(), steps=20)
-    assert report.ms_without_graph is None, "all steps that were timed were traced too"
-    steps = trained(Net())
-    assert steps.ms_without_graph is not None and len(steps.ungraphed_seconds) == 3
 
 
 def test_paths_are_short_for_people_and_complete_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +257,7 @@ def test_a_note_that_repeats_a_reason_is_left_out() -> None:
 
 
 def test_a_loop_without_an_optimizer_says_so_first() -> None:
-    from pygraph_train.integrations.loop_report import LoopReport
+    from pygraph_train.report.loop_report import LoopReport
 
     report = LoopReport()
     report.began("emulated")
@@ -401,44 +294,25 @@ def test_every_row_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             module, "peak_memory_mib", lambda: {"peak_reserved_mib": 1, "peak_allocated_mib": 1}
         )
-    report = trained(HostRead(), adam, steps=60)
+    report = trained(Net(), adam)
     report.engine = "cuda"
     report.note("a note")
-    report.left_alone("nothing waits")
-    report.decided(Switch(9, Arm(WHOLE), Arm(NOTHING), "faster"))
-    report.compiled(1.0)
     report.compared(1.0, audit=True)
     report.captured(CaptureRecord("{O}", 0.1, 5, False, 3))
-    report.update_replayed()
-    for seconds in (0.5, 0.1):
-        report.ran_without_graph(seconds)
-        report.replayed(4, since_start=1.0, interval=seconds)
-    names = {name for name, _ in report.rows(verbose=True)} | {
-        "graphed step name",
-        "launch-bound",
-        "no graphs",
-    }
-    assert {
-        "captured {O}",
-        "peak memory",
-        "speed-up",
-        "switch at 9",
-        "verified",
-        "compiled",
-    } <= names
-    assert any(name.startswith("forward ") for name in names)
+    report.timed(0.1, 0.5)
+    report.replayed(4, since_start=1.0, interval=0.1)
+    names = {name for name, _ in report.rows(verbose=True)} | {"graphed step name"}
+    assert {"captured {O}", "peak memory", "speed-up", "verified", "without a graph", "note"} <= names
     assert not [name for name in sorted(names) if not documented(name)]
     assert not documented("peak") and not documented("something else")
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5])
-def test_the_first_replay_comes_when_the_option_says(steps: int) -> None:
+def test_the_graph_of_the_update_comes_when_the_option_says(steps: int) -> None:
     model = Net()
     step = GraphedStep(
         loss_of(model), model=model, optimizer=adamw(model), engine="emulated", warmup_steps=steps
     )
-    for batch in [*batches(20), *batches(30, size=4)]:
+    for batch in batches(20):
         step(batch)
-    report = step.report()
-    assert report.first_replay_step == steps + 3
-    assert [capture.step for capture in report.captures] == [steps + 3, 20 + 2 * steps + 3]
+    assert [capture.step for capture in step.report().captures if capture.plan == "{O}"] == [steps + 3]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from training import Diary, Net, batches, both, loss_of, sgd
-
-from pygraph_train.torch_private.switches import SWITCHES, switches
 
 
 class Attention(nn.Module):
@@ -45,74 +41,6 @@ def train(context: Any, make: Any = Net, *, steps: int = 40, write: Any = lambda
     return both(script, **config)
 
 
-def test_another_attention_kernel_in_mid_run() -> None:
-    def context(index: int) -> AbstractContextManager[None]:
-        return sdpa_kernel(SDPBackend.MATH if 15 <= index < 30 else SDPBackend.FLASH_ATTENTION)
-
-    report = train(context, Attention, replays=20, plan="{F B O}")
-    assert len(report.captures) == 2, "each kernel has its own capture, and the first one serves again"
-
-
-def test_another_attention_kernel_where_forward_and_backward_have_their_own_graphs() -> None:
-    def context(index: int) -> AbstractContextManager[None]:
-        return sdpa_kernel(SDPBackend.MATH if 20 <= index < 35 else SDPBackend.FLASH_ATTENTION)
-
-    report = train(context, Attention, steps=50, fuse="off", optimizer="off", replays=65)
-    ours = [r for r in report.regions() if r.name.startswith("forward")]
-    assert len(ours) == 2 and all(r.replays >= 8 for r in ours), str(report)
-
-
-@contextmanager
-def _switched(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "value"),
-    [
-        (torch.backends.cudnn, "deterministic", True),
-        (torch.backends.cudnn, "benchmark", True),
-        (torch.backends.cuda.matmul, "allow_tf32", True),
-        (torch.backends.mkldnn, "enabled", False),
-    ],
-)
-def test_a_switch_that_chooses_kernels_has_its_own_capture(module: Any, name: str, value: Any) -> None:
-    report = train(lambda index: _switched(module, name, value) if index >= 20 else nullcontext(), replays=25)
-    assert len(report.captures) == 2, str(report)
-    assert switches() == switches() and len(switches()) == len(SWITCHES)
-
-
-class _Counting(TorchDispatchMode):
-    calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _Counting.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("when", [range(40), range(20, 21), range(0, 40, 3)], ids=["all", "once", "often"])
-def test_a_dispatch_mode_sees_every_operation(when: range) -> None:
-    seen: list[int] = []
-
-    def context(index: int) -> AbstractContextManager[Any]:
-        if index == 0:
-            _Counting.calls = 0
-        return _Counting() if index in when else nullcontext()
-
-    least: Any = {"replays": 20} if len(when) < 40 else {"refused": "a TorchDispatchMode is active"}
-    report = train(context, write=lambda: seen.append(_Counting.calls), **least)
-    half = len(seen) // 2
-    assert [bool(b - a) for a, b in zip([0, *seen[half:]], seen[half:], strict=False)] == [
-        i in when for i in range(40)
-    ]
-    assert any("TorchDispatchMode" in fallback.reason for fallback in report.fallbacks)
-
-
 def test_saved_tensors_hooks_get_what_is_saved() -> None:
     packed = [0]
 
@@ -128,57 +56,8 @@ def test_saved_tensors_hooks_get_what_is_saved() -> None:
             packed[0] = 0
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if 15 <= index < 25 else nullcontext()
 
-    report = train(context, write=lambda: packed[0], replays=15, plan="{F B O}")
+    report = train(context, write=lambda: packed[0], replays=15, plan="{F} {B} {O}")
     assert any("saved_tensors_hooks" in fallback.reason for fallback in report.fallbacks)
-
-
-class _Packs:
-    """A forward under hooks that lose bits of what eager kernels save, and that count it."""
-
-    def __init__(self) -> None:
-        self.packed: list[tuple[int, ...]] = []
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        self.packed.append(tuple(tensor.shape))
-        return tensor.bfloat16() if tensor.dtype is torch.float32 else tensor
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
-
-    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            return model(x)  # type: ignore[no-any-return]
-
-
-class _Scaled(nn.Module):
-    """What `torch.compile` saves of a number that changes is a tensor, and eager kernels save none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.factor = nn.Linear(6, 8), nn.Linear(8, 3), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)) * self.factor)  # type: ignore[no-any-return]
-
-
-def test_saved_tensors_hooks_inside_of_the_step_get_what_eager_kernels_save() -> None:
-    def script(diary: Diary) -> None:
-        model, packs = _Scaled(), _Packs()
-        optimizer = sgd(model)
-
-        def step_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
-            return nn.functional.cross_entropy(packs(model, batch[0]), batch[1])
-
-        step = diary.step(step_fn, model=model, optimizer=optimizer)
-        for index, batch in enumerate(batches(40)):
-            model.factor = 1.0 + 0.01 * index
-            diary.write("loss", step(batch))
-            diary.write("packed", packs.packed)
-            diary.write_state(model, optimizer)
-
-    report = both(script, replays=20)
-    rows = [note for note in report.notes if "saved_tensors_hooks" in note]
-    assert len(rows) == 1 and "test_switches.py" in rows[0], str(report)
 
 
 class _Doubling(TorchFunctionMode):
@@ -189,14 +68,14 @@ class _Doubling(TorchFunctionMode):
 
 def test_a_function_mode_takes_part_in_every_step() -> None:
     report = train(
-        lambda index: _Doubling() if 15 <= index < 25 else nullcontext(), replays=20, plan="{F B O}"
+        lambda index: _Doubling() if 15 <= index < 25 else nullcontext(), replays=20, plan="{F} {B} {O}"
     )
     assert any("TorchFunctionMode" in fallback.reason for fallback in report.fallbacks)
 
 
 def test_a_default_device_keeps_no_step_out() -> None:
     report = train(
-        lambda index: torch.device("cpu") if index >= 20 else nullcontext(), replays=15, plan="{F B O}"
+        lambda index: torch.device("cpu") if index >= 20 else nullcontext(), replays=15, plan="{F} {B} {O}"
     )
     assert not report.fallbacks, str(report)
 
@@ -218,7 +97,7 @@ def test_the_default_dtype_of_the_capture_holds_in_replays() -> None:
                 torch.set_default_dtype(torch.float32)
             diary.write("loss", loss)
 
-    both(script, replays=20, plan="{F B O}")
+    both(script, replays=20, plan="{F} {B} {O}")
 
 
 class Options:

@@ -161,12 +161,12 @@ def both(
     return reports[-1]
 
 
-def replayed(report: StepReport, *, least: int = 20, plan: str = "{F B O}") -> StepReport:
+def replayed(report: StepReport, *, least: int = 20, plan: str = "{F} {B} {O}") -> StepReport:
     """Assert that a test which claims parity really replayed."""
     assert report.steps_replayed >= least, (
         f"only {report.steps_replayed} of {report.steps} replayed\n{report}"
     )
-    assert report.plan == plan, str(report)
+    assert report.running_plan == plan, str(report)
     return report
 
 

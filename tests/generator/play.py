@@ -281,7 +281,7 @@ class LibrarysLoop(Loop):
             self.seen.replays += sum(r.steps_replayed for r in getattr(report, "whole_steps", {}).values())
             self.seen.reasons += [f.reason for f in report.fallbacks]
         self.seen.replays += sum(r.replays for r in pygraph_train.backend.report().regions)
-        self.seen.compiled = any(r.ran for r in pygraph_train.backend.report().regions)
+        self.seen.compiled = any(r.replays + r.plain_runs for r in pygraph_train.backend.report().regions)
         for made in self._made:
             made.close()
 

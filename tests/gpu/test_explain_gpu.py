@@ -1,11 +1,13 @@
-"""`explain` on a GPU: tensors that stay on the CPU, and the time that the GPU waits for the host."""
+"""`explain` on a GPU: tensors that stay on the CPU, and the time that graphs save."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 from torch import Tensor, nn
-from training import Net, adamw, batches, differs, frozen, line_of, loss_of
+from training import Net, adamw, batches, differs, frozen, loss_of
 
 from pygraph_train import explain
 
@@ -16,17 +18,18 @@ pytestmark = [
 ]
 
 
-def test_a_tensor_on_the_cpu_is_found_with_its_line() -> None:
+def test_a_tensor_on_the_cpu_is_found() -> None:
     model = nn.Linear(4, 3).cuda()
     scale = torch.ones(1 << 20)  # too large to be copied anew whenever it has changed
 
     def step_fn(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
-        return loss * scale.to("cuda").sum()  # here
+        return loss * scale.to("cuda").sum()
 
     found = explain(step_fn, torch.randn(6, 4), model=model, optimizer=adamw(model))
-    assert [p.where for p in found.obstacles] == [line_of(step_fn, "# here")], found
-    assert "scale is a tensor on cpu" in found.obstacles[0].reason
+    assert found.plan == "F B {O}" and [str(p.where).startswith(__file__) for p in found.obstacles] == [
+        True
+    ], found
 
 
 def test_the_gain_is_measured_and_nothing_changes() -> None:
@@ -44,7 +47,6 @@ def test_the_gain_is_measured_and_nothing_changes() -> None:
     before = state()
     found = explain(loss_of(model), batch, model=model, optimizer=optimizer)
     assert found.is_one_graph, found
-    assert "the GPU waited for the host for " in found.gain, found.gain
-    share = int(found.gain.partition("the GPU waited for the host for ")[2].partition("%")[0])
-    assert 30 <= share < 100, found.gain  # so small a model waits for the host nearly all of the time
+    plain, graphed = map(float, re.findall(r"([0-9.]+) ms", found.gain))
+    assert 0 < graphed < plain, found.gain
     assert differs(before, state()) is None

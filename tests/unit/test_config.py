@@ -34,20 +34,6 @@ def test_refused_options(options, message):
         PyGraphConfig(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "phases"),
-    [
-        ({}, "both"),
-        ({"backward": "off"}, "forward"),
-        ({"forward": "on", "backward": "off"}, "forward"),
-        ({"forward": "off", "backward": "on"}, "backward"),
-        ({"forward": "off", "backward": "off"}, "none"),
-    ],
-)
-def test_one_of_forward_and_backward_may_be_off(options, phases):
-    assert PyGraphConfig(**options).region_phases == phases
-
-
 def test_overrides():
     config = PyGraphConfig.of(None, {"warmup_steps": 5})
     assert config.warmup_steps == 5

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pygraph_train
-from pygraph_train import PyGraphConfig
+from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.torch_private.names import TRIED
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +80,13 @@ def test_every_page_is_reached_from_the_readme() -> None:
         links = [link.partition("#")[0] for link in _LINK.findall(page.read_text(encoding="utf-8"))]
         left += [(page.parent / link).resolve() for link in links if link and "://" not in link]
     assert set(PAGES) <= seen
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    named = [found for page in PAGES for found in re.findall(r"(test_\w+\.py)::(test_\w+)", page.read_text())]
+    assert len(named) > 10
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / "contract" / file).read_text(encoding="utf-8"), name
 
 
 def test_quoted_messages_are_in_the_source() -> None:
@@ -206,6 +213,16 @@ def _of_transformers() -> dict[str, Any]:
     }
 
 
+def emulate(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have options of this class ask for the emulated engine, where nothing else is asked for."""
+    stock = cls.__init__
+
+    def emulated(self: Any, *args: Any, **options: Any) -> None:
+        stock(self, *args, **{"engine": "emulated", **options})
+
+    monkeypatch.setattr(cls, "__init__", emulated)
+
+
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("code", "reason"), snippets())
 def test_snippets_run_as_they_stand(
@@ -218,19 +235,15 @@ def test_snippets_run_as_they_stand(
     if reason:
         pytest.skip(reason)
     monkeypatch.chdir(tmp_path)
-    stock = PyGraphConfig.__init__
-
-    def emulated(self: PyGraphConfig, *args: Any, **options: Any) -> None:
-        stock(self, *args, **{"engine": "emulated", **options})
-
-    monkeypatch.setattr(PyGraphConfig, "__init__", emulated)
+    for options in (PyGraphConfig, BackendOptions):
+        emulate(options, monkeypatch)
     torch._dynamo.reset()
     script = types.ModuleType(f"snippet_{abs(hash(code))}")  # where Dynamo looks for globals of functions
     monkeypatch.setitem(sys.modules, script.__name__, script)
     vars(script).update(surroundings(code))
     exec(compile(code, "<snippet>", "exec"), vars(script))
     captured = capsys.readouterr()
-    counted = re.findall(r"(\d+) of \d+ training steps", captured.out + captured.err)
+    counted = re.findall(r"(\d+) of \d+ (?:training steps|runs of compiled)", captured.out + captured.err)
     if "report()" in code or "trainer" in code:
-        assert counted or "region" in captured.out, "the snippet prints its report"
+        assert counted, "the snippet prints its report"
     assert all(int(steps) > 0 for steps in counted), "and nothing was replayed"

@@ -106,8 +106,6 @@ def test_engine_and_graph_keep_the_contract(engine: EmulatedEngine) -> None:
     assert isinstance(engine, Engine) and isinstance(graph, Graph)
     assert engine.name == "emulated" and engine.device == torch.device("cpu")
     assert graph.nodes == 2
-    with engine.warm_up():
-        pass
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])

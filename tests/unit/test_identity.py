@@ -43,7 +43,7 @@ def test_gradients_that_the_loop_empties_come_back_with_the_next_replay() -> Non
             if number % 2:
                 model.zero_grad()
 
-    both(script, replays=12, plan="{F B O}")
+    both(script, replays=12, plan="{F} {B} {O}")
 
 
 @pytest.mark.notices("objects are never told apart")
@@ -59,4 +59,4 @@ def test_state_of_the_optimizer_that_is_replaced_by_an_equal_copy_is_used() -> N
                 for state in optimizer.state.values():
                     state["step"] = state["step"].clone()
 
-    both(script, replays=15, plan="{F B O}")
+    both(script, replays=15, plan="{F} {B} {O}")

@@ -61,7 +61,7 @@ def test_an_error_leaves_no_mode_behind(step: Callable[[nn.Module, Tensor, Tenso
             diary.write_state(model, optimizer)
 
     try:
-        both(script, replays=10, plan="{F B O}")
+        both(script, replays=10, plan="{F} {B} {O}")
     finally:  # a test that fails does not take others with it
         torch.set_grad_enabled(True)
         torch.set_autocast_enabled("cpu", False)

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed
 
-from pygraph_train.parallel.processes import why_no_comparison
 from pygraph_train.parallel.spread import Spread
-
-
-@contextmanager
-def group(world_size: int) -> Iterator[None]:
-    """A process group of which this process is the first rank; the others never come."""
-    store = distributed.HashStore()
-    # the backend of torch's own tests, which sends nothing
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401
-
-    distributed.init_process_group("fake", store=store, rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_several_processes_compare_nothing_and_say_why() -> None:
-    with group(1):
-        assert why_no_comparison() is None
-    with group(2):
-        assert why_no_comparison() == "several processes: the first plan is kept, without a comparison"
-    assert why_no_comparison() is None
 
 
 @pytest.mark.parametrize(
@@ -122,7 +96,7 @@ def test_lightning_says_how_it_spreads_a_training(spread: bool) -> None:
 
 
 def test_a_loop_that_is_refused_has_the_problem_in_its_report() -> None:
-    loop = pytest.importorskip("pygraph_train.integrations.loop")
+    loop = pytest.importorskip("pygraph_train.step.loop")
     from pygraph_train import PyGraphConfig, PyGraphError
 
     problem = Spread("MULTI_GPU").problem

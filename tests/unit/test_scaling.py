@@ -141,7 +141,7 @@ def _of_a_checkpoint(scaler: torch.amp.GradScaler) -> None:
 
 @pytest.mark.parametrize("change", [_other_numbers, _of_a_checkpoint])
 @pytest.mark.parametrize(
-    "config", [{"plan": "{F B O}"}, {"forward": "off", "backward": "off", "plan": "F B {O}"}]
+    "config", [{"plan": "{F} {B} {O}"}, {"forward": "off", "backward": "off", "plan": "F B {O}"}]
 )
 def test_how_a_scale_grows_is_changed_in_mid_run(config: Any, change: Any) -> None:
     def script(diary: Diary) -> None:
