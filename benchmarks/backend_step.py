@@ -53,12 +53,6 @@ MODES: dict[str, dict[str, Any] | None] = {
     "default": {},
     "reduce-overhead": {"mode": "reduce-overhead"},
     "pygraph": {"backend": "pygraph", "options": {}},
-    "pygraph-no-transform": {"backend": "pygraph", "options": {"transform": False}},
-    "pygraph-no-direct": {"backend": "pygraph", "options": {"direct": False}},
-    "pygraph-copy": {"backend": "pygraph", "options": {"indirection": "copy"}},
-    "pygraph-device": {"backend": "pygraph", "options": {"indirection": "device"}},
-    "pygraph-host": {"backend": "pygraph", "options": {"indirection": "host"}},
-    "pygraph-no-selection": {"backend": "pygraph", "options": {"selection": False}},
     # Inductor's own switches, off by default in every mode
     "pygraph-combo": {"backend": "pygraph", "options": {"inductor": {"combo_kernels": True}}},
     "pygraph-pdl": {"backend": "pygraph", "options": {"inductor": {"triton.enable_pdl": True}}},
@@ -191,14 +185,12 @@ def _report() -> dict[str, Any]:
 
 
 def _graph_facts() -> Row:
-    """What pygraph did with the regions: bytes copied and pointers patched by one replay of all of them."""
+    """What pygraph did with the regions."""
     report = _report()
     regions = report["regions"]
     return {
         "settled": report["settled"],
         "decisions": dict(Counter(str(region["decision"]) for region in regions)),
-        "copied_bytes": sum(region["copied_bytes"] or 0 for region in regions),
-        "patched_pointers": sum(region["patched_pointers"] or 0 for region in regions),
         "regions": regions,
     }
 

@@ -171,7 +171,6 @@ def ratio_table(rows: Sequence[Row], summary: dict[str, Any]) -> tuple[list[str]
     """Columns and cells: pygraph against the others."""
     lines = []
     for entry in summary["entries"]:
-        ours = _by_mode(rows, entry["model"], entry["kind"]).get("pygraph", {})
         other = entry["speedup"] is not None and entry["baseline"] != "reduce-overhead"
         instead = f" ({entry['baseline']})" if other else ""
         coverage = [_percent(entry["coverage"].get(mode)) for mode in ("reduce-overhead", "pygraph")]
@@ -182,11 +181,10 @@ def ratio_table(rows: Sequence[Row], summary: dict[str, Any]) -> tuple[list[str]
                 *(_times(entry[key]) for key in ("speedup_over_best", "pygraph_over_busy")),
                 *(_times(entry[f"{key}_ratio"]) for key in ("memory", "compile", "settle")),
                 *coverage,
-                *(str(ours.get(key, DASH)) for key in ("copied_bytes", "patched_pointers")),
             ]
         )
     columns = ["pygraph", "vs reduce-overhead", "vs best", "/busy", "reserved", "compile", "settle"]
-    return [*columns, "in graphs: r-o", "pygraph", "B copied", "patched"], lines
+    return [*columns, "in graphs: r-o", "pygraph"], lines
 
 
 def _cell(row: Row | None) -> str:

@@ -241,8 +241,6 @@ def run_row(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
         "plan": report.get("plan"),
         "replays": report.get("steps_replayed"),
         "captures": len(report["captures"]) if report else None,
-        "shapes": report.get("shapes"),
-        "compile_s": report.get("compile_seconds"),
         "fallbacks": [f["reason"] for f in report.get("fallbacks", ())],
     }
 

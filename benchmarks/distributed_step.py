@@ -1,4 +1,4 @@
-"""Step time of a stock Lightning Trainer in several processes: eager, compiled, PyGraph, graphs by hand.
+"""Step time of a stock Lightning Trainer in several processes: eager, compiled, PyGraph.
 
     torchrun --nproc-per-node 2 -m benchmarks.distributed_step --json ddp.json     # one GPU for each process
     torchrun --nproc-per-node 2 -m benchmarks.distributed_step --strategy fsdp --models gpt2 --json fsdp.json
@@ -14,8 +14,6 @@ import gc
 import itertools
 import logging
 import os
-import statistics
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +23,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_device, told_in
@@ -35,12 +31,8 @@ from benchmarks.lightning_step import CycledBatches, Measurement, TrainedModule
 from benchmarks.record import DASH, print_table, write_json
 from benchmarks.workloads import WORKLOADS, build
 from pygraph_train import PyGraphCallback
-from pygraph_train.parallel.agreement import Agreement, Said, Word, agreement
-from pygraph_train.torch_private.cuda import told_as_capturing
 
-MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph", "by-hand", "by-hand-compiled")
-WARMUP_BY_HAND = 13
-VOTES = 5000
+MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph")
 
 
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -52,7 +44,7 @@ def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with told_in(row, args.timeout_s):
-        row.update(_by_hand(model, mode, args) if mode.startswith("by-hand") else _trainer(model, mode, args))
+        row.update(_trainer(model, mode, args))
     if args.device == "cuda":
         row["reserved_mib"] = round(torch.cuda.max_memory_reserved() / 2**20)
     return row
@@ -96,73 +88,11 @@ def _trainer(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _by_hand(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A graph that somebody captured around the same model: what a graph of the whole step can reach."""
-    if args.device != "cuda":
-        return {"skipped": "needs CUDA"}
-    device = torch.device("cuda", torch.cuda.current_device())
-    workload = build(model, args.scale, seed=distributed.get_rank())
-    module = TrainedModule(workload, "eager").to(device)
-    batches = [{k: v.to(device) for k, v in batch.items()} for batch in workload.batches]
-    static = {k: v.clone() for k, v in batches[0].items()}
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        wrapped: Any = _Loss(module)
-        if args.strategy == "fsdp":
-            compiled = mode == "by-hand-compiled"
-            shard(module.net, init_device_mesh("cuda", (distributed.get_world_size(),)), compiled=compiled)
-        else:
-            wrapped = DistributedDataParallel(
-                wrapped, device_ids=[device.index], gradient_as_bucket_view=args.bucket_view
-            )
-            if mode == "by-hand-compiled":
-                wrapped.module.compile()
-        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True, capturable=True)
-
-        def step() -> torch.Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-                loss = wrapped(static)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        graph = torch.cuda.CUDAGraph()
-        with told_as_capturing():  # models of transformers ask: they would be compiled anew in the capture
-            for _ in range(WARMUP_BY_HAND):
-                step()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                step()
-        windows = []
-        for _ in range(args.windows):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            for i in range(args.steps):
-                for k, v in batches[i % len(batches)].items():
-                    static[k].copy_(v, non_blocking=True)
-                graph.replay()
-            torch.cuda.synchronize()
-            windows.append((time.perf_counter() - started) / args.steps * 1e3)
-    graph.reset()
-    return {"step_ms": statistics.median(windows), "windows_ms": windows, "steady": True}
-
-
-def shard(net: torch.nn.Module, mesh: Any, *, compiled: bool = False) -> None:
-    """Make a unit of each block of the longest list of blocks, and one of the rest.
-
-    Args:
-        compiled: let Inductor compile each block, beneath the hooks. Blocks of transformers know their number, and
-            Dynamo compiles one function eight times only, unless it is told otherwise.
-    """
-    if compiled:
-        torch._dynamo.config.recompile_limit = 64
+def shard(net: torch.nn.Module, mesh: Any) -> None:
+    """Make a unit of each block of the longest list of blocks, and one of the rest."""
     lists = [m for m in net.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential))]
     for block in max(lists, key=len) if lists else ():
         if any(True for _ in block.parameters()):
-            if compiled:
-                block.compile()
             fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
 
@@ -175,33 +105,6 @@ class ShardedModule(TrainedModule):
             shard(self.net, self.device_mesh["data_parallel"])
 
 
-class _Loss(torch.nn.Module):
-    """The loss as the forward of a module, which DistributedDataParallel can wrap."""
-
-    def __init__(self, trained: TrainedModule) -> None:
-        super().__init__()
-        self.net = trained.net
-        self._loss = trained.loss_function
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self._loss(self.net, batch)
-
-
-def votes() -> dict[str, float] | None:
-    """Microseconds of one vote of all ranks."""
-    found = agreement(distributed.group.WORLD, {})
-    if not isinstance(found, Agreement):
-        return None
-    times = []
-    for number in range(VOTES):
-        started = time.perf_counter()
-        found.vote(Said(Word.REPLAY, number), number)
-        times.append((time.perf_counter() - started) * 1e6)
-    found.close()
-    times.sort()
-    return {"median_us": times[VOTES // 2], "p99_us": times[VOTES * 99 // 100], "ranks": found.ranks}
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -210,9 +113,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--strategy", choices=("ddp", "fsdp"), default="ddp", help="replicas or sharded parameters"
     )
-    parser.add_argument(
-        "--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True, by hand as well"
-    )
+    parser.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True")
     parser.add_argument("--windows", type=int, default=5, help="timed windows")
     parser.add_argument("--steps", type=int, default=40, help="steps a window")
     parser.add_argument("--warmup", type=int, default=60, help="least steps before timing")
@@ -239,9 +140,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = distributed.get_rank() == 0
     rows: list[dict[str, Any]] = []
     record = new_record("distributed_step", args) | {"ranks": distributed.get_world_size(), "rows": rows}
-    record["vote"] = votes()
-    if first:
-        print(f"vote: {record['vote']}", flush=True)
     for model, mode in itertools.product(args.models, args.modes):
         row = measure(model, mode, args)
         rows.append(row)

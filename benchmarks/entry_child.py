@@ -106,7 +106,7 @@ def _settled(mode: str, setting: Setting, args: argparse.Namespace) -> Contender
     least, most = (5, 5) if plain else (args.least, args.most)
     settle(contender, least=least, most=most, seconds=args.settle_s)
     if mode.startswith("graphed") and _has_no_graph_of_both(contender):
-        # regions are tried when the steps that were made could have paid for them
+        # graphs may come late
         end = time.monotonic() + args.settle_s / 2
         for _ in range(args.most):
             contender.step()
@@ -142,8 +142,7 @@ def _told_by(contender: Contender) -> Row:
         "notes",
         "first_replay_step",
     )
-    regions = [f"{region['name']}: {region['reason']}" for region in told["regions"] if region["reason"]]
-    return {key: told[key] for key in names} | {"regions": regions[:10]}
+    return {key: told[key] for key in names}
 
 
 def _crash(error: Exception) -> Row:

@@ -109,7 +109,7 @@ def run_row(model: str, arm: str, args: argparse.Namespace) -> Row:
     }
     if pygraph is not None:
         told = pygraph.report().to_dict()
-        names = ("plan", "running_plan", "first_replay_step", "compile_seconds", "steps_replayed", "switches")
+        names = ("plan", "running_plan", "first_replay_step", "steps_replayed")
         row |= {name: told.get(name) for name in names}
     return row
 
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(args.json, record)
             print("  ".join(_cells(record["rows"][-1])), flush=True)
     title = f"Runs of {args.steps} steps" if record["timing_claim"] else NO_CLAIM
-    columns = ["model", "arm", "whole s", "steady ms", "first replay", "compiling s", "plan", "reserved MiB"]
+    columns = ["model", "arm", "whole s", "steady ms", "first replay", "plan", "reserved MiB"]
     print_table(title, columns, list(map(_cells, record["rows"])))
     print(record["summary"])
     return int(any(row["error"] for row in record["rows"]))
@@ -191,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _cells(row: Row) -> list[str]:
     if row["error"]:
-        return [row["model"], row["arm"], row["error"].splitlines()[-1][:60], *[DASH] * 5]
-    keys = ("first_replay_step", "compile_seconds", "running_plan", "reserved_mib")
+        return [row["model"], row["arm"], row["error"].splitlines()[-1][:60], *[DASH] * 4]
+    keys = ("first_replay_step", "running_plan", "reserved_mib")
     told = [DASH if row.get(key) is None else str(row[key]) for key in keys]
     return [row["model"], row["arm"], f"{row['whole_s']:.1f}", f"{row['steady_ms']:.2f}", *told]
 

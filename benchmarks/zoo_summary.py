@@ -13,7 +13,7 @@ __all__ = ["cause_of", "differs", "lines_of", "mean_of", "part_of", "speedup", "
 
 Row = dict[str, Any]
 
-WHOLE = "{F B O}"
+WHOLE = "{F} {B} {O}"
 OURS = ("graphed-eager", "graphed-compiled", "graphed")
 
 
@@ -23,7 +23,7 @@ def ours_of(row: Row) -> Row:
 
 
 def part_of(row: Row) -> str | None:
-    """What of the step runs from graphs: the whole step, regions of it, the optimizer only, or none."""
+    """What of the step runs from graphs: the whole step, forward or backward, the optimizer only, or none."""
     plan = ours_of(row).get("running_plan")
     if plan is None:
         return None
@@ -54,13 +54,13 @@ def differs(row: Row) -> bool | None:
 
 
 def cause_of(row: Row) -> tuple[str, str | None]:
-    """The first reason against one graph for the whole step, and its line; both empty where there is none."""
+    """The first reason against graphs of all phases, and its line; both empty where there is none."""
     ours = ours_of(row)
     if part_of(row) == "whole" or not ours:
         return "", None
     for fallback in ours.get("fallbacks", ()):
         return fallback["reason"], fallback["where"]
-    told = [*ours.get("regions", ()), *ours.get("notes", ())]
+    told = ours.get("notes", ())
     return (told[0] if told else ours.get("headline", "")), None
 
 
@@ -146,9 +146,9 @@ def _cells(row: Row) -> list[str]:
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """The table of docs/benchmarks.md, by family, in Markdown."""
+    """A table by family, in Markdown."""
     lines = [
-        "| family | entries | whole steps | regions or better | over eager | slowest | losses equal |",
+        "| family | entries | all phases | forward or backward | over eager | slowest | losses equal |",
         "|---|---|---|---|---|---|---|",
     ]
     families = dict.fromkeys(row["family"] for row in rows)
