@@ -1,11 +1,11 @@
-"""Train a GPT on the source of Python's standard library with Accelerate, the whole step as one graph.
+"""Train a GPT on the source of Python's standard library with Accelerate, the step as one function.
 
     pip install accelerate
     python examples/accelerate_graphed_step.py               # tiny model on a CPU, small on a GPU
     python examples/accelerate_graphed_step.py --engine off  # the same training without PyGraph
 
 `@accelerator.graphed_step` takes the body of the loop of examples/accelerate_gpt.py, accumulation and clipping
-included. The data and the model are those of that example.
+included. It gets the graphs of that loop, and has a report of its own. Data and model are those of that example.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pygraph_train import Accelerator, PyGraph
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description="A GPT with Accelerate, its training step as one graph")
+    parser = argparse.ArgumentParser(description="A GPT with Accelerate, its training step as one function")
     parser.add_argument("--engine", choices=("auto", "cuda", "emulated", "off"), default="auto")
     parser.add_argument("--steps", type=int, default=4000 if cuda else 80, help="micro-batches")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches for one optimizer step")

@@ -92,7 +92,7 @@ def main() -> None:
         return loss.detach()
 
     step = stock_step
-    if args.whole:  # the same in one graph
+    if args.whole:  # the same as one function
         step = pygraph.graphed_step(
             loss_of, model=model, optimizer=optimizer, max_norm=1.0, error_if_nonfinite=False
         )

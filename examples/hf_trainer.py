@@ -5,9 +5,9 @@
     python examples/hf_trainer.py --callback                 # a stock Trainer with PyGraphTrainerCallback
     python examples/hf_trainer.py --engine off               # the same training without PyGraph
 
-`PyGraphTrainer` replays the whole step as one graph; the callback replays forward, backward and optimizer each by
-itself. Both print their report at the end. Nothing is downloaded: weights are random, and the tokenizer is built from
-the text.
+Forward, backward and optimizer each run from a graph. `PyGraphTrainer` has the loss in the graph of the forward, and
+the callback the model. Both print their report at the end. Nothing is downloaded: weights are random, and the tokenizer
+is built from the text.
 """
 
 from __future__ import annotations

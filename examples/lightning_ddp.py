@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/lightning_ddp.py                     # two GPUs, or two processes on a CPU
     torchrun --nproc-per-node 2 examples/lightning_ddp.py --engine off        # the same training without PyGraph
 
-Each step is one graph on each rank, with its all-reduces inside. Losses and accuracy are the same with every engine.
+Forward, backward and optimizer each run from a graph on each rank. DDP exchanges gradients as it always does. Losses
+and accuracy are the same with every engine.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/lightning_fsdp2.py                   # two GPUs, or two processes on a CPU
     torchrun --nproc-per-node 2 examples/lightning_fsdp2.py --engine off      # the same training without PyGraph
 
-Each step is one graph on each rank: gathering parameters, forward, backward, reducing gradients, clipping, AdamW.
+PyGraph has no graphs of sharded parameters: forward and backward run as they are written, and the report says so.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     python examples/lightning_gan.py                         # CUDA graphs on a GPU, their emulation elsewhere
     python examples/lightning_gan.py --engine off            # the same training without PyGraph
 
-The whole `training_step`, with both backwards and the steps of both optimizers, is one graph.
+`training_step` runs as it is written. Forward and backward of both networks, and the steps of both optimizers, run from
+graphs.
 The emulation is not faster than plain training: it shows the mechanism.
 """
 
