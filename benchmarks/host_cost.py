@@ -30,9 +30,8 @@ KERNELS = ("eager", "compiled")
 BURST = 4
 PARTS = {
     "cuda": {
-        "batch in": ("pygraph_train.step.inputs", "StaticInputs", "load"),
+        "batch in": ("pygraph_train.core.recording", "RecordedRegion", "_load"),
         "launch": ("pygraph_train.graphs.cuda_graph", "CudaGraph", "replay"),
-        "results out": ("pygraph_train.step.outputs", "Outputs", "__call__"),
     },
 }
 PARTS["cpu"] = PARTS["cuda"] | {"launch": ("pygraph_train.graphs.emulated", "EmulatedGraph", "replay")}

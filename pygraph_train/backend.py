@@ -155,7 +155,7 @@ class _Graph:
         """Run it. Hot path."""
         region = self._regions.get(None if self._first is None else id(given[self._first]))
         if region is None:
-            region = self._region_for(given)
+            region = surely(lambda: self._region_for(given), SETTING_UP)
         if what_watches() is not None or self._thread != threading.get_ident():
             return region.run_plainly(*given)
         return self._boundary.make(region, region.run_plainly, *given)

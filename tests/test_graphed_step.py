@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_other_optimizers import Lion
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import CONFIG, Diary, Net, adam, adamw, batches, both, loss_of, replayed, sgd
@@ -153,7 +152,6 @@ NUMPY = {
     ),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=np.float32(0.01), lr_decay=np.float64(0.1), fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=np.float64(0.01), alpha=np.float32(0.9)),
-    "lion": lambda p: Lion(p, lr=np.float64(0.01)),
 }
 
 

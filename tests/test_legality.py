@@ -542,29 +542,6 @@ HOOKS = pytest.mark.parametrize(
 )
 
 
-@HOOKS
-def test_hooks_run_on_every_step(register):
-    calls: list[int] = []
-
-    def prepare(model, optimizer):
-        calls.clear()
-        module._global_forward_hooks.clear()
-        register(model, optimizer, calls)
-
-    def observe(model):
-        return len(calls)
-
-    least: Any = {"replays": 15}
-    if register is _global_forward_hook:
-        least = {"refused": "a hook on all modules"}
-    report = train(loss_of, prepare=prepare, observe=observe, **least)
-    if register in (_forward_hook, _forward_pre_hook):  # they are traced, and replays make what they write
-        assert report.steps_replayed >= 30, str(report)
-        return
-    assert report.steps_replayed == 0, str(report)
-    assert report.fallbacks[0].where is None or __file__ in report.fallbacks[0].where
-
-
 @pytest.mark.slow
 @HOOKS
 def test_hooks_registered_in_mid_run(register):

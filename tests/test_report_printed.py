@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +100,7 @@ KINDS: dict[str, tuple[Callable[[], StepReport], str]] = {
     "a layer that no graph holds": (
         lambda: trained(Sparse(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
         r"None of the 40 training steps ran from graphs. In the way of more: a part of the step runs without a graph: "
-        r"a tensor of layout torch.sparse_coo cannot be recorded by the CPU emulation \(\S*training.py:\d+\).",
+        r"a gradient is sparse, .*",
     ),
     "a stock loop": (
         accelerated,
@@ -190,18 +188,6 @@ def test_micro_batches_count_as_steps_without_an_optimizer() -> None:
     assert report.running_plan == str(SEPARATE)
 
 
-def test_the_plan_is_the_one_that_runs_and_not_the_one_that_is_meant_to() -> None:
-    report = StepReport(engine="emulated", plan="{F} {B} {O}")
-    for plan in [*[SEPARATE] * 30, NOTHING, *[SEPARATE] * 3]:
-        report.step_began()
-        report.step_ended(plan, updated=True)
-    assert dict(report.rows())["plan"].startswith("{F} {B} {O} "), "a step in between changes nothing"
-    for _ in range(12):
-        report.step_began()
-        report.step_ended(OPTIMIZER, updated=True)
-    assert dict(report.rows())["plan"].startswith("F B {O} ") and report.running_plan == "{F} {B} {O}"
-
-
 def test_parts_of_a_loop_are_one_sum() -> None:
     first, second = Progress(steps=10, elsewhere=4), Progress(steps=4)
     for _ in range(6):
@@ -270,22 +256,6 @@ def documented(name: str) -> bool:
     rows = re.findall(r"^\| (`.*?) \| ", DOCUMENT, re.MULTILINE)
     names = [each for row in rows for each in re.findall(r"`([^`]+)`", row)]
     return any(name == each or (each.endswith(" ...") and name.startswith(each[:-3])) for each in names)
-
-
-def test_the_example_of_the_document_prints_what_the_document_says(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    root = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-        check=True,
-    )
-    promised = "".join(re.findall(r"```text\n(.*?)```", DOCUMENT, re.DOTALL))
-    assert re.sub(r"\d+\.\d+ s", "0.00 s", done.stdout) == promised
 
 
 @pytest.mark.passes_without_graphs("events of graphs are given to the report by hand")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pygraph_train.boundary import theirs
+from pygraph_train.boundary import BACKWARD, surely, theirs
 from pygraph_train.core.recording import RecordedRegion
 from pygraph_train.problems import PyGraphError
 from pygraph_train.torch_private.autograd import backward_keeps_graph
@@ -67,12 +67,12 @@ class Delivery:
     @untraced
     def _end(self) -> None:
         self._task = None
-        self._flush()
+        surely(self._flush, BACKWARD)
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for parameters, found in waiting:
-            self._deliver(parameters, found)
+        while self._waiting:
+            self._deliver(*self._waiting[0])
+            del self._waiting[0]
 
     def _deliver(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
         """Add the gradients of a backward. Where there was none, `.grad` is what later backwards overwrite."""
@@ -84,7 +84,7 @@ class Delivery:
             before = p.grad
             if before is None:
                 p.grad = g
-            else:
+            elif before is not g:  # a delivery that failed has put it there
                 old.append(before)
                 new.append(g)
         if old:
@@ -143,23 +143,27 @@ class _Replay(torch.autograd.Function):
                 "the backward of a forward that pygraph-train replayed is differentiated itself (create_graph=True), "
                 "for the first time. Set PYGRAPH_DISABLE=1 in the environment"
             )
-        seeds = {i: g for i, g in zip(slot.differ, asked, strict=True) if g is not None}
-        delivery, parameters = ctx.delivery, ctx.parameters
-        delivery.begin()
-        if (backward := slot.backward_of(seeds)) is not None:
-            delivery.make_way(parameters, [backward.gradients[k] for k in ctx.delivered])
-        found = slot.replay_backward(seeds)
-        if not backward_keeps_graph():
-            ctx.token = None
-        through = ctx.through
-        if parameters and reaches(delivery.leaf(parameters[0].device)[1]):
-            delivery.take(parameters, [found[k] for k in ctx.delivered])
-            through = ctx.returned
-        gradients = [found[k] for k in through]
-        if backward is not None:  # whose next replay overwrites them
-            slot.region.backwards += 1
-            gradients = _copies(gradients)
-        return (*_OF_NO_TENSOR, *gradients, *[None] * (len(ctx.needs_input_grad) - 7 - len(gradients)))
+        return surely(lambda: _made_backward(ctx, slot, asked), BACKWARD)
+
+
+def _made_backward(ctx: Any, slot: RecordedRegion, asked: Sequence[Tensor | None]) -> Any:
+    """The gradients of what `_Replay.forward` takes. It may be made twice: what is delivered is handed over last."""
+    seeds = {i: g for i, g in zip(slot.differ, asked, strict=True) if g is not None}
+    delivery, parameters = ctx.delivery, ctx.parameters
+    delivery.begin()
+    if (backward := slot.backward_of(seeds)) is not None:
+        delivery.make_way(parameters, [backward.gradients[k] for k in ctx.delivered])
+    found = slot.replay_backward(seeds)
+    if not backward_keeps_graph():
+        ctx.token = None
+    delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
+    gradients = [found[k] for k in (ctx.returned if delivers else ctx.through)]
+    if backward is not None:  # whose next replay overwrites them
+        slot.region.backwards += 1
+        gradients = _copies(gradients)
+    if delivers:
+        delivery.take(parameters, [found[k] for k in ctx.delivered])
+    return (*_OF_NO_TENSOR, *gradients, *[None] * (len(ctx.needs_input_grad) - 7 - len(gradients)))
 
 
 def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -338,6 +338,9 @@ class PhaseRegion:
     def _hook(self, position: int) -> Callable[[Tensor], None]:
         @untraced
         def asked(gradient: Tensor) -> None:
+            quietly(see)
+
+        def see() -> None:
             if self._asking and autocast_now(self.device) != self.autocast:
                 self._stays_plain(Problem("its backwards are called under several autocasts"))
             self.autocast = autocast_now(self.device)

@@ -66,11 +66,6 @@ class EmulatedPool:
         yield
         self._overwrite(footprint, read=True)
 
-    def vanish(self) -> None:
-        """The pool is given back to the device, but for what somebody holds."""
-        self._overwrite(Footprint(keeps=self.held(())), read=False)
-        self._blocks.clear()
-
     def _overwrite(self, footprint: Footprint, *, read: bool) -> None:
         spared = footprint.made | footprint.keeps
         for key, block in self._blocks.items():

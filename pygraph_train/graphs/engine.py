@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from pygraph_train.problems import Problem, first_line, user_location
+from pygraph_train.problems import NotLegal, Problem, first_line, user_location
 
 __all__ = [
     "CaptureError",
@@ -54,6 +54,8 @@ class NumbersNotFound(RuntimeError):
 
 def problem_of(error: Exception) -> Problem:
     """The sentence for what went wrong with a graph."""
+    if isinstance(error, NotLegal):
+        return error.problem
     if isinstance(error, CaptureError):
         where = error.where or user_location(error.__traceback__)
         return Problem(error.reason, where, _READ_LATER if "on the host" in error.reason else "")

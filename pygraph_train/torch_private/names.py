@@ -244,12 +244,13 @@ NAMES = (
         "modes, hooks and switches that a replay would pass by",
         GRAPHS,
         """
-        torch._C: _current_graph_task_id _get_blas_preferred_backend _get_function_stack_at
+        torch._C: _current_graph_task_id _get_function_stack_at
             _len_torch_dispatch_stack _len_torch_function_stack _will_engine_execute_node
         torch._C._autograd: _get_current_graph_task_keep_graph _top_saved_tensors_default_hooks
         torch._C._functorch: peek_interpreter_stack
         torch.autograd.forward_ad: _current_level
         torch.nn: Module._call_impl Module._compiled_call_impl
+        torch.nn.parallel: DistributedDataParallel._active_ddp_module
         torch.nn.modules.module: _global_backward_hooks _global_backward_pre_hooks
             _global_forward_hooks _global_forward_pre_hooks
         torch.optim.optimizer: _global_optimizer_post_hooks _global_optimizer_pre_hooks
