@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch._inductor.scheduler
 import torch._inductor.sizevars
 
-from pygraph_train.torch_private.cuda import accumulators_of_other_streams, begin_capture
+from pygraph_train.torch_private.cuda import begin_capture
 
 pytestmark = pytest.mark.quick
 
@@ -35,16 +34,3 @@ def test_a_capture_begins_without_writing_the_random_generators_state() -> None:
     assert graph.seed.item() == 0 and graph.other.tolist() == [1, 1, 1]
     graph.seed.fill_(7)  # and afterwards everything is as usual
     assert graph.seed.item() == 7
-
-
-def test_the_warning_filter_goes_and_the_users_changes_stay() -> None:
-    message = "The AccumulateGrad node's stream does not match the stream of the node"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with accumulators_of_other_streams():
-            warnings.warn(message, stacklevel=1)
-            warnings.filterwarnings("ignore", "set by the user")
-        assert not caught
-        warnings.warn(message, stacklevel=1)
-        warnings.warn("set by the user", stacklevel=1)
-    assert [str(w.message) for w in caught] == [message]
