@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from benchmarks.workloads import WorkloadUnavailable
 
 __all__ = [
     "NO_CLAIM",
+    "begin_anew",
     "measured_rows",
     "new_record",
     "settle_choices",
@@ -54,6 +56,15 @@ def settle_defaults(args: argparse.Namespace, **defaults: tuple[Any, Any]) -> No
     for name, (on_gpu, on_cpu) in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, on_cpu if args.device == "cpu" else on_gpu)
+
+
+def begin_anew(device: str) -> None:
+    """Drop compiled code and cached memory of the row before; the peak of memory starts again."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def new_record(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,6 @@ Every process measures; the first one prints and writes. benchmarks/README.md sa
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import logging
 import os
@@ -26,7 +25,7 @@ from torch import distributed
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
-from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_device, told_in
+from benchmarks.command import NO_CLAIM, begin_anew, new_record, settle_choices, settle_device, told_in
 from benchmarks.lightning_step import CycledBatches, Measurement, TrainedModule
 from benchmarks.record import DASH, print_table, write_json
 from benchmarks.workloads import WORKLOADS, build
@@ -38,11 +37,7 @@ MODES = ("eager", "compile", "reduce-overhead", "pygraph-eager", "pygraph")
 def measure(model: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row of this rank. A crash is part of the row: the others run into their time-out then."""
     row: dict[str, Any] = {"model": model, "mode": mode, "error": None, "step_ms": None}
-    torch._dynamo.reset()
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    begin_anew(args.device)
     with told_in(row, args.timeout_s):
         row.update(_trainer(model, mode, args))
     if args.device == "cuda":

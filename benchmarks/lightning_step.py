@@ -10,7 +10,6 @@ benchmarks/README.md says what the columns mean.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import logging
 import statistics
@@ -27,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.command import (
     NO_CLAIM,
+    begin_anew,
     measured_rows,
     new_record,
     settle_choices,
@@ -262,11 +262,8 @@ def measured(
     if row["skipped"]:
         return row
     cuda = args.device == "cuda"
-    torch._dynamo.reset()
-    gc.collect()
+    begin_anew(args.device)
     if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         row["reserved_before_mib"] = round(torch.cuda.memory_reserved() / MIB)
     measurement: Measurement | None = None
     pygraph: PyGraphCallback | None = None

@@ -11,7 +11,6 @@ and parameters have the bits of the plain loop.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import NO_CLAIM, new_record, settle_choices, settle_device
+from benchmarks.command import NO_CLAIM, begin_anew, new_record, settle_choices, settle_device
 from benchmarks.record import print_table, write_json
 from benchmarks.workloads import Training, build_training
 from pygraph_train import GraphedStep, PyGraphConfig
@@ -86,11 +85,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def _run(model: str, args: argparse.Namespace, *, ours: bool) -> tuple[dict[str, Any], list[Any], list[Any]]:
     cuda = args.device == "cuda"
-    torch._dynamo.reset()
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    begin_anew(args.device)
     training = build_training(model, args.scale, torch.device(args.device))
     step, made = _ours(training, args) if ours else (_plain(training), None)
     losses = [step(training.batches[n % len(training.batches)]).detach().clone() for n in range(COMPARED)]
