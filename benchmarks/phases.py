@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import NO_CLAIM, begin_anew, new_record, settle_choices, settle_device
+from benchmarks.command import NO_CLAIM, begin_anew, new_record, settle_choices, settle_device, told_in
 from benchmarks.record import print_table, write_json
 from benchmarks.workloads import Training, build_training
 from pygraph_train import GraphedStep, PyGraphConfig
@@ -50,10 +50,8 @@ def main() -> None:
     rows = record["rows"] = []
     for model in args.models:
         row: dict[str, Any] = {"model": model, "error": None}
-        try:
+        with told_in(row, args.timeout):
             row |= measure(model, args)
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"[:2000]
         rows.append(row)
         write_json(args.json, record)
     shown = (
@@ -68,9 +66,12 @@ def main() -> None:
         "bits",
         "error",
     )
-    print_table(shown, [[row.get(name) for name in shown] for row in rows])
-    if args.scale == "tiny":
-        print(NO_CLAIM)
+    title = NO_CLAIM if args.scale == "tiny" else "Training step, each phase with its graph"
+    print_table(title, shown, [[_cell(row.get(name)) for name in shown] for row in rows])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
