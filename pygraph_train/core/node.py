@@ -153,7 +153,7 @@ def _made_backward(ctx: Any, slot: RecordedRegion, asked: Sequence[Tensor | None
     delivery.begin()
     if (backward := slot.backward_of(seeds)) is not None:
         delivery.make_way(parameters, [backward.gradients[k] for k in ctx.delivered])
-    found = slot.replay_backward(seeds)
+    found = slot.replay_backward(backward, seeds)
     if not backward_keeps_graph():
         ctx.token = None
     delivers = parameters and reaches(delivery.leaf(parameters[0].device)[1])
@@ -163,7 +163,11 @@ def _made_backward(ctx: Any, slot: RecordedRegion, asked: Sequence[Tensor | None
         gradients = _copies(gradients)
     if delivers:
         delivery.take(parameters, [found[k] for k in ctx.delivered])
-    return (*_OF_NO_TENSOR, *gradients, *[None] * (len(ctx.needs_input_grad) - 7 - len(gradients)))
+    return (
+        *_OF_NO_TENSOR,
+        *gradients,
+        *[None] * (len(ctx.needs_input_grad) - len(_OF_NO_TENSOR) - len(gradients)),
+    )
 
 
 def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

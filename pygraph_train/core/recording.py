@@ -39,13 +39,11 @@ class _Backward(NamedTuple):
 
     Attributes:
         seeds: the gradient of each of these outputs, which `graph` reads.
-        inputs: the same tensors.
         gradients: of `leads`, None where there is none. Each replay overwrites them.
     """
 
     graph: Graph
     seeds: dict[int, Tensor]
-    inputs: list[Tensor]
     gradients: list[Tensor | None]
 
 
@@ -121,7 +119,7 @@ class RecordedRegion:
         seeds = {i: torch.zeros_like(self._outputs[i].detach()) for i in self.differ if i in asked}
         graph, gradients = self._engine.capture(functools.partial(self._run_backward, seeds))
         self._graphs.append(graph)
-        return _Backward(graph, seeds, list(seeds.values()), gradients)
+        return _Backward(graph, seeds, gradients)
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
@@ -185,18 +183,18 @@ class RecordedRegion:
             return None
         return self._backwards.get(frozenset(seeds))
 
-    def replay_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:
-        """Run the backward. Hot path.
+    def replay_backward(self, backward: _Backward | None, seeds: dict[int, Tensor]) -> list[Tensor | None]:
+        """Run a backward. Hot path.
 
         Args:
+            backward: see `backward_of`.
             seeds: the gradient of each output that has one.
         Returns:
             The gradients of `leads`, which the next replay overwrites.
         """
-        backward = self.backward_of(seeds)
         if backward is None:
             return self._another_backward(seeds)
-        copy_all(backward.inputs, [seeds[i] for i in backward.seeds])
+        copy_all(list(backward.seeds.values()), [seeds[i] for i in backward.seeds])
         backward.graph.replay()
         return backward.gradients
 
@@ -237,7 +235,8 @@ class RecordedRegion:
         gradients: list[Tensor | None] = []
         if asked:
             with self.region.as_in_backwards():
-                gradients = self.replay_backward({i: _sample_seed(outputs[i]) for i in sorted(asked)})
+                seeds = {i: _sample_seed(outputs[i]) for i in sorted(asked)}
+                gradients = self.replay_backward(self.backward_of(seeds), seeds)
         return [*outputs, *written], gradients
 
 
