@@ -401,9 +401,7 @@ class _AutomaticStep:
 
             def marked() -> Any:
                 executes(STEP)
-                result = closure()
-                quietly(step.update_begins)
-                return result
+                return closure()
 
             return self._lightning_optimizer_step(optimizer, model=model, closure=marked, **kwargs)
         executes(STEP)

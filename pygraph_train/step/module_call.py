@@ -25,7 +25,7 @@ from pygraph_train.torch_private.stock_dynamo import (
     traces_of_others,
 )
 
-__all__ = ["COMPILED_PART", "ModuleCall", "compiled_part"]
+__all__ = ["COMPILED_PART", "ModuleCall", "compiled_part", "tensors_of"]
 
 COMPILED_PART = Problem(
     "a part of the model is compiled by torch.compile, and graphs would hold other kernels than it has",
@@ -74,7 +74,7 @@ class ModuleCall:
         self._boundary, self._tell = boundary, tell
         known = weakref.ref(module)  # graphs are held by Dynamo, and must not hold the module
         self.regions = PhaseRegions(
-            engine, config, lambda: _tensors(known()), tell, delivers=delivers, leads=True
+            engine, config, lambda: tensors_of(known()), tell, delivers=delivers, leads=True
         )
         self._compiled = CompiledModule(self.regions, **compile_options)
         self._called = self._initialized = self.paused = False
@@ -135,5 +135,6 @@ class ModuleCall:
             set_call_of(self._module, None)
 
 
-def _tensors(module: nn.Module | None) -> list[Tensor]:
+def tensors_of(module: nn.Module | None) -> list[Tensor]:
+    """The parameters and buffers of a module, none of one that is gone."""
     return [] if module is None else [*module.parameters(), *module.buffers()]

@@ -20,7 +20,7 @@ from pygraph_train.plans import NOTHING, SEPARATE, Switch, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import CaptureRecord, StepReport
-from pygraph_train.step.module_call import COMPILED_PART, compiled_part
+from pygraph_train.step.module_call import COMPILED_PART, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
@@ -57,7 +57,7 @@ class PhaseRunner:
         self._regions = PhaseRegions(
             engine,
             config,
-            self._tensors,
+            lambda: tensors_of(training.program.model),
             self._told.append,
             delivers=alone,
             leads=training.program.differentiates,
@@ -76,10 +76,6 @@ class PhaseRunner:
         self._why_plain = why_no_phases(training.program)
         if self._why_plain is not None:
             self._training.note(self._why_plain)
-
-    def _tensors(self) -> list[Any]:
-        model = self._training.program.model
-        return [*model.parameters(), *model.buffers()]
 
     # -- one step --------------------------------------------------------------------------------------
 
@@ -280,19 +276,16 @@ class StepOfPhases:
         update_replayed: whether the update did.
     """
 
-    __slots__ = ("_runner", "given_up", "position", "replayed", "update_replayed")
+    __slots__ = ("_runner", "position", "replayed", "update_replayed")
 
     def __init__(self, runner: PhaseRunner, position: PositionInAccumulation) -> None:
         self._runner, self.position = runner, position
-        self.replayed = self.update_replayed = self.given_up = False
+        self.replayed = self.update_replayed = False
 
     @property
     def graphs_update(self) -> bool:
         """Whether the update has to go through `update`."""
         return self._runner._update_phase is not None
-
-    def update_begins(self) -> None:
-        """The update begins, of a step whose adapter does not need `update`."""
 
     def update(self, body: Callable[[], None], constants: Any = ()) -> None:
         """Make the optimizer phase, from its own graph where there is one."""
