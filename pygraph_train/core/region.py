@@ -243,9 +243,7 @@ class PhaseRegion:
         """Run the graph. Hot path."""
         self.calls += 1
         owner = self.owner
-        if not (
-            owner.inference or torch.is_grad_enabled()
-        ):  # a metric, or what else no backward goes through
+        if not (owner.inference or torch.is_grad_enabled()):  # no backward goes through it
             return self._plainly(*given)
         if self.reason is not None or owner.closed:
             return self.run_plainly(*given)
@@ -373,9 +371,8 @@ class PhaseRegion:
                     self._moved.add(i)
             self.slots.clear()  # those with pending backwards live on
             self._learn(given)
-        key: Any = tuple(
-            map(_needs_gradient, map(given.__getitem__, self._positions))
-        )  # 2.11 does not guard it
+        # torch 2.11 does not guard which parameters need gradients
+        key: Any = tuple(map(_needs_gradient, map(given.__getitem__, self._positions)))
         if not self.inference and not (any(key) or any(given[i].requires_grad for i in self._moving)):
             raise _NoPart
         if self._keyed:

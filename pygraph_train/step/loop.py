@@ -136,9 +136,7 @@ class Loop:
         self, module: nn.Module, wrapper: nn.Module, compiled: bool, options: dict[str, Any]
     ) -> None:
         engine, config = self._engine, self.config
-        if isinstance(
-            module, DistributedDataParallel
-        ):  # its forward exchanges buffers, and calls the module inside
+        if isinstance(module, DistributedDataParallel):  # its forward calls the module inside
             module = module.module
         if not self.active or engine is None or any(taken is module for taken in self._taken):
             return
