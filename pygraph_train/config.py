@@ -61,7 +61,8 @@ class PyGraphConfig:
 
     Args:
         forward, backward, optimizer: whether this phase may run from a graph. "off" means never; without a graph of the
-            forward there is none of the backward. "on" means "auto", and reasons against graphs are logged as warnings.
+            forward there is none of the backward. "on" logs reasons against graphs as warnings, and of the
+            forward also keeps graphs that are slower than plain steps.
         fuse: has no effect at present.
         compile: True has Inductor's kernels in the graphs of forward and backward, on CUDA. False has eager kernels,
             with the bits of plain training. "auto" means False at present.

@@ -108,7 +108,7 @@ class Loop:
             return True
         self.active = True
         self.report.began(self._engine.name)
-        if self._engine.name == "cuda":
+        if self._engine.name == "cuda" and config.forward != "on":
             self._trial = Trial(self._engine, self.report.timed)
         return True
 

@@ -206,7 +206,7 @@ class PhaseRunner:
             training.step_replayed()
         else:
             training.step_ran()
-        if training.engine.name == "cuda" and not self.stopped:
+        if training.engine.name == "cuda" and training.config.forward != "on" and not self.stopped:
             slower = self._trial.step_ended(graphed)
             if slower is not None:
                 before = graphs_apart(True, training.config.backward != "off", self._update_phase is not None)

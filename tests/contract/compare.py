@@ -34,9 +34,12 @@ from pygraph_train import GraphedStep, PyGraphConfig, backend
 
 from .models import DEVICE
 
-__all__ = ["Run", "compare", "same_as_plain"]
+__all__ = ["ENGINE", "Run", "compare", "same_as_plain"]
 
 ENGINE = "emulated" if DEVICE == "cpu" else "cuda"
+
+ALWAYS = {} if DEVICE == "cpu" else dict.fromkeys(("forward", "backward", "optimizer"), "on")
+"""Graphs stay although such small models have no gain of them."""
 
 
 def same_as_plain(
@@ -44,6 +47,7 @@ def same_as_plain(
     replays: int | None = None,
     updates: int | None = None,
     refused: str | None = None,
+    last_bits: bool = False,
     **config: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a training: see `compare`. Parameters of the test besides `run` are pytest's."""
@@ -56,7 +60,8 @@ def same_as_plain(
         @functools.wraps(training)
         def test(*, tmp_path: Path, **arguments: Any) -> None:
             body = functools.partial(training, **arguments)
-            compare(body, replays=replays, updates=updates, refused=refused, folder=tmp_path, **config)
+            least = {"replays": replays, "updates": updates, "refused": refused}
+            compare(body, **least, last_bits=last_bits, folder=tmp_path, **config)
 
         test.__signature__ = signature.replace(parameters=[*given, folder])  # type: ignore[attr-defined]
         why = refused or (None if replays else "no graph has to run")
@@ -71,6 +76,7 @@ def compare(
     replays: int | None = None,
     updates: int | None = None,
     refused: str | None = None,
+    last_bits: bool = False,
     folder: Path | None = None,
     **config: Any,
 ) -> dict[str, int]:
@@ -81,6 +87,7 @@ def compare(
         replays: of how many steps at least forward and backward have to run from graphs; 0 if none has to.
         updates: of how many steps at least the optimizer has to run from a graph; as `replays` if left out.
         refused: why no graph need run. Where none does, the report has to give a reason.
+        last_bits: whether the last bits of floats may differ.
         folder: for files; each run has one of its own below it.
         **config: options of the library.
     Returns:
@@ -93,7 +100,7 @@ def compare(
     assert plain.seen, "the training compares nothing"
     for index, (expected, found) in enumerate(zip(plain.seen, ours.seen, strict=False)):
         assert expected[0] == found[0], f"entry {index}: {expected[0]} became {found[0]}"
-        difference = differs(expected[1], found[1])
+        difference = differs(expected[1], found[1], last_bits=last_bits)
         assert difference is None, f"entry {index}, {expected[0]}{difference}\n{ours}"
     assert len(plain.seen) == len(ours.seen), f"{len(plain.seen)} entries became {len(ours.seen)}"
     counts = ours.from_graphs()
@@ -120,7 +127,7 @@ class Run:
 
     def __init__(self, name: str, folder: Path | None, config: Mapping[str, Any]) -> None:
         self.ours = name == "ours"
-        self.config = PyGraphConfig(**{"engine": ENGINE, "warmup_steps": 2, **config})
+        self.config = PyGraphConfig(**{"engine": ENGINE, "warmup_steps": 2, **ALWAYS, **config})
         self._folder = None if folder is None else folder / name
         self.seen: list[tuple[str, Any]] = []
         self._watched: list[Any] = []
@@ -338,7 +345,8 @@ class Noted:
 def random_states() -> list[Any]:
     """Of torch, Python and numpy."""
     _, keys, *others = numpy.random.get_state()
-    return [torch.get_rng_state(), hash(random.getstate()), hash(keys.tobytes()), *others]
+    device = [] if DEVICE == "cpu" else [torch.cuda.get_rng_state()]
+    return [torch.get_rng_state(), *device, hash(random.getstate()), hash(keys.tobytes()), *others]
 
 
 def frozen(value: Any) -> Any:
@@ -372,8 +380,12 @@ def frozen(value: Any) -> Any:
     return value
 
 
-def differs(expected: Any, found: Any) -> str | None:
-    """None when equal bit for bit, types included; else where they differ."""
+def differs(expected: Any, found: Any, *, last_bits: bool = False) -> str | None:
+    """None when equal bit for bit, types included, else where they differ.
+
+    Args:
+        last_bits: whether the last bits of floats may differ.
+    """
     if type(expected) is not type(found):
         return f": {expected!r} became {found!r}"
     if isinstance(expected, Tensor):
@@ -381,9 +393,11 @@ def differs(expected: Any, found: Any) -> str | None:
             return f": {expected.dtype} {expected.shape} became {found.dtype} {found.shape}"
         if torch.equal(expected, found):  # without NaN, which is the usual case
             return None
-        same = torch.equal(expected.nan_to_num(), found.nan_to_num()) and torch.equal(
-            expected.isnan(), found.isnan()
-        )
+        if last_bits and expected.is_floating_point():
+            same = torch.allclose(expected, found, rtol=1e-4, atol=1e-6, equal_nan=True)
+        else:
+            numbers = torch.equal(expected.nan_to_num(), found.nan_to_num())
+            same = numbers and torch.equal(expected.isnan(), found.isnan())
         return None if same else f": {expected} became {found}"
     if isinstance(expected, dict):
         if list(expected) != list(found):
@@ -397,6 +411,6 @@ def differs(expected: Any, found: Any) -> str | None:
         both_nan = isinstance(expected, float) and math.isnan(expected) and math.isnan(found)
         return None if both_nan or expected == found else f": {expected!r} became {found!r}"
     for place, a, b in pairs:
-        if (text := differs(a, b)) is not None:
+        if (text := differs(a, b, last_bits=last_bits)) is not None:
             return place + text
     return None

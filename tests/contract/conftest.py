@@ -14,8 +14,8 @@ torch.set_num_threads(1)  # threads that wait for each other take longer than th
 
 
 @pytest.fixture(autouse=True)
-def _tensors_are_made_on_the_device() -> Iterator[None]:
-    if DEVICE == "cpu":
+def _tensors_are_made_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    if DEVICE == "cpu" or request.node.get_closest_marker("places_its_tensors"):
         yield
         return
     torch.set_default_device(DEVICE)

@@ -104,7 +104,7 @@ def _diary_class() -> type:
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
             self.run.note(f"outputs of batch {batch_idx}", outputs)
-            self.metrics(trainer)
+            self.metrics(trainer, bar=DEVICE == "cpu")  # on CUDA it shows the step before
             self.run.note("global step", trainer.global_step)
             self.run.watch(pl_module, *trainer.optimizers)
             self.run.snapshot(f"after batch {batch_idx} of epoch {trainer.current_epoch}")
@@ -114,14 +114,14 @@ def _diary_class() -> type:
             self.run.note("progress", trainer.fit_loop.state_dict())
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            self.metrics(trainer)
+            self.metrics(trainer, bar=DEVICE == "cpu")
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             self.metrics(trainer)
             self.run.note("schedulers", [config.scheduler for config in trainer.lr_scheduler_configs])
 
-        def metrics(self, trainer: Any) -> None:
-            for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+        def metrics(self, trainer: Any, *, bar: bool = True) -> None:
+            for name in ("callback_metrics", "logged_metrics", *["progress_bar_metrics"] * bar):
                 self.run.note(name, getattr(trainer, name))
 
     return Diary
@@ -230,8 +230,8 @@ def bert() -> nn.Module:
 
 def sentences(count: int = 64, length: int = 8) -> list[dict[str, Tensor]]:
     """Of tokens below 64, which are their own labels."""
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(0, 64, (count, length), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1)
+    drawn = torch.randint(0, 64, (count, length), generator=generator, device="cpu")
     return [{"input_ids": tokens, "labels": tokens} for tokens in drawn]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .compare import Run, same_as_plain
-from .models import Net, adamw, batches, cross_entropy, loss_of
+from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of
 
 # -- objects -------------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ def test_the_last_batch_is_smaller(run: Run) -> None:
 @same_as_plain(replays=12)
 def test_lengths_come_from_a_few_buckets(run: Run) -> None:
     model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 3))
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator(DEVICE).manual_seed(1)
 
     def step_fn(tokens: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(model(tokens).mean(1), y)

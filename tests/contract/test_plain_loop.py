@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pygraph_train import GraphedStep, PyGraphError, explain
 
-from .compare import Run, compare, same_as_plain
+from .compare import ENGINE, Run, compare, same_as_plain
 from .models import Net, adamw, batches, cross_entropy, loss_of, sgd
 
 
@@ -183,11 +183,11 @@ def test_explain_names_the_line_and_changes_nothing() -> None:
 
 def test_the_report_is_plain_data_and_says_what_ran() -> None:
     model = Net()
-    step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), engine="emulated", warmup_steps=2)
+    step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), engine=ENGINE, warmup_steps=2)
     for batch in batches():
         step(batch)
     told = json.loads(json.dumps(step.report().to_dict()))
-    assert told["engine"] == "emulated" and told["steps"] == 24
+    assert told["engine"] == ENGINE and told["steps"] == 24
     assert 15 <= told["steps_from_graphs"] == min(told["phases_from_graphs"].values()) < 24
     assert f"{told['steps_from_graphs']} of 24" in told["headline"]
     step.close()
@@ -204,7 +204,7 @@ def test_a_wrong_option_is_named_at_once(wrong: dict[str, Any]) -> None:
 def test_in_strict_mode_a_step_without_a_graph_ends_training() -> None:
     """A graph shows nothing to anomaly detection."""
     model = Net()
-    options: dict[str, Any] = {"engine": "emulated", "warmup_steps": 2, "on_failure": "raise"}
+    options: dict[str, Any] = {"engine": ENGINE, "warmup_steps": 2, "on_failure": "raise"}
     step = GraphedStep(loss_of(model), model=model, optimizer=adamw(model), **options)
     with step, pytest.raises(PyGraphError, match="anomal"), torch.autograd.set_detect_anomaly(True):
         for batch in batches():

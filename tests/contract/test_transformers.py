@@ -11,6 +11,7 @@ from .frameworks import bert, sentences, trainer
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.places_its_tensors
 WAYS = pytest.mark.parametrize("way", ["trainer", "callback"])
 
 

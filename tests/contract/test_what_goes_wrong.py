@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pygraph_train import GraphedStep
 from tests.faults import nothing_is_captured, replays_are_wrong
 
-from .compare import Run, same_as_plain
+from .compare import ENGINE, Run, same_as_plain
 from .models import DEVICE, Net, adamw, batches, cross_entropy, loss_of, sgd
 
 EARLY_AND_LATE = (0, 1, 4, 6, 14, 15, 25)
@@ -21,6 +21,7 @@ EARLY_AND_LATE = (0, 1, 4, 6, 14, 15, 25)
 # -- exceptions ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA is of no use to a process behind a bad label")
 @same_as_plain(replays=15)
 def test_a_bad_label_is_an_error_of_its_step(run: Run) -> None:
     model = Net()
@@ -118,7 +119,7 @@ def test_a_step_without_a_loss_is_told_what_it_has_to_return() -> None:
     for result in (None, 1.0, {"out": torch.ones(())}):
         with (
             GraphedStep(
-                lambda result=result: result, model=model, optimizer=adamw(model), engine="emulated"
+                lambda result=result: result, model=model, optimizer=adamw(model), engine=ENGINE
             ) as step,
             pytest.raises((TypeError, ValueError, KeyError), match="loss"),
         ):
