@@ -82,9 +82,7 @@ class RecordedRegion:
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
         try:
-            # what is saved for a pending backward must not lie where another graph keeps intermediate results
-            with self._engine.scratch_pool():
-                self._record(given)
+            self._record(given)
         except BaseException:
             self.close()
             raise
@@ -103,7 +101,9 @@ class RecordedRegion:
     def _record(self, given: Sequence[Any]) -> None:
         region, engine = self.region, self._engine
         self._load(given)
-        graph, outputs = engine.capture(self._run_forward)
+        # what is saved for a pending backward must not lie where another graph keeps intermediate results
+        with engine.scratch_pool():
+            graph, outputs = engine.capture(self._run_forward)
         self._graphs.append(graph)
         self._forward, self._outputs = graph, outputs
         if engine.name == "emulated":  # its capture of the backward computes with what the forward has saved
@@ -111,9 +111,10 @@ class RecordedRegion:
         self.differ = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
         self._hand_out = [self._how(o) for o in outputs]
         if region.owner.config.backward != "off":
-            for asked in region.asked:
-                if asked.issubset(self.differ):
-                    self._backwards[asked] = self._record_backward(asked)
+            with engine.scratch_pool():  # gradients outlive the next forward where a loop adds them up
+                for asked in region.asked:
+                    if asked.issubset(self.differ):
+                        self._backwards[asked] = self._record_backward(asked)
 
     def _record_backward(self, asked: frozenset[int]) -> _Backward:
         seeds = {i: torch.zeros_like(self._outputs[i].detach()) for i in self.differ if i in asked}

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pygraph_train.graphs.emulated import EmulatedEngine
+
 from .models import DEVICE
 
 torch.set_num_threads(1)  # threads that wait for each other take longer than these models
@@ -21,6 +23,12 @@ def _tensors_are_made_on_the_device(request: pytest.FixtureRequest) -> Iterator[
     torch.set_default_device(DEVICE)
     yield
     torch.set_default_device(None)
+
+
+@pytest.fixture(autouse=True)
+def _replays_overwrite_what_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs of a device do, which share the memory of a pool."""
+    monkeypatch.setattr(EmulatedEngine, "overwrites", True)
 
 
 @pytest.fixture(autouse=True)
