@@ -44,7 +44,7 @@ __all__ = [
     "unsupported",
 ]
 
-CAPTURABLE = frozenset({Adam, AdamW, NAdam, RAdam, Adamax, ASGD, Adadelta, RMSprop, Rprop})
+CAPTURABLE = frozenset({Adam, AdamW, NAdam, Adamax, ASGD, Adadelta, RMSprop, Rprop})
 FUSED = frozenset({Adam, AdamW, SGD, Adagrad})
 # Their single-tensor kernels pass lr as `alpha=`, which reads a tensor on the host; foreach does not.
 NEEDS_FOREACH = frozenset({Adadelta, RMSprop})
@@ -64,6 +64,7 @@ _NEVER: dict[type, str] = {
     LBFGS: "decides on the host how often to run the closure",
     SparseAdam: "works on sparse gradients, whose sizes are known only on the host",
     Adafactor: "reads its step count and learning rate on the host",
+    RAdam: "rounds its early steps in another way on the device: the third digit of an update differs",
 }
 if hasattr(torch.optim, "Muon"):
     _NEVER[torch.optim.Muon] = "reads its learning rate on the host"

@@ -193,7 +193,10 @@ class OptimizerPreparation:
                 if isinstance(item, Tensor):
                     return f"{where} of {name} has the tensor hyperparameter {key}; make it a Python number"
         lr = self._user_value(group, "lr")
-        if isinstance(lr, Tensor):
+        if not isinstance(lr, Tensor):
+            if device.type == "cuda" and any(p.dtype == torch.float64 for p in group["params"]):
+                return f"{where} of {name} has float64 parameters, and a graph reads the learning rate in float32"
+        else:
             if lr.device != device:
                 return f"{where} of {name} has its learning rate tensor on {lr.device}, not on {device}"
             if device.type == "cuda" and lr.dtype != torch.float32 and "fused" in plan.changes:

@@ -9,7 +9,7 @@ import torch
 
 from .compare import Run, same_as_plain
 from .frameworks import fit, loader, memory_logger
-from .models import batches, cross_entropy
+from .models import DEVICE, batches, cross_entropy
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -35,7 +35,7 @@ def test_validation_between_batches(run: Run) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
 @pytest.mark.quick
-@same_as_plain(replays=12)
+@same_as_plain(replays=12, updates=12 if DEVICE == "cpu" else 0)  # on CUDA float64 has no graph of the update
 def test_other_precisions(run: Run, precision: str) -> None:
     fit(run, Module(), loader(batches(24)), precision=precision)
 

@@ -19,7 +19,6 @@ from torch.optim import (
     AdamW,
     NAdam,
     Optimizer,
-    RAdam,
     RMSprop,
     Rprop,
 )
@@ -39,7 +38,6 @@ CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (AdamW, {"weight_decay": 0.1}),
     (AdamW, {"fused": True}),
     (NAdam, {}),
-    (RAdam, {}),
     (Adamax, {}),
     (ASGD, {}),
     (Adadelta, {}),

@@ -27,7 +27,6 @@ from torch.optim import (
     AdamW,
     NAdam,
     Optimizer,
-    RAdam,
     RMSprop,
     Rprop,
 )
@@ -540,7 +539,7 @@ def test_hot_path_is_cheap() -> None:
 # What a GPU would get, without a GPU
 
 
-@pytest.mark.parametrize("cls", [Adam, AdamW, NAdam, RAdam, Adamax, ASGD, Adadelta, RMSprop, Rprop])
+@pytest.mark.parametrize("cls", [Adam, AdamW, NAdam, Adamax, ASGD, Adadelta, RMSprop, Rprop])
 def test_capturable_classes_become_capturable_on_cuda(cls: type) -> None:
     assert plan_group(cls, {"capturable": False, "foreach": None, "fused": None}, "cuda") == GroupPlan(
         {"capturable": True}
@@ -576,9 +575,7 @@ def test_other_devices_are_refused() -> None:
     assert "no CUDA graphs" in str(plan_group(Adam, {}, "xpu").reason)
 
 
-@pytest.mark.parametrize(
-    "cls", [Adam, AdamW, NAdam, RAdam, Adamax, ASGD, Adadelta, RMSprop, Rprop, SGD, Adagrad]
-)
+@pytest.mark.parametrize("cls", [Adam, AdamW, NAdam, Adamax, ASGD, Adadelta, RMSprop, Rprop, SGD, Adagrad])
 def test_host_state_is_what_torch_creates_on_the_host(cls: Any) -> None:
     if cls in (SGD, ASGD):
         assert host_state_keys(cls, {}) == ()
