@@ -761,8 +761,8 @@ def a_table_of_noise_levels(case: Case) -> Any:
     levels = torch.linspace(0, 1, 10)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        drawn = torch.randint(0, 10, (8,))
-        return mse_loss(case.model(x * levels[drawn][:, None]), torch.randn(8, 3))
+        drawn = torch.randint(0, 10, (8,), device=DEVICE)
+        return mse_loss(case.model(x * levels[drawn][:, None]), torch.randn(8, 3, device=DEVICE))
 
     return step
 

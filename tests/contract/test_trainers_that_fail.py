@@ -9,7 +9,7 @@ import torch
 
 from .compare import Run, same_as_plain
 from .frameworks import fit, loader
-from .models import batches
+from .models import DEVICE, batches
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -68,6 +68,7 @@ def test_ctrl_c_ends_the_fit_as_without_the_library(run: Run) -> None:
     run.note("attributes", [sorted(vars(m)) for m in module.modules()])
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA is of no use to a process behind a bad label")
 @same_as_plain(replays=12)
 def test_a_batch_that_is_bad_ends_the_fit_with_torchs_error(run: Run) -> None:
     data = batches(24)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -28,8 +27,7 @@ def engine() -> Iterator[CudaEngine]:
 def test_replay_equals_eager_with_dropout(engine: CudaEngine) -> None:
     x = torch.randn(64, 64, device="cuda")
     net = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda()
-    with engine.warm_up():
-        net(x)
+    net(x)
     graph, out = engine.capture(lambda: net(x))
     torch.manual_seed(3)
     expected = [net(x).clone() for _ in range(4)]
@@ -132,8 +130,7 @@ def test_graphs_share_one_pool(engine: CudaEngine) -> None:
         big = torch.ones(1 << 26, device="cuda")
         return (big * 2).sum()
 
-    with engine.warm_up():
-        work()
+    work()
     engine_graphs = [engine.capture(work)]
     torch.cuda.empty_cache()
     one = torch.cuda.memory_reserved()
@@ -157,6 +154,7 @@ def test_memory_is_given_back_after_replays_under_way(closed: bool) -> None:
                 x = (x @ x).tanh()
             return x.sum()
 
+        work()
         graph, result = engine.capture(work)
         for _ in range(50):
             graph.replay()
@@ -168,43 +166,16 @@ def test_memory_is_given_back_after_replays_under_way(closed: bool) -> None:
     torch.cuda.synchronize()
 
 
-def test_an_old_pool_is_given_back_with_its_graphs(engine: CudaEngine) -> None:
-    x = torch.randn(1 << 22, device="cuda")  # 16 MiB
-
-    def work() -> torch.Tensor:
-        return (x * 2).cos() + 1
-
-    before = torch.cuda.memory_reserved()
-    graph, out = engine.capture(work)
-    let_go = engine.fresh_pool()
-    graph.replay()
-    assert torch.equal(out, work())
-    graph.close()
-    let_go()
-    del out
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + (4 << 20)
-    graph, out = engine.capture(work)
-    graph.replay()
-    assert torch.equal(out, work())
-
-
-def test_the_other_pool_shares_no_memory_with_the_usual_one(engine: CudaEngine) -> None:
+def test_a_scratch_pool_shares_no_memory_with_the_usual_one(engine: CudaEngine) -> None:
     x = torch.randn(1 << 20, device="cuda")
     first, one = engine.capture(lambda: x * 2)
-    with engine.other_pool():
+    with engine.scratch_pool():
         second, two = engine.capture(lambda: x * 3)
-    address = two.data_ptr()
     del one
     third, three = engine.capture(lambda: x * 5)  # may take the place of `one`
     for graph in (second, first, third):
         graph.replay()
     assert torch.equal(two, x * 3) and torch.equal(three, x * 5)
-    del two
-    with engine.other_pool():
-        fourth, four = engine.capture(lambda: x * 7)
-    fourth.replay()
-    assert torch.equal(four, x * 7) and four.data_ptr() == address
 
 
 def streams_used(run: Callable[[], object]) -> set[int]:
@@ -229,8 +200,7 @@ def test_nothing_is_launched_in_another_stream(engine: CudaEngine) -> None:
     def prepare_and_capture() -> None:
         for _ in range(3):
             net.zero_grad()
-            with engine.warm_up(net.parameters()):
-                net(x).sum().backward()
+            net(x).sum().backward()
         for _ in range(3):
             graph, _ = engine.capture(lambda: net(x))
             graph.replay()
@@ -238,23 +208,3 @@ def test_nothing_is_launched_in_another_stream(engine: CudaEngine) -> None:
     usual = streams_used(lambda: x.mul_(1.0))
     assert len(usual) == 1
     assert streams_used(prepare_and_capture) == usual
-
-
-def test_autograd_graphs_that_somebody_keeps_do_not_break_a_capture(engine: CudaEngine) -> None:
-    net = nn.Linear(64, 64).cuda()
-    x = torch.randn(64, 64, device="cuda")
-    kept = torch.zeros((), device="cuda")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            net.zero_grad()
-            with engine.warm_up(net.parameters()):
-                loss = net(x).sum()
-                loss.backward()
-            kept = kept + loss
-    want = [p.grad.clone() for p in net.parameters()]  # type: ignore[union-attr]
-    net.zero_grad()
-    graph, _ = engine.capture(lambda: net(x).sum().backward())
-    graph.replay()
-    assert all(torch.equal(p.grad, w) for p, w in zip(net.parameters(), want, strict=True))  # type: ignore[arg-type]
-    assert float(kept) == pytest.approx(2 * float(loss))
