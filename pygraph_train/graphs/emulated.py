@@ -24,7 +24,6 @@ from pygraph_train.graphs.emulated_collectives import (
     runs_in_replays,
     stand_in,
 )
-from pygraph_train.graphs.emulated_draws import HostTensors
 from pygraph_train.graphs.emulated_pools import EmulatedPool, Footprint
 from pygraph_train.graphs.emulated_retarget import AddressBook, IndirectEmulatedGraph, indirect
 from pygraph_train.graphs.emulated_trees import RecordedNumbers, aliases, leaves_of, poison, tensors_of
@@ -124,7 +123,7 @@ class EmulatedEngine:
             return self._capture(fn)
 
     def _capture(self, fn: Callable[[], T]) -> tuple[EmulatedGraph, T]:
-        tape = _Tape(HostTensors(readable=False))
+        tape = _Tape()
         held = self._memory.held(self._taped()) if self.overwrites else set()
         try:
             # A cast cached before would not be recorded, and one cached now would outlive its values.
@@ -314,11 +313,9 @@ class _Tape(TorchDispatchMode):
 
     supports_higher_order_operators = True  # so that they reach us and can be refused
 
-    def __init__(self, host: HostTensors) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.host = host
         self.operations: list[_Operation] = []
-        """How many operations come before, and what is called there."""
         self.refusal: CaptureError | None = None
         self._created: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
         self._external: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -339,7 +336,6 @@ class _Tape(TorchDispatchMode):
             self._check(func, args, kwargs)
             inputs = list(tensors_of((args, kwargs)))
             if func is _aten.lift_fresh.default and self._record_constant(inputs[0]):
-                self.host.constant(inputs[0])
                 return func(*args, **kwargs)
             for tensor in inputs:
                 self._keep_external(tensor)
@@ -351,7 +347,6 @@ class _Tape(TorchDispatchMode):
             returned = self._collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
             self._random_state = torch.get_rng_state()
             self._record(func, recorded_args, recorded_kwargs, inputs, returned)
-            self.host.saw(func, args, kwargs, inputs, tensors_of(returned))
             return returned
 
     def refuse(self, reason: str) -> CaptureError:
@@ -394,10 +389,7 @@ class _Tape(TorchDispatchMode):
         if not is_operator(func):
             raise self.refuse(f"the higher-order operator {func} cannot be recorded by the CPU emulation")
         if func is _aten._local_scalar_dense.default:
-            if not self.host.may_be_read(args[0]):
-                raise self.refuse(
-                    "`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host"
-                )
+            raise self.refuse("`.item()`, float(), int(), bool() or `if` reads a tensor's value on the host")
         elif torch.Tag.data_dependent_output in func.tags:
             raise self.refuse(f"{func} returns a tensor's value to the host")
         if _shape_depends_on_values(func, args, kwargs):
@@ -490,7 +482,7 @@ class _RefuseHostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         read = _HOST_READS.get(func)
-        if read is not None and not (func is torch.Tensor.tolist and self._tape.host.may_be_read(args[0])):
+        if read is not None:
             raise self._tape.refuse(f"{read} reads a tensor's values on the host")
         return func(*args, **(kwargs or {}))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 
@@ -19,29 +18,9 @@ __all__ = [
     "has_no_memory",
     "is_operator",
     "no_torch_function",
-    "operator_draws",
     "packet_name",
     "writes_arguments",
 ]
-
-
-_ATTENTION = {
-    private("torch.ops.aten._scaled_dot_product_flash_attention"),
-    private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"),
-    private("torch.ops.aten._scaled_dot_product_efficient_attention"),
-}
-"""These move no generator where they drop nothing (torch 2.11, 2.13)."""
-
-
-def operator_draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator moves a generator of random numbers (torch 2.11, 2.13)."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    if func.overloadpacket not in _ATTENTION:
-        return True
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return bool(given.get("dropout_p", 0.0) != 0.0)
 
 
 @contextmanager
