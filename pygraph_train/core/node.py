@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,10 +79,9 @@ class Delivery:
         """Add the gradients of a backward. Where there was none, `.grad` is what later backwards overwrite."""
         old: list[Tensor] = []
         new: list[Tensor] = []
-        for p, g in zip(parameters, found, strict=True):
+        for p, g, before in zip(parameters, found, list(map(_grad, parameters)), strict=True):
             if g is None:
                 continue
-            before = p.grad
             if before is None:
                 p.grad = g
             elif before is not g:  # a delivery that failed has put it there
@@ -91,9 +91,12 @@ class Delivery:
             add_all(old, new)
 
     def make_way(self, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        """Before a replay overwrites `found`: gradients that lie there, and are not read yet, move."""
-        for p, g in zip(parameters, found, strict=True):
-            if g is not None and p.grad is g:
+        """Before a replay overwrites `found`: gradients that lie there, and are not read yet, move. Hot path."""
+        lying = list(map(_grad, parameters))
+        if _NONE.issuperset(map(type, lying)):
+            return
+        for p, g, before in zip(parameters, found, lying, strict=True):
+            if g is not None and before is g:
                 total = self._sums.get(id(p))
                 if total is None or total.shape != g.shape or total.dtype != g.dtype or total is g:
                     total = self._sums[id(p)] = torch.empty_like(g)
@@ -101,6 +104,8 @@ class Delivery:
                 p.grad = total
 
 
+_grad = operator.attrgetter("grad")
+_NONE = {type(None)}
 _NOTHING = torch.empty(0, device="cpu")
 _OF_NO_TENSOR = (None,) * 7
 """Gradients of the arguments of `_Replay.forward` before the tensors."""
@@ -178,7 +183,7 @@ def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def replay(
-    slot: RecordedRegion, given: Sequence[Any], delivery: Delivery, of: Collection[int], *, leads: bool
+    slot: RecordedRegion, given: Sequence[Any], delivery: Delivery, of: frozenset[int], *, leads: bool
 ) -> list[Any]:
     """Replay the forward of a slot.
 
@@ -191,9 +196,7 @@ def replay(
     """
     if not slot.leads:
         return list(slot.replay_forward(given, Token()))
-    delivered = [k for k, i in enumerate(slot.leads) if i in of]
-    returned = [k for k, i in enumerate(slot.leads) if i not in of]
-    through = [*returned, *delivered] if leads else returned
+    delivered, returned, through = slot.routes(of, leads=leads)
     inputs = [given[slot.leads[k]] for k in through]
     if delivered:
         inputs.append(delivery.leaf(given[slot.leads[delivered[0]]].device)[0])

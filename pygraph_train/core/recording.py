@@ -81,6 +81,7 @@ class RecordedRegion:
         self._keys = [id(given[i]) if i in region.fixed else None for i in self.leads]
         self._graphs: list[Graph] = []
         self._backwards: dict[frozenset[int], _Backward] = {}
+        self._routes: dict[tuple[frozenset[int], bool], tuple[list[int], list[int], list[int]]] = {}
         try:
             self._record(given)
         except BaseException:
@@ -157,6 +158,16 @@ class RecordedRegion:
     def _load(self, given: Sequence[Any]) -> None:
         if self._moving:
             copy_all(self._targets, [span(given[i].detach()) for i in self._moving])
+
+    def routes(self, of: frozenset[int], *, leads: bool) -> tuple[list[int], list[int], list[int]]:
+        """Which of `leads` are delivered, returned to autograd, and given to it. See `node.replay`. Hot path."""
+        known = self._routes.get((of, leads))
+        if known is None:
+            delivered = [k for k, i in enumerate(self.leads) if i in of]
+            returned = [k for k, i in enumerate(self.leads) if i not in of]
+            through = [*returned, *delivered] if leads else returned
+            known = self._routes[of, leads] = delivered, returned, through
+        return known
 
     # -- replays --------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import copy
 import operator
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -283,12 +283,12 @@ class PhaseRegion:
         executes(FORWARD)
         return self._plainly(*given)
 
-    def _delivered_now(self, given: Sequence[Any]) -> Collection[int]:
+    def _delivered_now(self, given: Sequence[Any]) -> frozenset[int]:
         """The inputs whose gradients are delivered. Those of parameters with hooks go through autograd. Hot path."""
         owner = self.owner
         if not owner.delivers:
             owner.hooked = True
-            return ()
+            return frozenset()
         held = list(map(given.__getitem__, self._positions))
         if not (any(map(hooks_of, held)) or any(map(accumulation_hooks_of, held))):
             return self._delivered
@@ -364,8 +364,9 @@ class PhaseRegion:
             self._moves += 1
             if self._moves > _MOST_RECORDINGS + self.replays // 50:
                 raise Unrecordable("its parameters or buffers are at new addresses again and again")
-            for i, before, present in zip(self._positions, self._known, now, strict=True):
-                if before != present:
+            before, present = zip(*self._known, strict=True), zip(*now, strict=True)
+            for i, old, new in zip(self._positions, before, present, strict=True):
+                if old != new:
                     if i in self._moved and not given[i].requires_grad:
                         self._demoted.add(i)
                     self._moved.add(i)
@@ -391,10 +392,10 @@ class PhaseRegion:
         slots.append(slot)
         return slot
 
-    def _identity(self, given: Sequence[Any]) -> list[tuple[int, int]]:
+    def _identity(self, given: Sequence[Any]) -> tuple[list[int], list[int]]:
         """Of the fixed inputs: objects and addresses. Hot path. It keeps no tensor alive."""
         held = list(map(given.__getitem__, self._positions))
-        return list(zip(map(id, held), map(Tensor.data_ptr, held), strict=True))
+        return list(map(id, held)), list(map(Tensor.data_ptr, held))
 
     def _learn(self, given: Sequence[Any]) -> None:
         """The roles of the inputs."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pygraph_train.graphs.engine import MemoryUse
 from pygraph_train.graphs.memory import overlaps_itself
-from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.torch_private.sharding import local_tensors
 
 __all__ = ["Layout", "Place", "Source"]
 
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
         Raises:
             RuntimeError: one of them has no memory of its own (sparse gradients).
         """
-        present = [local_tensor(g) for g in gradients if g is not None]
+        present = local_tensors([g for g in gradients if g is not None])
         missing = () if len(present) == len(gradients) else [g is None for g in gradients]
         strides = () if all(map(Tensor.is_contiguous, present)) else list(map(Tensor.stride, present))
         looks = (missing, list(map(_dtype, present)), list(map(Tensor.numel, present)), strides)

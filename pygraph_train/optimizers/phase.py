@@ -29,7 +29,7 @@ from pygraph_train.problems import Problem
 from pygraph_train.putting_back import HostCopy
 from pygraph_train.report.step_report import CaptureRecord, StepReport
 from pygraph_train.torch_private.memory import borrow_memory, copy_all
-from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.torch_private.sharding import local_tensors
 from pygraph_train.verification import Audits, Fingerprint, PlainRuns
 
 __all__ = ["OF_SHARDS", "OptimizerPhase"]
@@ -177,13 +177,13 @@ class OptimizerPhase:
         present = [g for g in gradients if g is not None] if buffers is not None else []
         if buffers is not None:
             with torch.no_grad():
-                copy_all(list(map(local_tensor, buffers)), list(map(local_tensor, present)))
+                copy_all(local_tensors(buffers), local_tensors(present))
         self._preparation.sync()
         executes(UPDATE)
         capture.graph.replay()
         if buffers is not None:  # clipped and unscaled, and whoever holds one sees that
             with torch.no_grad():
-                copy_all(list(map(local_tensor, present)), list(map(local_tensor, buffers)))
+                copy_all(local_tensors(present), local_tensors(buffers))
         done(None)
         capture.replays += 1
         self._replays += 1
@@ -192,7 +192,7 @@ class OptimizerPhase:
         self, capture: CapturedUpdate, parameters: list[Tensor], layout: Layout, constants: Any
     ) -> Problem | None:
         """What to say if this goes on, None where everything but the gradients' addresses is as captured."""
-        if [local_tensor(p).data_ptr() for p in parameters] != capture.addresses:
+        if list(map(Tensor.data_ptr, local_tensors(parameters))) != capture.addresses:
             return Problem("parameters live at new addresses again and again")
         if capture.constants != constants:
             return Problem("how gradients are clipped or scaled changes again and again")
@@ -256,7 +256,7 @@ class OptimizerPhase:
         preparation.remember()
         made = CapturedUpdate(
             graph=graph,
-            addresses=[local_tensor(p).data_ptr() for p in parameters],
+            addresses=list(map(Tensor.data_ptr, local_tensors(parameters))),
             gradients=layout,
             buffers=[s for s in stand_ins if s is not None] if buffers else None,
             hyperparameters=numbers.baked(preparation.hyperparameters()),

@@ -50,7 +50,7 @@ from pygraph_train.torch_private.optim import (
     restore_optimizer_private_attributes,
     set_step_supports_amp_scaling,
 )
-from pygraph_train.torch_private.sharding import local_tensor
+from pygraph_train.torch_private.sharding import local_tensor, local_tensors
 
 __all__ = ["OptimizerPreparation"]
 
@@ -636,9 +636,8 @@ class OptimizerPreparation:
 
 def _addresses_of(tensors: list[Tensor]) -> Callable[[], list[int]]:
     """What tells where tensors lie: those of a sharded one, the part that this rank holds. Hot path."""
-    if all(local_tensor(t) is t for t in tensors):
-        return lambda: list(map(Tensor.data_ptr, tensors))
-    return lambda: [local_tensor(t).data_ptr() for t in tensors]
+    plain = local_tensors(tensors) is tensors
+    return lambda: list(map(Tensor.data_ptr, tensors if plain else local_tensors(tensors)))
 
 
 def _has_tensors(baked: tuple[Any, ...]) -> bool:

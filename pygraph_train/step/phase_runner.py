@@ -65,7 +65,7 @@ class PhaseRunner:
         self._compiled: CompiledFunction | None = None
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
-        self._prepared = self.stopped = False
+        self._prepared = self._initialized = self.stopped = False
         self._trial = Trial(engine, report.timed)
         report.runs_with(SEPARATE)
         if config.forward == "off":
@@ -115,7 +115,9 @@ class PhaseRunner:
             return False
         if training.step == 1:  # in which caches of the user's code fill
             return False
-        if uninitialized(training.program.model) is not None:
+        if not self._initialized:
+            self._initialized = uninitialized(training.program.model) is None
+        if not self._initialized:
             return False
         problem = next(around_the_step(), None)
         if problem is not None:

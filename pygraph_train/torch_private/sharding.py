@@ -13,6 +13,7 @@ from torch import Tensor, nn
 __all__ = [
     "flags",
     "local_tensor",
+    "local_tensors",
     "opened",
     "sharded_groups",
     "sharded_states",
@@ -24,6 +25,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this process holds; any other tensor itself (torch 2.11, 2.13)."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+_PLAIN = {Tensor, nn.Parameter}
+
+
+def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """As `local_tensor`, of each. Hot path."""
+    return tensors if _PLAIN.issuperset(map(type, tensors)) else [local_tensor(t) for t in tensors]
 
 
 def wrapped_by_fsdp1(model: nn.Module) -> bool:
