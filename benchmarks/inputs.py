@@ -49,7 +49,7 @@ def main() -> None:
         rows.append(row)
         write_json(args.json, record)
     names = [f"{way}{unit}" for unit in ("", "_host") for way in WAYS]
-    shown = [[row["mib"], *(f"{row.get(n, 0.0):.1f}" for n in names), row["error"]] for row in rows]
+    shown = [[str(r["mib"]), *(f"{r.get(n, 0.0):.1f}" for n in names), str(r["error"])] for r in rows]
     print_table("One replay and its input (microseconds)", ["MiB", *names, "error"], shown)
 
 

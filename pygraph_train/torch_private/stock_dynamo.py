@@ -142,15 +142,26 @@ def _trace_begins(*_: Any) -> None:
     elif _here.settings is None:
         import torch._dynamo.config as config
 
-        known = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
-        _here.settings = settings = ExitStack()
-        settings.enter_context(config.patch(known))
-        quietly(lambda: settings.enter_context(without_advice()))
-        quietly(lambda: settings.enter_context(_here.called[-1].growing.left_to_python()))
+        settings = {**_SETTINGS, "ignore_logging_functions": config.ignore_logging_functions | _told_once()}
+        known = {name: value for name, value in settings.items() if hasattr(config, name)}
+        _here.settings = changes = ExitStack()
+        changes.enter_context(config.patch(known))
+        quietly(lambda: changes.enter_context(without_advice()))
+        quietly(lambda: changes.enter_context(_here.called[-1].growing.left_to_python()))
+
+
+def _told_once() -> set[Any]:
+    """Methods of loggers that tell something in the first step only, which is not traced (transformers)."""
+    return {getattr(logging.Logger, n) for n in ("warning_once", "info_once") if hasattr(logging.Logger, n)}
 
 
 _ADVICE = "Dynamo does not know how to trace|Dynamo detected a call to a `functools.lru_cache`"
-_LOGGERS = ("torch._dynamo.convert_frame", "torch._dynamo.variables.tensor", "torch._subclasses.fake_tensor")
+_LOGGERS = (
+    "torch._dynamo.convert_frame",
+    "torch._dynamo.metrics_context",  # it cannot write down a setting that holds functions
+    "torch._dynamo.variables.tensor",
+    "torch._subclasses.fake_tensor",
+)
 
 
 @contextmanager
