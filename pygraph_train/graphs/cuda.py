@@ -221,11 +221,9 @@ class CudaEngine:
         second: CudaGraph,
         inputs_first: Sequence[torch.Tensor],
         inputs_second: Sequence[torch.Tensor],
-        *,
-        prefer: str = "device",
     ) -> IndirectCudaGraph:
         """See `graphs.engine.Engine.indirect`."""
-        return indirect(first, second, inputs_first, inputs_second, self.device, prefer)
+        return indirect(first, second, inputs_first, inputs_second)
 
     def trim(self) -> None:
         """Return cached blocks of the default pool to the device: replays have no use for them."""

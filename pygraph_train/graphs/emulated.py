@@ -167,8 +167,6 @@ class EmulatedEngine:
         second: EmulatedGraph,
         inputs_first: Sequence[torch.Tensor],
         inputs_second: Sequence[torch.Tensor],
-        *,
-        prefer: str = "device",
     ) -> IndirectEmulatedGraph:
         """See `Engine.indirect`. The discovery is that of CUDA graphs: operations stand for kernels."""
         return indirect(first, second, inputs_first, inputs_second)

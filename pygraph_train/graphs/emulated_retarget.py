@@ -57,9 +57,6 @@ class IndirectEmulatedGraph:
     Other than on CUDA, the tensors that it was pointed at stay alive.
     """
 
-    path = "emulated"
-    note: str | None = None
-
     def __init__(self, graph: EmulatedGraph, discovery: Discovery, inputs: Sequence[torch.Tensor]) -> None:
         self.nodes = graph.nodes
         self.discovery = discovery
@@ -89,9 +86,6 @@ class IndirectEmulatedGraph:
     def replay(self) -> None:
         """Run the recorded operations on the tensors it points at."""
         self._graph.replay()
-
-    def check(self) -> None:
-        """Nothing is under way on the CPU."""
 
     def close(self) -> None:
         """See `EmulatedGraph.close`."""

@@ -143,10 +143,6 @@ class IndirectGraph(Graph, Protocol):
     """Inputs that can be moved."""
     unserved: Mapping[int, str]
     """The other inputs, which keep their addresses, and a sentence each that says why."""
-    path: str
-    """What rewrites pointers: "device", "host" or "emulated"."""
-    note: str | None
-    """Why it is not the path that was preferred, or None."""
 
     def accepts(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether input `index` is served and `tensor` is aligned as the captured one was."""
@@ -161,9 +157,6 @@ class IndirectGraph(Graph, Protocol):
             ValueError: an input is not served, or its address lost the alignment; nothing was changed.
             RuntimeError: the pointers could not be rewritten; the graph cannot be replayed any more.
         """
-
-    def check(self) -> None:
-        """Wait for what `retarget` enqueued. Raises RuntimeError if a pointer could not be rewritten."""
 
 
 @runtime_checkable
@@ -213,8 +206,6 @@ class Engine(Protocol):
         second: Any,
         inputs_first: Sequence[torch.Tensor],
         inputs_second: Sequence[torch.Tensor],
-        *,
-        prefer: str = "device",
     ) -> IndirectGraph:
         """Make a graph whose inputs may move, from two captures of the same work.
 
@@ -224,7 +215,6 @@ class Engine(Protocol):
             inputs_first, inputs_second: the inputs of the captures, in the same order. An input that is
                 to be served lies at different addresses in the two, and shares no memory with another.
                 Those of the second are where unserved inputs stay: the caller keeps them.
-            prefer: "device" or "host": what rewrites pointers, where both can.
         Raises:
             IndirectionUnavailable: no input can be moved. Both graphs are as they were.
         """

@@ -50,24 +50,12 @@ class Discovery:
         served: inputs whose pointers are all known.
         unserved: for each other input a sentence that says why not.
         alignment: by input, bytes that its address must be a multiple of.
-        host_only: served inputs with a pointer in a memcpy or memset node, which no kernel can rewrite.
     """
 
     slots: tuple[Slot, ...]
     served: frozenset[int]
     unserved: Mapping[int, str]
     alignment: tuple[int, ...]
-    host_only: frozenset[int] = frozenset()
-
-    def without(self, refused: Mapping[int, str]) -> Discovery:
-        """The same discovery with some inputs no longer served, for the reasons given."""
-        return Discovery(
-            tuple(slot for slot in self.slots if slot.input not in refused),
-            self.served - refused.keys(),
-            {**self.unserved, **refused},
-            self.alignment,
-            self.host_only - refused.keys(),
-        )
 
     def __str__(self) -> str:
         nodes = len({slot.node for slot in self.slots})
@@ -218,13 +206,7 @@ def discover(
     for index in set(range(inputs)) - {slot.input for slot in slots}:
         refused.setdefault(index, NOT_FOUND)
     kept = tuple(sorted(slot for slot in slots if slot.input not in refused))
-    return Discovery(
-        kept,
-        frozenset(slot.input for slot in kept),
-        refused,
-        alignment,
-        frozenset(slot.input for slot in kept if first[slot.node].kind != "kernel"),
-    )
+    return Discovery(kept, frozenset(slot.input for slot in kept), refused, alignment)
 
 
 def _difference(first: Sequence[Node], second: Sequence[Node]) -> str | None:

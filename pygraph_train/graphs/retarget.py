@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from pygraph_train.graphs.engine import IndirectionUnavailable
-from pygraph_train.graphs.indirection import Discovery, discover, misplaced, moved_inputs
+from pygraph_train.graphs.indirection import discover, misplaced, moved_inputs
 from pygraph_train.graphs.memory import address_range
-from pygraph_train.graphs.patch import DevicePatcher, HostPatcher, Patcher
-from pygraph_train.graphs.updater import updater_kernel
+from pygraph_train.graphs.patch import HostPatcher
 
 if TYPE_CHECKING:
     from pygraph_train.graphs.cuda import CudaGraph
@@ -24,8 +23,6 @@ def indirect(
     second: CudaGraph,
     inputs_first: Sequence[torch.Tensor],
     inputs_second: Sequence[torch.Tensor],
-    device: torch.device,
-    prefer: str,
 ) -> IndirectCudaGraph:
     """See `graphs.engine.Engine.indirect`."""
     if second.instantiated:
@@ -38,44 +35,21 @@ def indirect(
     )
     if not discovery.served:
         raise IndirectionUnavailable(next(iter(discovery.unserved.values()), "there are no inputs"))
-    reason = "it is copied or filled by the graph itself, which only the host can patch"
-    on_device = discovery.without(dict.fromkeys(discovery.host_only, reason))
-    note = _why_not_on_device(on_device, device) if prefer == "device" else None
-    patcher: Patcher
-    if prefer == "device" and note is None:
-        patcher = DevicePatcher(second, on_device, device)
-    else:
-        patcher = HostPatcher(second, discovery)
-    graph = IndirectCudaGraph(second, patcher, inputs_second, note)
+    graph = IndirectCudaGraph(second, HostPatcher(second, discovery), inputs_second)
     first.close()
     return graph
-
-
-def _why_not_on_device(discovery: Discovery, device: torch.device) -> str | None:
-    """Asked before any node is marked: a graph with marked nodes is no longer one for the host."""
-    if not discovery.served:
-        return "only the host can patch the inputs that can be moved"
-    try:
-        updater_kernel(device)
-    except IndirectionUnavailable as error:
-        return str(error)
-    return None
 
 
 class IndirectCudaGraph:
     """See `graphs.engine.IndirectGraph`."""
 
-    def __init__(
-        self, graph: CudaGraph, patcher: Patcher, inputs: Sequence[torch.Tensor], note: str | None
-    ) -> None:
+    def __init__(self, graph: CudaGraph, patcher: HostPatcher, inputs: Sequence[torch.Tensor]) -> None:
         self.nodes = graph.nodes
         self.discovery = patcher.discovery
         self.served = self.discovery.served
         self.unserved = self.discovery.unserved
-        self.path = "device" if isinstance(patcher, DevicePatcher) else "host"
-        self.note = note
         self._graph = graph
-        self._patcher: Patcher | None = patcher
+        self._patcher: HostPatcher | None = patcher
         self._addresses = [tensor.data_ptr() for tensor in inputs]
         self._launch = graph.replay
 
@@ -84,7 +58,7 @@ class IndirectCudaGraph:
         return index in self.served and misplaced(index, tensor, self.discovery.alignment[index]) is None
 
     def retarget(self, changes: Mapping[int, torch.Tensor]) -> None:
-        """See `graphs.engine.IndirectGraph.retarget`. Patches in the current stream."""
+        """See `graphs.engine.IndirectGraph.retarget`."""
         if self._patcher is None:
             raise RuntimeError("this CUDA graph was closed and cannot be retargeted")
         moved = moved_inputs(changes, self._addresses, self.discovery)
@@ -101,11 +75,6 @@ class IndirectCudaGraph:
     def replay(self) -> None:
         """Launch the graph in the current stream."""
         self._launch()
-
-    def check(self) -> None:
-        """See `graphs.engine.IndirectGraph.check`."""
-        if self._patcher is not None:
-            self._patcher.check()
 
     def close(self) -> None:
         """Destroy the graph and what patches it."""

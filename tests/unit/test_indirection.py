@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from pygraph_train.graphs import IndirectionUnavailable, nodes, patch, updater
+from pygraph_train.graphs import IndirectionUnavailable, nodes, patch
 from pygraph_train.graphs.emulated import EmulatedEngine
 from pygraph_train.graphs.indirection import Discovery, Slot, discover
 from pygraph_train.graphs.memory import AddressRange
@@ -133,15 +132,13 @@ def test_value_across_two_blocks_is_none() -> None:
     assert found.served == {0, 1}
 
 
-def test_copies_and_fills_are_for_the_host_only() -> None:
+def test_copies_and_fills_are_found() -> None:
     def captured(a: int, b: int) -> list[Node]:
         copy = Node("memcpy", shape=(64, 1, 1), blocks=((0, word(b) + word(a)),))
         return [copy, Node("memset", shape=(1, 64, 1, 0), blocks=((0, word(b)),))]
 
     found = both(captured)
     assert found.slots == (Slot(0, 0, 1, 0), Slot(0, 8, 0, 0), Slot(1, 0, 1, 0))
-    assert found.host_only == {0, 1}
-    assert found.without({1: "for this test"}).host_only == {0}
 
 
 def test_two_dimensional_copy_refuses_the_input() -> None:
@@ -280,7 +277,7 @@ class FakeGraph:
 def driver_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[bytes], bytes], Driver]:
     def install(separate: list[bytes], packed: bytes) -> Driver:
         made = Driver(separate, packed)
-        for module in (nodes, patch, updater):
+        for module in (nodes, patch):
             monkeypatch.setattr(module, "driver", lambda: made)
         return made
 
@@ -344,16 +341,6 @@ def test_machine_without_a_driver_is_told_in_a_sentence() -> None:
         pytest.skip("there is a driver here")
     with pytest.raises(IndirectionUnavailable, match="pointer indirection needs"):
         nodes.read_nodes(1)
-
-
-def test_missing_device_runtime_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updater, "find_device_runtime", lambda: None)
-    with pytest.raises(IndirectionUnavailable, match=r"libcudadevrt\.a was not found"):
-        updater._build("sm_90")
-
-
-def test_slot_has_the_size_that_the_kernel_expects() -> None:
-    assert np.dtype(updater.SLOT).itemsize == 32
 
 
 # --- the emulated engine ------------------------------------------------------------------------------
