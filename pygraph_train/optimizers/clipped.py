@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from pygraph_train.dict_versions import Versions, versions_are_known
 from pygraph_train.identity import identities
 from pygraph_train.optimizers.program import not_optimized
+from pygraph_train.torch_private.stock_dynamo import traces
 
 __all__ = ["ClippedParameters"]
 
@@ -33,13 +29,11 @@ class ClippedParameters:
         self._model, self._optimizer, self._fixed = model, optimizer, fixed
         self._parameters: tuple[Tensor, ...] = ()
         self._others: list[Tensor] = []
-        self._state: Callable[[], Any] = tuple
-        self._before: Any = None
         self._look()
 
     def look(self) -> None:
-        """Notice other parameters of the model. Hot path."""
-        if not self._fixed and self._state() != self._before:
+        """Notice other parameters of the model: Dynamo has traced a forward that uses them. Hot path."""
+        if not self._fixed and traces() != self._traces:
             before = identities(self._parameters)
             self._look()
             self.changes += identities(self._parameters) != before
@@ -54,28 +48,6 @@ class ClippedParameters:
         return any(p.requires_grad or p.grad is not None for p in self._others)
 
     def _look(self) -> None:
+        self._traces = traces()
         self._parameters = tuple(self._model.parameters())
         self._others = not_optimized(self._model, self._optimizer)
-        modules = list(self._model.modules())
-        tables = [table for m in modules for table in (m._parameters, m._modules)]
-        if versions_are_known() and all(type(table) is dict for table in tables):
-            self._state = Versions((), tables).read
-        else:
-            self._state = _Entries(tables)
-        self._before = self._state()
-
-
-class _Entries:
-    """What tells the entries of dicts from all others."""
-
-    def __init__(self, dicts: list[Any]) -> None:
-        self._dicts = dicts
-        self._kept: tuple[Any, ...] = tuple(
-            self._values()
-        )  # no other object gets the identity of one of them
-
-    def _values(self) -> Any:
-        return chain.from_iterable([d.values() for d in self._dicts])
-
-    def __call__(self) -> bytes:
-        return identities(tuple(self._values()))

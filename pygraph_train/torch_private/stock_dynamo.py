@@ -27,6 +27,7 @@ __all__ = [
     "left_to_python",
     "plain_call",
     "set_call_of",
+    "traces",
     "traces_of_others",
     "untraced",
     "without_advice",
@@ -123,13 +124,13 @@ def _held_weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Here(threading.local):
-    """Of this thread: the functions of ours that are called, what a trace in the present call has set, and traces of
-    what the user compiled."""
+    """Of this thread: the functions of ours that are called, what a trace in the present call has set, all traces, and
+    those of what the user compiled."""
 
     def __init__(self) -> None:
         self.called: list[CompiledFunction] = []
         self.settings: ExitStack | None = None
-        self.others = 0
+        self.traces = self.others = 0
 
 
 _here = _Here()
@@ -137,6 +138,7 @@ _here = _Here()
 
 def _trace_begins(*_: Any) -> None:
     """A trace begins in this thread: if a function of ours is called, it gets our settings until the call ends."""
+    _here.traces += 1
     if not _here.called:
         _here.others += 1
     elif _here.settings is None:
@@ -189,6 +191,11 @@ def _listen() -> None:
 
     if _trace_begins not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_trace_begins)
+
+
+def traces() -> int:
+    """How often Dynamo has traced in this thread, as far as it was listened to. Hot path."""
+    return _here.traces
 
 
 def traces_of_others() -> int:
