@@ -95,7 +95,8 @@ def main() -> None:
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[PyGraphCallback(engine=engine)],  # prints its report when training ends
+        # prints its report when training ends; without forward="on" a GPU is left alone in so short a run
+        callbacks=[PyGraphCallback(engine=engine, forward="on")],
     )
     trainer.fit(DigitClassifier(), train, val)
     print(f"validation accuracy: {trainer.callback_metrics['val_accuracy']:.3f}")

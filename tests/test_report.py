@@ -18,7 +18,7 @@ from pygraph_train.report import step_report, table
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.metrics import metrics_of
 from pygraph_train.report.step_report import Fallback
-from pygraph_train.step import loss_program, trial
+from pygraph_train.step import loss_program
 from pygraph_train.step.phase_runner import StepOfPhases
 
 EVENTS = (
@@ -152,39 +152,6 @@ def test_loggers_get_the_present_time_of_a_step(measured: StepReport) -> None:
     assert metrics_of(measured) == expected
     measured.engine = "emulated"
     assert metrics_of(measured) == {"pygraph/share_from_graphs": 1.0}
-
-
-class Clock:
-    """Each step takes what is declared; waiting for the device takes nothing."""
-
-    name = "cuda"
-
-    def __init__(self, with_graphs: float, without: float) -> None:
-        self.now, self.times = 0.0, {True: with_graphs, False: without}
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def synchronize(self) -> None:
-        """There is no device."""
-
-
-@pytest.mark.passes_without_graphs("times are declared")
-@pytest.mark.parametrize(("with_graphs", "without"), [(0.002, 0.003), (0.003, 0.002)])
-def test_one_trial_times_steps_with_graphs_and_without(
-    with_graphs: float, without: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, report = Clock(with_graphs, without), StepReport(engine="cuda")
-    monkeypatch.setattr(trial, "time", clock)
-    made = trial.Trial(clock, report.timed)  # type: ignore[arg-type]
-    said, kinds = [], []
-    for _ in range(100):
-        kinds.append(not made.without_graphs)
-        clock.now += clock.times[kinds[-1]]
-        said.append(made.step_ended(kinds[-1]))
-    assert kinds.count(False) == 7 and report.trial_seconds == pytest.approx((with_graphs, without))
-    told = [text for text in said if text]
-    assert told == (["steps are faster without graphs: 2.00 instead of 3.00 ms"] if without < 0.0025 else [])
 
 
 def test_a_switch_says_what_runs_and_why() -> None:

@@ -37,7 +37,7 @@ from pygraph_train.integrations.lightning.hooks import (
 )
 from pygraph_train.integrations.lightning.log import LogBook, LogRecording, Recorder
 from pygraph_train.integrations.lightning.manual import ManualOptimization
-from pygraph_train.integrations.lightning.package import Package, package_of, root_of
+from pygraph_train.integrations.lightning.package import Package, batches_left, package_of, root_of
 from pygraph_train.integrations.lightning.transfer import overlapped_transfer
 from pygraph_train.optimizers.preparation import OptimizerPreparation
 from pygraph_train.optimizers.scaling import Scaling
@@ -182,6 +182,7 @@ class PyGraphCallback(Callback):
             engine,
             self._report,
             on_decision=self._on_decision,
+            left=lambda: batches_left(trainer),
         )
         self._step = automatic = _AutomaticStep(trainer, pl_module, program, runner, self)
         automatic.attach()

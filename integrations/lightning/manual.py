@@ -17,7 +17,7 @@ from torch import nn
 
 from pygraph_train.boundary import quietly
 from pygraph_train.config import PyGraphConfig
-from pygraph_train.integrations.lightning.package import base_of
+from pygraph_train.integrations.lightning.package import base_of, batches_left
 from pygraph_train.optimizers.graph import OptimizerGraph
 from pygraph_train.optimizers.scaling import Scaling
 from pygraph_train.patches import standing_in
@@ -48,6 +48,7 @@ class ManualOptimization:
         self._batches = trainer.fit_loop.epoch_loop.manual_optimization
         self._scaler: torch.amp.GradScaler | None = getattr(self._precision, "scaler", None)
         self._loop = Loop(config, trainer.strategy.root_device)
+        self._loop.left = lambda: batches_left(trainer)
         self._wrapper: Any = trainer.strategy.model or module
         self._optimizers: dict[int, tuple[OptimizerGraph, Scaling]] = {}
         self._unused = 0  # batches so far, while no optimizer was stepped

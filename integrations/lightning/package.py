@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Package", "base_of", "package_of", "root_of"]
+__all__ = ["Package", "base_of", "batches_left", "package_of", "root_of"]
 
 _ROOTS = ("lightning.pytorch", "pytorch_lightning")
 
@@ -42,6 +43,16 @@ def root_of(trainer: Any) -> str:
     modules = [cls.__module__ for cls in type(trainer).__mro__ if cls.__name__ == "Trainer"]
     known = (root for module in modules for root in _ROOTS if _inside(module, root))
     return next(known, (modules or [type(trainer).__module__])[-1].partition(".")[0])
+
+
+def batches_left(trainer: Any) -> float:
+    """Batches that a Trainer has yet to train on, infinity where it does not know."""
+    epochs, steps = trainer.max_epochs or -1, trainer.max_steps
+    batches = (
+        epochs * trainer.num_training_batches - trainer.fit_loop.total_batch_idx if epochs > 0 else math.inf
+    )
+    updates = steps - trainer.global_step if steps > 0 else math.inf
+    return min(float(batches), float(updates) * trainer.accumulate_grad_batches)
 
 
 def base_of(owner: Any) -> type | None:

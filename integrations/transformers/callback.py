@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pygraph_train.config import PyGraphOptions
 
-__all__ = ["PyGraphTrainerCallback", "show_report", "unsupported"]
+__all__ = ["PyGraphTrainerCallback", "show_report", "steps_left", "unsupported"]
 
 
 log = logging.getLogger("pygraph_train")
@@ -99,6 +99,7 @@ class PyGraphTrainerCallback(TrainerCallback):
             return log.warning("pygraph: %s", _TWICE)
         loop = self._loop = Loop(self.config, args.device, unsupported(args))
         self._report = loop.report
+        loop.left = lambda: steps_left(state)
         if not loop.active:
             return
         if args.torch_compile:
@@ -141,6 +142,12 @@ def show_report(report: LoopReport, args: Any) -> None:
     """Print the report, as the Trainer prints its own last line: in the first process."""
     if args.process_index == 0 and (report.steps or report.fallbacks or report.whole_steps):
         show(report)
+
+
+def steps_left(state: Any) -> int:
+    """Updates that a Trainer has yet to make."""
+    left: int = state.max_steps - state.global_step
+    return left
 
 
 def unsupported(args: Any) -> Problem | None:

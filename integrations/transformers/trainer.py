@@ -30,6 +30,7 @@ from pygraph_train.integrations.accelerate.plugin import route_step, tidy_step
 from pygraph_train.integrations.transformers.callback import (
     PyGraphTrainerCallback,
     show_report,
+    steps_left,
     unsupported,
 )
 from pygraph_train.optimizers.preparation import OptimizerPreparation
@@ -208,6 +209,7 @@ class _WholeStep:
             loop.config,
             engine,
             self._report,
+            left=lambda: steps_left(trainer.state) * trainer.args.gradient_accumulation_steps,
         )
         loop.report.whole_step("training_step", self._report)
         self._undo = route_step(trainer.optimizer, self._optimizer_step)

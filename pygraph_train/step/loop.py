@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,10 +34,10 @@ from pygraph_train.report.announcements import (
 )
 from pygraph_train.report.loop_report import LoopReport
 from pygraph_train.report.step_report import CaptureRecord, Fallback
+from pygraph_train.step.chooser import Chooser, chooser_for
 from pygraph_train.step.living import Living
 from pygraph_train.step.module_call import ModuleCall, compiled_part
 from pygraph_train.step.rounds import Rounds
-from pygraph_train.step.trial import Trial
 
 __all__ = ["Loop"]
 
@@ -62,6 +63,7 @@ class Loop:
         refused: why nothing of this loop can be graphed, None when nothing speaks against it.
 
     Attributes:
+        left: how many further steps there will be, infinity where nobody knows.
         over: whether nothing of this loop can have a graph any more.
 
     Raises:
@@ -78,10 +80,11 @@ class Loop:
         self._rounds = Rounds(self._optimizers)
         self._kept: list[OptimizerGraph] = []  # those that their optimizers cannot hold
         self._engine: Engine | None = None
-        self._trial: Trial | None = None
+        self._chooser: Chooser | None = None
         self._steps = self._silent = 0
         self._last: float | None = None
         self._replayed: list[bool] = []  # for each update of the present step
+        self.left: Callable[[], float] = lambda: math.inf
         self.over = False
         self._counts_steps, self._within = True, False
         self.active = False
@@ -108,8 +111,7 @@ class Loop:
             return True
         self.active = True
         self.report.began(self._engine.name)
-        if self._engine.name == "cuda" and config.forward != "on":
-            self._trial = Trial(self._engine, self.report.timed)
+        self._chooser = chooser_for(config, self._engine, self.report.timed, lambda: self.left())
         return True
 
     # -- taking over --------------------------------------------------------------------------------
@@ -152,7 +154,9 @@ class Loop:
                 config = dataclasses.replace(config, compile=True)
             self._taken.add(module)
             given = module, engine, config, self.boundary, self._tell
-            self._calls.add(ModuleCall(*given, delivers=not replication.shared, **options))
+            call = ModuleCall(*given, delivers=not replication.shared, **options)
+            call.paused = self._chooser is not None and self._chooser.plain
+            self._calls.add(call)
 
     def take_optimizer(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
@@ -316,8 +320,8 @@ class Loop:
         report.step_ended(
             graphs_apart(graphed, graphed and config.backward != "off", updates), updated=updated
         )
-        if regions and self._trial is not None:
-            self._try(self._trial, graphed)
+        if regions and self._chooser is not None:
+            self._choose(self._chooser, graphed)
         self._silent = 0 if replays or not regions else self._silent + 1
         if self._silent == _PATIENCE + config.warmup_steps and not report.fallbacks:
             self._break_silence(called=plain > 0)
@@ -330,16 +334,15 @@ class Loop:
         report.replayed(self._steps, since_start=now - report.started, interval=interval)
         self._last = now
 
-    def _try(self, trial: Trial, graphed: bool) -> None:
-        """Time steps with graphs of forward and backward, and without them, once."""
-        before = trial.without_graphs
-        slower = trial.step_ended(graphed)
-        if trial.without_graphs != before:
-            for call in self._calls:
-                call.paused = trial.without_graphs
-        if slower is not None:
-            self._tell(Problem(slower))
+    def _choose(self, chooser: Chooser, graphed: bool) -> None:
+        """Whether graphs of forward and backward are worth their while."""
+        before, why = chooser.plain, chooser.step_ended(graphed)
+        if why is not None:
+            self._tell(why)
             self._remove_modules()
+        elif before:
+            for call in self._calls:
+                call.paused = chooser.plain
 
     def _remove_modules(self) -> None:
         """Modules run as they are from now on."""

@@ -20,12 +20,12 @@ from pygraph_train.plans import NOTHING, SEPARATE, Switch, graphs_apart
 from pygraph_train.problems import Problem
 from pygraph_train.report.announcements import FORWARD_IS_OFF
 from pygraph_train.report.step_report import CaptureRecord, StepReport
+from pygraph_train.step.chooser import chooser_for
 from pygraph_train.step.module_call import COMPILED_PART, compiled_part, tensors_of
 from pygraph_train.step.outside import around_the_step, uninitialized
 from pygraph_train.step.plan import PositionInAccumulation
 from pygraph_train.step.program import Call, StepProgram, plain_call
 from pygraph_train.step.training_run import TrainingRun
-from pygraph_train.step.trial import Trial
 from pygraph_train.torch_private.stock_dynamo import CompiledFunction, traces_of_others
 
 __all__ = ["NO_GRAPH", "PhaseRunner", "StepOfPhases", "runner_for", "why_no_phases", "why_update_is_plain"]
@@ -66,7 +66,7 @@ class PhaseRunner:
         self._update_phase: OptimizerPhase | None = None
         self._preparation: OptimizerPreparation | None = None
         self._prepared = self._initialized = self.stopped = False
-        self._trial = Trial(engine, report.timed)
+        self._chooser = chooser_for(config, engine, report.timed, training.left)
         report.runs_with(SEPARATE)
         if config.forward == "off":
             report.note(FORWARD_IS_OFF)
@@ -109,9 +109,9 @@ class PhaseRunner:
 
     def _may_replay(self) -> bool:
         training = self._training
-        if self.stopped or self._trial.without_graphs or training.config.forward == "off":
+        if self.stopped or training.config.forward == "off":
             return False  # eager kernels have no graph of a backward alone
-        if self._why_plain is not None:
+        if self._why_plain is not None or (self._chooser is not None and self._chooser.plain):
             return False
         if training.step == 1:  # in which caches of the user's code fill
             return False
@@ -170,8 +170,7 @@ class PhaseRunner:
         if phase.replayed:
             step.update_replayed = True
             self._training.report.update_replayed()
-        restless = None if self._trial.without_graphs else phase.restless
-        for problem in filter(None, (phase.problem, restless)):
+        for problem in filter(None, (phase.problem, phase.restless)):
             self._training.note(problem)
         if phase.problem is not None:
             self._drop_update()
@@ -208,12 +207,12 @@ class PhaseRunner:
             training.step_replayed()
         else:
             training.step_ran()
-        if training.engine.name == "cuda" and training.config.forward != "on" and not self.stopped:
-            slower = self._trial.step_ended(graphed)
-            if slower is not None:
-                before = graphs_apart(True, training.config.backward != "off", self._update_phase is not None)
-                self.stop(Problem(slower))
-                training.on_decision(Switch(training.step, NOTHING, before, slower))
+        if self._chooser is None or self.stopped or self._why_plain is not None:
+            return
+        if (why := self._chooser.step_ended(graphed)) is not None:
+            before = graphs_apart(True, training.config.backward != "off", self._update_phase is not None)
+            self.stop(why)
+            training.on_decision(Switch(training.step, NOTHING, before, why.reason))
 
     # -- what else loops ask -----------------------------------------------------------------------------
 
@@ -305,9 +304,10 @@ def runner_for(
     report: StepReport,
     *,
     on_decision: Callable[[Switch], None] = lambda switch: None,
+    left: Callable[[], float] = lambda: math.inf,
 ) -> PhaseRunner:
     """What makes the steps of a training.
 
     Args: as the attributes of `TrainingRun`.
     """
-    return PhaseRunner(TrainingRun(program, config, engine, report, on_decision))
+    return PhaseRunner(TrainingRun(program, config, engine, report, on_decision, left))

@@ -30,6 +30,7 @@ class TrainingRun:
         engine: where graphs are made.
         report: filled while running.
         on_decision: called when another plan is kept than before.
+        left: how many further steps there will be, infinity where nobody knows.
         step: the number of the present step; the first one is 1.
         replays: of whole steps, or of their forward and backward.
         reasons: how often something was noted against a graph.
@@ -41,6 +42,7 @@ class TrainingRun:
     engine: Engine
     report: StepReport
     on_decision: Callable[[Switch], None]
+    left: Callable[[], float]
     step: int = 0
     replays: int = 0
     reasons: int = 0
