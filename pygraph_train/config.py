@@ -72,7 +72,8 @@ class PyGraphConfig:
             None: 64.
         indirection: has no effect at present.
         verify: which replays are compared with the same work without a graph. "off": none. "first": the first replay
-            of each recording. "sample": also later replays, at growing intervals, in at most 0.2% of the time.
+            of each recording. "sample": also later replays, at growing intervals, in at most 0.2% of the time, where
+            the device has room for it.
             "always": every replay, for debugging.
         engine: "cuda" needs a CUDA device. "emulated" replays a CPU tape with the rules of CUDA graphs; it is
             slower than plain training, and serves tests and demonstrations. "off" uses no graphs. "auto" is "cuda"

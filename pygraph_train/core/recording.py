@@ -62,10 +62,11 @@ class RecordedRegion:
         differ: positions of outputs that require gradients.
         region: whose graph it is.
         generation: grows with each replay of the forward.
-        audits: when it is compared once more; set by who has recorded it.
+        audits, nbytes: when it is compared once more, and the bytes that it holds; set by who has recorded it.
     """
 
     audits: Audits
+    nbytes: int
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any]) -> None:
         self.generation = 0

@@ -49,6 +49,9 @@ _FEWEST_NODES = 2
 _PATIENCE = 10
 """Calls after which a region whose gradients nobody has asked for is no part of training."""
 
+_FEW_BYTES = 32 << 20
+"""What a comparison in mid-run may take of the device beyond a twentieth of all that was needed so far."""
+
 _MOST_RECORDINGS = 3
 """So often a region is recorded anew because fixed inputs have moved, beyond one for each 50 replays."""
 
@@ -438,7 +441,10 @@ class PhaseRegion:
         # before there is a graph, whose memory would come on top
         known = {asked: self._plain_fingerprint(given, asked) for asked in compared if verifies}
         with torch.inference_mode(False), self._undone(given):
+            before = owner.engine.memory()
             slot = RecordedRegion(self, given)
+            after = owner.engine.memory()
+        slot.nbytes = after.reserved - after.idle - (before.reserved - before.idle)
         self.recordings += 1
         seconds = time.perf_counter() - started
         slot.audits = Audits(owner.config.verify, time.perf_counter())
@@ -467,9 +473,15 @@ class PhaseRegion:
             audits.left -= 1
         elif audits.due(time.perf_counter()):
             started = time.perf_counter()
-            self._compare(slot, given, {})
+            if self.owner.config.verify == "always" or self._fits(slot):
+                self._compare(slot, given, {})
             audits.took(time.perf_counter() - started, first=False)
         return slot
+
+    def _fits(self, slot: RecordedRegion) -> bool:
+        """Whether there is room for what a forward and a backward need without a graph, beside the graphs."""
+        memory = self.owner.engine.memory()
+        return memory.reserved + slot.nbytes <= max(1.05 * memory.peak, memory.peak + _FEW_BYTES)
 
     def _compare(
         self,
