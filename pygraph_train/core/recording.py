@@ -40,11 +40,15 @@ class _Backward(NamedTuple):
     Attributes:
         seeds: the gradient of each of these outputs, which `graph` reads.
         gradients: of `leads`, None where there is none. Each replay overwrites them.
+        homes: the same memory. A loop that sets `p.grad.data` gives a gradient other memory.
+        addresses: of `homes`.
     """
 
     graph: Graph
     seeds: dict[int, Tensor]
     gradients: list[Tensor | None]
+    homes: list[Tensor]
+    addresses: list[int]
 
 
 class RecordedRegion:
@@ -122,7 +126,8 @@ class RecordedRegion:
         seeds = {i: torch.zeros_like(self._outputs[i].detach()) for i in self.differ if i in asked}
         graph, gradients = self._engine.capture(functools.partial(self._run_backward, seeds))
         self._graphs.append(graph)
-        return _Backward(graph, seeds, gradients)
+        homes = [g.detach() for g in gradients if g is not None]
+        return _Backward(graph, seeds, gradients, homes, list(map(Tensor.data_ptr, homes)))
 
     def _how(self, output: Any) -> int | None:
         """The position of the input that an output is, None for one with memory of its own."""
@@ -209,6 +214,10 @@ class RecordedRegion:
             return self._another_backward(seeds)
         copy_all(list(backward.seeds.values()), [seeds[i] for i in backward.seeds])
         backward.graph.replay()
+        present = [g for g in backward.gradients if g is not None]
+        if list(map(Tensor.data_ptr, present)) != backward.addresses:
+            for gradient, home in zip(present, backward.homes, strict=True):
+                gradient.data = home
         return backward.gradients
 
     def _another_backward(self, seeds: dict[int, Tensor]) -> list[Tensor | None]:

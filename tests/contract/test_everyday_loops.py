@@ -70,6 +70,18 @@ def a_stock_loop(it: Loop) -> None:
         it.note(loss)
 
 
+@loop(12)
+def gradients_get_other_memory(it: Loop) -> None:
+    for x, y in it.data:
+        it.optimizer.zero_grad()
+        loss = it.loss(x, y)
+        loss.backward()
+        for p in it.model.parameters():
+            p.grad.data = p.grad.data.clamp(-0.01, 0.01)
+        it.optimizer.step()
+        it.note(loss)
+
+
 _AOT = "AOTAutograd's backwards cannot be differentiated again"
 
 
