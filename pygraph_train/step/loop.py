@@ -47,6 +47,9 @@ log = logging.getLogger("pygraph_train")
 _PATIENCE = 20
 """Steps without a graph of forward and backward, and without a reason, after which one is given."""
 
+_HELD = 100
+"""Calls of a module after which nothing is waited for that would time the loop's first steps."""
+
 _HOPE = 60
 """Steps in which modules were called and no graph came, after which no further call is looked at."""
 
@@ -155,7 +158,7 @@ class Loop:
             self._taken.add(module)
             given = module, engine, config, self.boundary, self._tell
             call = ModuleCall(*given, delivers=not replication.shared, **options)
-            call.paused = self._chooser is not None and self._chooser.plain
+            call.held = _HELD if self._chooser is not None and self._chooser.plain else 0
             self._calls.add(call)
 
     def take_optimizer(
@@ -340,9 +343,9 @@ class Loop:
         if why is not None:
             self._tell(why)
             self._remove_modules()
-        elif before:
+        elif before and not chooser.plain:
             for call in self._calls:
-                call.paused = chooser.plain
+                call.held = 0
 
     def _remove_modules(self) -> None:
         """Modules run as they are from now on."""

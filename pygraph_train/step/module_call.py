@@ -57,6 +57,7 @@ class ModuleCall:
     Attributes:
         regions: the graphs.
         paused: whether calls run the module as it is for now.
+        held: so many further calls with gradients run it as it is.
     """
 
     def __init__(
@@ -78,11 +79,15 @@ class ModuleCall:
         )
         self._compiled = CompiledModule(self.regions, **compile_options)
         self._called = self._initialized = self.paused = False
+        self.held = 0
         set_call_of(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Hot path."""
         if self.paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return plain_call(self._module, args, kwargs)
+        if self.held:
+            self.held -= 1
             return plain_call(self._module, args, kwargs)
         return self._boundary.make(self._make, self._plainly, args, kwargs)
 
