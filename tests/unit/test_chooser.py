@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
+from pygraph_train import GraphedStep, PyGraph
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.report.step_report import StepReport
-from pygraph_train.step import chooser
+from pygraph_train.step import chooser, loop, phase_runner
 from pygraph_train.step.chooser import Chooser, chooser_for
 
 pytestmark = pytest.mark.passes_without_graphs("times are declared")
@@ -133,3 +136,47 @@ def test_nothing_is_timed_where_graphs_are_made_in_any_case() -> None:
     assert made(forward="on") is None and made(on_failure="raise") is None
     machine.name = "emulated"
     assert made() is None
+
+
+def _graphed(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    step = GraphedStep(
+        lambda x: model(x).square().mean(),
+        model=model,
+        optimizer=optimizer,
+        engine="emulated",
+        warmup_steps=2,
+    )
+    return step, step.report
+
+
+def _accelerated(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    pytest.importorskip("accelerate")
+    from pygraph_train import Accelerator
+
+    plugin = PyGraph(engine="emulated", warmup_steps=2)
+    accelerator = Accelerator(cpu=True, plugins=[plugin])
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+
+    return step, plugin.report
+
+
+@pytest.mark.parametrize("make", [_graphed, _accelerated])
+def test_a_loop_keeps_to_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three plain steps, graphs, and none any more: on the emulated engine they are slower."""
+    for module in (loop, phase_runner):
+        monkeypatch.setattr(
+            module, "chooser_for", lambda config, engine, timed, left: Chooser(engine, timed, left)
+        )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    step, report = make(model, torch.optim.SGD(model.parameters(), 0.01, fused=True))
+    counts = []
+    for _ in range(60):
+        step(torch.randn(3, 4))
+        counts.append(report().to_dict()["phases_from_graphs"]["F"])
+    assert counts[3] == 0 and counts[-1] == chooser._REPLAYS + chooser._TIMED == counts[-20]
+    assert "steps are faster without graphs" in str(report().to_dict()["fallbacks"])
