@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pygraph_train.torch_private.names import private
+
 __all__ = [
     "HigherOrderOperator",
     "accumulation_hooks_of",
@@ -27,7 +29,7 @@ __all__ = [
     "set_grad_mode",
 ]
 
-HigherOrderOperator: Any = torch._ops.HigherOrderOperator
+HigherOrderOperator: Any = private("torch._ops.HigherOrderOperator")
 
 hooks_of: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
 """Hooks on the gradient of a tensor; None or empty without any. (2.11 to 2.15)"""
@@ -36,7 +38,7 @@ accumulation_hooks_of: Callable[[Tensor], Any] = operator.attrgetter("_post_accu
 """Hooks that run when a leaf has got its gradient; None or empty without any. (2.11 to 2.15)"""
 
 
-set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+set_grad_mode: Callable[[bool], None] = private("torch._C._set_grad_enabled")
 """What graphs of Dynamo call where a step switches gradients off and on. (2.11 to 2.15)"""
 
 
@@ -64,7 +66,7 @@ def restoring_modes(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*given)
         except BaseException:
-            torch._C._set_grad_enabled(gradients)
+            torch.set_grad_enabled(gradients)
             while nesting() > depth:
                 torch.autocast_decrement_nesting()
                 torch.clear_autocast_cache()
