@@ -109,7 +109,7 @@ class _Owner(PhaseRegions):
     """What the regions of one graph have in common."""
 
     def __init__(self, engine: Engine, options: BackendOptions) -> None:
-        super().__init__(engine, options, tuple, self._tell, delivers=False, inference=True)
+        super().__init__(engine, options, tuple, self._tell, Boundary(), delivers=False, inference=True)
         self._options = options
 
     def _tell(self, problem: Problem) -> None:

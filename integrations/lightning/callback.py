@@ -365,8 +365,7 @@ class _AutomaticStep:
                 progress.load_state_dict(before)
             elif call is not plain_call:
                 before = progress.state_dict()
-            if call is plain_call:
-                executes(STEP)
+            executes(STEP)
             with self._program.running_through(call):
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 

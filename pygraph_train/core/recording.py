@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pygraph_train.boundary import REPLAY, executes
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import span
 from pygraph_train.torch_private.memory import copy_all
@@ -187,6 +188,7 @@ class RecordedRegion:
         self.generation += 1
         self._token = weakref.ref(token)
         self._load(given)
+        executes(REPLAY)
         self._forward.replay()
         for i in self._written_back:
             given[i].detach().copy_(self._static[i].detach())

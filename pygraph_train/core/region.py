@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import time
 import weakref
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.fx import GraphModule, Node
 
-from pygraph_train.boundary import FORWARD, REPLAY, executes, quietly
+from pygraph_train.boundary import FORWARD, Boundary, done, executes, quietly
 from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
@@ -71,6 +72,7 @@ class PhaseRegions:
         config: options.
         tensors: the parameters and buffers that are trained, as they are now.
         tell: called with each reason against a graph.
+        boundary: around each call of a region.
         delivers: whether gradients of parameters are put in place at the end of a backward. Otherwise autograd
             accumulates them, which somebody listens to.
         leads: whether autograd leads to parameters whose gradients are delivered, as a loop needs that differentiates
@@ -89,12 +91,13 @@ class PhaseRegions:
         config: PyGraphConfig | BackendOptions,
         tensors: Callable[[], Iterable[Tensor]],
         tell: Callable[[Problem], object],
+        boundary: Boundary,
         *,
         delivers: bool = True,
         leads: bool = False,
         inference: bool = False,
     ) -> None:
-        self.engine, self.config = engine, config
+        self.engine, self.config, self.boundary = engine, config, boundary
         self.tensors, self.tell = tensors, tell
         self.delivers, self.leads, self.inference = delivers, leads, inference
         self.delivery = Delivery()
@@ -110,12 +113,13 @@ class PhaseRegions:
         parts = halves(gm)
         region = PhaseRegion(self, gm if parts is None else parts[0], examples)
         self.regions.append(region)
+        made = functools.partial(self.boundary.make, region, region.run_plainly)
         if parts is None:
-            return region
+            return made
         rest = runner(parts[1])
 
         def both(*given: Any) -> Any:
-            return rest(*given, *region(*given))
+            return rest(*given, *made(*given))
 
         return both
 
@@ -276,7 +280,6 @@ class PhaseRegion:
             return self.run_plainly(*given)
         self.replays += 1
         self.owner.replays += 1
-        executes(REPLAY)
         made = replay(slot, inputs, owner.delivery, self._delivered_now(inputs), leads=owner.leads)
         return made if self._numbered is None else self._numbered.outputs(made, numbers)
 
@@ -312,6 +315,7 @@ class PhaseRegion:
         copies = {i: given[i].detach().clone() for i in watched if not isinstance(given[i], nn.Parameter)}
         executes(FORWARD)
         made = self.run(*given)
+        done(made if self._numbered is None else self._numbered.outputs(made, numbers))
         leads = any(isinstance(t, Tensor) and t.requires_grad for t in made)
         self.inference = self.owner.inference and not leads
         self.written |= {i for i, v in zip(watched, versions, strict=True) if _version(given[i]) != v}
@@ -548,7 +552,9 @@ def _inner(gm: GraphModule) -> list[int]:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+        return id(tensor)  # wrapper classes have no memory of their own
+    return tensor.untyped_storage().data_ptr()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
+from pygraph_train.boundary import Boundary
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.region import PhaseRegion, PhaseRegions
 from pygraph_train.diagnosis.explanation import Explanation
@@ -107,7 +108,7 @@ class _Part:
 class _Look:
     def __init__(self, subject: Subject, engine: Engine) -> None:
         self._subject, self._engine = subject, engine
-        self.regions = PhaseRegions(engine, _CONFIG, self._trained, lambda problem: None)
+        self.regions = PhaseRegions(engine, _CONFIG, self._trained, lambda problem: None, Boundary())
         self._compiled = CompiledFunction(subject.program.function(), self._backend)
         self._parts: list[tuple[_Part, Callable[..., Any]]] = []
         self._called: list[_Part] = []  # in the last call, in order

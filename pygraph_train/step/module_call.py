@@ -75,7 +75,7 @@ class ModuleCall:
         self._boundary, self._tell = boundary, tell
         known = weakref.ref(module)  # graphs are held by Dynamo, and must not hold the module
         self.regions = PhaseRegions(
-            engine, config, lambda: tensors_of(known()), tell, delivers=delivers, leads=True
+            engine, config, lambda: tensors_of(known()), tell, boundary, delivers=delivers, leads=True
         )
         self._compiled = CompiledModule(self.regions, **compile_options)
         self._called = self._initialized = self.paused = False
@@ -105,7 +105,6 @@ class ModuleCall:
             return self._first(args, kwargs)
         if not self._may_replay():
             return done(self._plainly(args, kwargs))
-        executes(FORWARD)
         return done(self._compiled(self._module, args, kwargs))
 
     def _may_replay(self) -> bool:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pygraph_train.boundary import STEP, Boundary, executes, once, quietly
+from pygraph_train.boundary import Boundary, once, quietly
 from pygraph_train.config import PyGraphConfig
 from pygraph_train.core.region import PhaseRegions
 from pygraph_train.gradients.places import Source
@@ -59,6 +59,7 @@ class PhaseRunner:
             config,
             lambda: tensors_of(training.program.model),
             self._told.append,
+            self._boundary,
             delivers=alone,
             leads=training.program.differentiates,
         )
@@ -95,7 +96,6 @@ class PhaseRunner:
             call = self._call if self._may_replay() else plain_call
             if not self._prepared and self._training.step > self._training.config.warmup_steps:
                 self._prepare()
-            executes(STEP)
             if self._training.step > 1:
                 return run(call)
             before = traces_of_others()  # in the first step parts that the user compiled are traced

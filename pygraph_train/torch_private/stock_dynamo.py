@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pygraph_train.boundary import quietly
+from pygraph_train.boundary import STEP, executes, quietly
 from pygraph_train.torch_private.growing import Growing
 
 __all__ = [
@@ -230,6 +230,7 @@ class CompiledFunction:
         here.called.append(self)
         graded = torch.is_grad_enabled()
         try:
+            executes(STEP)
             return self._compiled(*args, **kwargs)
         except BaseException:
             torch.set_grad_enabled(graded)  # a graph that switches it and raises leaves it switched
