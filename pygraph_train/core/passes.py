@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import linecache
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +15,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+from pygraph_train.problems import frames_in, is_user_file
 from pygraph_train.torch_private.phases import HigherOrderOperator, restoring_modes, set_grad_mode
 
-__all__ = ["halves", "prepared", "runner", "written_inputs"]
+__all__ = ["caught", "halves", "prepared", "runner", "written_inputs"]
 
 _EAGER_OPERATORS = {"autograd_function_apply"}
 """Higher-order operators that eager kernels compute as plain training does."""
@@ -61,6 +67,50 @@ def _name(node: Node) -> str:
 def runner(gm: GraphModule) -> Callable[..., Any]:
     """What runs a graph, so that an operation that fails leaves no mode behind."""
     return restoring_modes(gm.forward) if any(_name(n) in _MODES for n in gm.graph.nodes) else gm.forward
+
+
+_OF_PYTHON = {
+    "ImportError",
+    "ModuleNotFoundError",
+    "AttributeError",
+    "KeyError",
+    "NameError",
+    "StopIteration",
+}
+"""Exceptions that are raised while Dynamo traces, and not by operations."""
+
+
+def caught(gm: GraphModule) -> str | None:
+    """`file:line` of an operation in a `try` of the user's, None without one: what a graph raises passes it by."""
+    stacks = {n.meta.get("stack_trace") for n in gm.graph.nodes if n.op.startswith("call")}
+    places = {place for stack in stacks for place in frames_in(stack) if is_user_file(place[0])}
+    return next((f"{file}:{line}" for file, line in sorted(places) if line in _lines_in_try(file)), None)
+
+
+@functools.cache
+def _lines_in_try(file: str) -> set[int]:
+    """Lines where what operations raise is caught by the function that they are in."""
+    found: set[int] = set()
+
+    def look(node: ast.AST, within: bool) -> None:
+        function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef))
+        within = within and not function
+        if within and isinstance(node, ast.stmt):
+            found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        for child in ast.iter_child_nodes(node):
+            look(child, within or (_catches(node) and child in node.body))  # type: ignore[attr-defined]
+
+    with contextlib.suppress(SyntaxError):
+        look(ast.parse("".join(linecache.getlines(file))), False)
+    return found
+
+
+def _catches(node: ast.AST) -> bool:
+    if isinstance(node, ast.With):
+        return any("suppress(" in ast.unparse(item) for item in node.items)
+    handlers = node.handlers if isinstance(node, ast.Try) else []
+    kinds = [{"all"} if h.type is None else set(re.findall(r"\w+", ast.unparse(h.type))) for h in handlers]
+    return any(not kind <= _OF_PYTHON for kind in kinds)
 
 
 def halves(gm: GraphModule) -> tuple[GraphModule, GraphModule] | None:

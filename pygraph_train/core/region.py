@@ -20,7 +20,7 @@ from pygraph_train.boundary import FORWARD, Boundary, done, executes, quietly
 from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
-from pygraph_train.core.passes import halves, prepared, runner, written_inputs
+from pygraph_train.core.passes import caught, halves, prepared, runner, written_inputs
 from pygraph_train.core.recording import RecordedRegion, Unrecordable, run_plainly
 from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, first_line
@@ -109,6 +109,9 @@ class PhaseRegions:
         self.closed = False
 
     def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        if (where := caught(gm)) is not None:
+            self.tell(Problem(_CAUGHT, where))
+            raise Unrecordable(_CAUGHT)  # Dynamo leaves the function to Python
         self.leads |= end_of(gm) is not None
         parts = halves(gm)
         region = PhaseRegion(self, gm if parts is None else parts[0], examples)
@@ -533,6 +536,7 @@ class PhaseRegion:
         return Fingerprint.of(torch.zeros((), device=device), tensors)
 
 
+_CAUGHT = "a part of the step runs without a graph: the step catches exceptions of its operations"
 _INNER_GRADIENT = "gradients are asked for of a result from which another result is computed"
 
 
