@@ -143,17 +143,22 @@ class _Replay(torch.autograd.Function):
         except RuntimeError as error:
             raise theirs(error)  # noqa: B904
         slot: RecordedRegion = ctx.slot
-        if torch.is_grad_enabled() or slot.generation != ctx.generation:
+        seeds = {i: g for i, g in zip(slot.differ, asked, strict=True) if g is not None}
+        if not torch.is_grad_enabled() and slot.generation == ctx.generation:
+            return surely(lambda: _made_backward(ctx, slot, seeds), BACKWARD)
+        found = None
+        if slot.generation == ctx.generation and len(ctx.delivered) == len(slot.leads):
+            found = slot.differentiable(ctx.parameters, seeds)
+        if found is None:
             raise PyGraphError(
                 "the backward of a forward that pygraph-train replayed is differentiated itself (create_graph=True), "
                 "for the first time. Set PYGRAPH_DISABLE=1 in the environment"
             )
-        return surely(lambda: _made_backward(ctx, slot, asked), BACKWARD)
+        return _for_autograd(ctx, [found[k] for k in ctx.through])
 
 
-def _made_backward(ctx: Any, slot: RecordedRegion, asked: Sequence[Tensor | None]) -> Any:
+def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> Any:
     """The gradients of what `_Replay.forward` takes. It may be made twice: what is delivered is handed over last."""
-    seeds = {i: g for i, g in zip(slot.differ, asked, strict=True) if g is not None}
     delivery, parameters = ctx.delivery, ctx.parameters
     delivery.begin()
     if (backward := slot.backward_of(seeds)) is not None:
@@ -168,11 +173,13 @@ def _made_backward(ctx: Any, slot: RecordedRegion, asked: Sequence[Tensor | None
         gradients = _copies(gradients)
     if delivers:
         delivery.take(parameters, [found[k] for k in ctx.delivered])
-    return (
-        *_OF_NO_TENSOR,
-        *gradients,
-        *[None] * (len(ctx.needs_input_grad) - len(_OF_NO_TENSOR) - len(gradients)),
-    )
+    return _for_autograd(ctx, gradients)
+
+
+def _for_autograd(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """One gradient for each argument of `_Replay.forward`."""
+    missing = len(ctx.needs_input_grad) - len(_OF_NO_TENSOR) - len(gradients)
+    return (*_OF_NO_TENSOR, *gradients, *[None] * missing)
 
 
 def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from pygraph_train.boundary import REPLAY, executes
 from pygraph_train.graphs.engine import Graph
 from pygraph_train.graphs.memory import span
+from pygraph_train.random_state import OF_DEVICES, HostRandomState
 from pygraph_train.torch_private.memory import copy_all
 from pygraph_train.torch_private.phases import autocast_now
 from pygraph_train.verification import Audits
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from pygraph_train.core.region import PhaseRegion
 
 __all__ = ["RecordedRegion", "Unrecordable", "run_plainly"]
+
+
+_DRAWN = ("torch", OF_DEVICES)
 
 
 def _without_version(saved: Tensor) -> Tensor:
@@ -75,6 +79,7 @@ class RecordedRegion:
 
     def __init__(self, region: PhaseRegion, given: Sequence[Any]) -> None:
         self.generation = 0
+        self._autocast = autocast_now(region.device)
         self.region, self._engine = region, region.owner.engine
         self._token: weakref.ref[Any] | None = None
         tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
@@ -228,6 +233,34 @@ class RecordedRegion:
         leads = [self._static[i] for i in self.leads]
         return list(
             torch.autograd.grad(outputs, leads, list(seeds.values()), retain_graph=True, allow_unused=True)
+        )
+
+    def differentiable(
+        self, parameters: Sequence[Tensor], seeds: dict[int, Tensor]
+    ) -> Sequence[Tensor | None] | None:
+        """Gradients of `leads` that can be differentiated: the forward is made once more, from now on without a graph.
+
+        Args:
+            parameters: those that lead to gradients.
+            seeds: see `replay_backward`.
+        Returns:
+            None where another forward would not be the same one: it writes something, or draws random numbers.
+        """
+        if self.region.written:
+            return None
+        given = [t.clone() if i in self._moving else t for i, t in enumerate(self._static)]
+        for i, p in zip(self.leads, parameters, strict=True):
+            given[i] = p
+        before = HostRandomState(_DRAWN)
+        with torch.autocast(self.region.device, self._autocast, enabled=self._autocast is not None):
+            outputs = self.region.run(*given)
+        if before.moved(HostRandomState(_DRAWN)):
+            before.restore()
+            return None
+        self.region.differentiated_twice()
+        asked = [outputs[i] for i in seeds]
+        return torch.autograd.grad(
+            asked, parameters, list(seeds.values()), create_graph=True, allow_unused=True
         )
 
     @property

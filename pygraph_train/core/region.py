@@ -242,6 +242,11 @@ class PhaseRegion:
         self.close()
         self.owner.tell(Problem(f"a part of the step runs without a graph: {why.reason}", why.where, why.fix))
 
+    def differentiated_twice(self) -> None:
+        """Somebody differentiates a backward of it. Graphs whose own backward is still to come live on."""
+        self.slots.clear()
+        self._stays_plain(Problem("its backward is differentiated itself (create_graph=True)"))
+
     def close(self) -> None:
         """Release its graphs."""
         for slots in self.slots.values():
@@ -356,7 +361,7 @@ class PhaseRegion:
             if any(is_asked_for(t) for ref in self._handed if (t := ref()) is not None and t.requires_grad):
                 self._stays_plain(Problem(_INNER_GRADIENT))
             if torch.is_grad_enabled():
-                self._stays_plain(Problem("its backward is differentiated itself (create_graph=True)"))
+                self.differentiated_twice()
 
         return asked
 
