@@ -12,7 +12,6 @@ was launched, or the user's own function had run.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import os
@@ -235,8 +234,6 @@ def main() -> int:
         importlib.import_module(package)
     torch.compile(torch.neg, backend="aot_eager")(torch.ones(2, requires_grad=True))
     torch._dynamo.reset()
-    gc.collect()
-    gc.freeze()
     fronts = options.front or list(FRONT_ENDS)
     known = dict(in_processes([(front, partial(cases_of, front)) for front in fronts], options.jobs))
     fronts = list(known)
