@@ -365,8 +365,8 @@ class _AutomaticStep:
                 progress.load_state_dict(before)
             elif call is not plain_call:
                 before = progress.state_dict()
-            executes(STEP)
             with self._program.running_through(call):
+                executes(STEP)
                 return self._lightning_run(optimizer, batch_idx, kwargs)
 
         self._step = step = self._runner.begin(position)

@@ -171,9 +171,10 @@ def _made_backward(ctx: Any, slot: RecordedRegion, seeds: dict[int, Tensor]) -> 
     if backward is not None:  # whose next replay overwrites them
         slot.region.backwards += 1
         gradients = _copies(gradients)
+    made = _for_autograd(ctx, gradients)
     if delivers:
         delivery.take(parameters, [found[k] for k in ctx.delivered])
-    return _for_autograd(ctx, gradients)
+    return made
 
 
 def _for_autograd(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.fx import GraphModule, Node
 
-from pygraph_train.boundary import FORWARD, Boundary, done, executes, quietly
+from pygraph_train.boundary import FORWARD, Boundary, done, executes, put_back, quietly
 from pygraph_train.config import BackendOptions, PyGraphConfig
 from pygraph_train.core.node import Delivery, replay
 from pygraph_train.core.numbers import Numbers
@@ -473,7 +473,7 @@ class PhaseRegion:
         try:
             yield
         finally:
-            before.restore()
+            put_back(before.restore)
 
     def _changed(self, given: Sequence[Any]) -> list[Tensor]:
         """The fixed inputs that the region writes."""

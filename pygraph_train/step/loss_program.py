@@ -144,26 +144,28 @@ class LossSteps(NotCopied):
             self._position = PositionInAccumulation(fresh, update, constants, sync)
         position = self._position
 
-        if self._runner is None:
+        runner = self._runner
+        if runner is None:
             self._report.step_began(elsewhere=self._counted_elsewhere)
             result = program.run(plain_call, args, kwargs, position, plain_update)
-            if self._made and not program.replication.shared:
-                self._rest = math.inf
         else:
-            step = self._runner.begin(position)
+            step = runner.begin(position)
 
             def run(call: Call) -> Any:
                 return program.run(call, args, kwargs, position, step.update)
 
-            result = self._runner.make(run)
-            step.finish()
-            if self._made and not step.replayed:
-                self._rest = self._runner.take_rest()
-        done(result)
+            result = runner.make(run)
         self._pending = not update  # only now: a step that raised is not part of an accumulation
+        done(result)
+        if runner is not None:
+            step.finish()
         if not self._made:
             self._made = True
             self._after_first = AfterFirstStep(result, program.optimizer if update else None)
+        elif runner is not None and not step.replayed:
+            self._rest = runner.take_rest()
+        elif runner is None and not program.replication.shared:
+            self._rest = math.inf
         return result
 
     def _make_plainly(

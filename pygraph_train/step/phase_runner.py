@@ -100,12 +100,15 @@ class PhaseRunner:
                 return run(call)
             before = traces_of_others()  # in the first step parts that the user compiled are traced
             made = run(call)
-            if traces_of_others() != before:
-                self._why_plain = COMPILED_PART
-                self._training.note(COMPILED_PART)
+            quietly(lambda: self._look_for_compiled_part(before))
             return made
         finally:
             _turn.release()
+
+    def _look_for_compiled_part(self, before: int) -> None:
+        if traces_of_others() != before:
+            self._why_plain = COMPILED_PART
+            self._training.note(COMPILED_PART)
 
     def _may_replay(self) -> bool:
         training = self._training
