@@ -126,6 +126,37 @@ def test_a_weight_that_balances_two_losses_is_asked_for_late(begins: int, model:
     assert not report.fallbacks, str(report)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_curvature_is_looked_at_late(autocast: bool) -> None:
+    """A Hessian-vector product now and then, for the first time once graphs are replayed."""
+
+    def measured(s: Script) -> None:
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        model, optimizer = s.accelerator.prepare(model, optimizer)
+        parameters = list(model.parameters())
+        for i in range(30):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(torch.randn(5, 6)).float().square().mean()
+            s.accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if i % 10 == 9:
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = model(torch.randn(5, 6)).float().square().mean()
+                slopes = torch.autograd.grad(loss, parameters, create_graph=True)
+                model(torch.randn(5, 6)).sum().backward()  # another forward in between
+                optimizer.zero_grad()
+                found = torch.autograd.grad(sum(g.sum() for g in slopes), parameters)
+                # sums of gradients in another order, which is much in bfloat16
+                s.write("curvature", [g.round(decimals=4) for g in found if not autocast])
+            s.write("loss", loss)
+        s.write_state(model, optimizer)
+
+    report = both(measured, replays=15)
+    assert any("is differentiated itself (create_graph=True)" in f.reason for f in report.fallbacks)
+
+
 def in_forward_mode(model: Any, x: Tensor) -> Tensor:
     with forward_ad.dual_level():
         out, _ = model(forward_ad.make_dual(x, torch.ones_like(x)))

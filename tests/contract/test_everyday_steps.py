@@ -7,6 +7,7 @@ sister that is not.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from .compare import Run, compare
@@ -972,6 +974,89 @@ def a_checkpointed_model_with_dropout(case: Case) -> Any:
 def a_model_that_the_user_compiled(case: Case) -> Any:
     compiled = torch.compile(case.model, backend="eager")
     return lambda x, y: cross_entropy(compiled(x), y)
+
+
+@case(updates=14)
+def a_part_that_the_user_compiled(case: Case) -> Any:
+    """With other dropout than eager kernels have: it must not be traced into."""
+    case.model = nn.Sequential(nn.Linear(6, 16), nn.Sequential(nn.GELU(), nn.Dropout(0.3)), nn.Linear(16, 3))
+    case.model[1].compile(backend="aot_eager")
+    return case.loss
+
+
+@case(updates=14)
+def operations_fail_and_the_step_tries_another_way(case: Case) -> Any:
+    """As the Cholesky factor of a Gaussian process does for a sample that comes twice."""
+    case.seen["failed"] = 0
+
+    def factor(matrix: Tensor) -> Tensor:
+        try:
+            return torch.linalg.cholesky(matrix)
+        except RuntimeError:
+            case.seen["failed"] += 1
+            return torch.linalg.cholesky(-matrix)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        out = case.model(x)
+        sign = torch.where(x[0, 0] > 0, 1.0, -1.0)
+        return cross_entropy(out, y) + factor(torch.diag(sign * out.exp().mean(0))).sum()
+
+    return step
+
+
+@case(updates=14)
+def what_operations_raise_is_suppressed(case: Case) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = case.loss(x, y)
+        with contextlib.suppress(RuntimeError):
+            loss = loss + torch.linalg.inv(case.model[3].weight[:, :3] * (x[0, 0] > 1)).square().mean()
+        return loss
+
+    return step
+
+
+class Int8(Tensor):
+    """A weight of whole numbers and a scale, as torchao has them: a wrapper, which has no memory of its own."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, q: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype, device=q.device)
+
+    def __init__(self, q: Tensor, scale: Tensor) -> None:
+        self.q, self.scale = q, scale
+
+    def __tensor_flatten__(self) -> Any:
+        return ["q", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, *_: Any) -> Any:
+        return cls(parts["q"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(func(args[0].q), func(args[0].scale))
+        return func(*tree_map(lambda t: t.q * t.scale if isinstance(t, cls) else t, args), **(kwargs or {}))
+
+
+@case(updates=14)
+def a_frozen_weight_of_a_wrapper_class(case: Case) -> Any:
+    whole = torch.randint(-9, 9, (3, 6), dtype=torch.int8, device=DEVICE)
+    weight = nn.Parameter(Int8(whole, torch.full((3, 1), 0.1, device=DEVICE)), requires_grad=False)
+    return lambda x, y: cross_entropy(case.model(x) + nn.functional.linear(x, weight), y)
+
+
+@case(19)
+def a_weight_is_used_without_gradients_first_under_autocast(case: Case) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            with torch.no_grad():
+                scale = case.model(x).float().abs().mean()
+            return cross_entropy(case.model(x) / (1 + scale), y)
+
+    return step
 
 
 @case(19)
