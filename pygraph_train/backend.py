@@ -123,10 +123,6 @@ class _Owner(PhaseRegions):
         settings = self._options.inductor
         return inductor(gm, examples, settings) if self.engine.name == "cuda" else aten(gm, examples)
 
-    def placed(self, parameter: int | None, gradient: Tensor | None) -> Tensor | None:
-        """No graph of an update reads gradients at fixed addresses."""
-        return gradient
-
 
 class _Graph:
     """A graph of Dynamo's. Modules of one class share it, and each has a region of its own.

@@ -26,7 +26,7 @@ from pygraph_train.graphs.engine import Engine, problem_of
 from pygraph_train.problems import Problem, first_line
 from pygraph_train.putting_back import ScratchState
 from pygraph_train.torch_private.breaks import end_of
-from pygraph_train.torch_private.memory import tensor_version
+from pygraph_train.torch_private.memory import copy_all, tensor_version
 from pygraph_train.torch_private.phases import (
     accumulation_hooks_of,
     autocast_now,
@@ -132,24 +132,42 @@ class PhaseRegions:
             return None
         return inductor(gm, examples)
 
-    def placed(self, parameter: int | None, gradient: Tensor | None) -> Tensor | None:
-        """Within a capture: a gradient at the place that gradients of this parameter have in all recordings.
+    def placed(
+        self, parameters: Sequence[int | None], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Within a capture: gradients at the places that those of each parameter have in all recordings.
+
+        Where autograd accumulates them, it gets copies of them anyway.
 
         Args:
-            parameter: its id, None for another tensor.
-            gradient: as it was computed.
+            parameters: their ids, None for another tensor.
+            gradients: as they were computed.
         """
-        if parameter is None or gradient is None:
-            return gradient
-        known = self._gradients.get(parameter)
-        if known is None or (known.shape, known.stride(), known.dtype) != (
-            gradient.shape,
-            gradient.stride(),
-            gradient.dtype,
-        ):
-            self._gradients[parameter] = gradient
-            return gradient
-        return known.copy_(gradient)
+        found, moved = list(gradients), []
+        if not self.delivers:
+            return found
+        for k, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            if parameter is None or gradient is None:
+                continue
+            known = self._gradients.get(parameter)
+            if known is None or _looks(known) != _looks(gradient):
+                self._gradients[parameter] = gradient
+            else:
+                found[k] = known
+                moved.append((known, gradient))
+        if moved:
+            copy_all([known for known, _ in moved], [gradient for _, gradient in moved])
+        return found
+
+    def make_places(self, parameters: Sequence[Tensor]) -> None:
+        """Memory for the gradients of parameters that have none yet. It belongs to no recording."""
+        for p in parameters if self.delivers else ():
+            if id(p) not in self._gradients:
+                self._gradients[id(p)] = torch.empty_like(p, requires_grad=False)
+
+    def places(self) -> list[int]:
+        """The ids of the tensors in which gradients are put."""
+        return list(map(id, self._gradients.values()))
 
     def make_way(self, given: Sequence[Any]) -> None:
         """Before a recording or a comparison computes gradients where those lie that wait for further micro-batches."""
@@ -547,6 +565,10 @@ _INNER_GRADIENT = "gradients are asked for of a result from which another result
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor_version(tensor)
+
+
+def _looks(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _NoPart(Exception):
